@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dream_trainer.best_value import mode_by_name, mode_of
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, mode_by_name, mode_of
 
 LOWER = """val/loss loss val/near/loss val/val_loss val/reward_loss val/accuracy_loss val/perplexity val/nll val/rmse
 val/WER val/word_error_rate val/cross_entropy val/crossEntropy val/bits_per_byte val/error val/loss.0""".split()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dream_trainer.cadence import Cadence
+from tests.api import Cadence
 
 
 class Clock:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.cli.new import EXAMPLES, LAUNCH
+from tests.api import EXAMPLES, LAUNCH
 
 ROOT = Path(__file__).parent.parent
 NOT_PUBLISHED = {".ci", ".gitattributes"}

@@ -14,9 +14,7 @@ from typing import Literal, NamedTuple
 
 import pytest
 
-from dream_trainer.events.callback import Callback
-from dream_trainer.trainer.event_table import EVENTS
-from dream_trainer.trainer.hooks import Hooks
+from tests.api import EVENTS, Callback, Hooks
 
 PACKAGE = Path(__file__).parent.parent / "dream_trainer"
 # From the ground up: a module imports from its own room and from those before it. Files beside the rooms are the ground

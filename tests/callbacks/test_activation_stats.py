@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.callbacks import ActivationStats
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.recompute import recompute
+from tests.api import ActivationStats, ConfigError, recompute
 from tests.callbacks.recording import Logged, LoggedSharded, Recorder, record
 from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import fill

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EarlyStopping, Every
-from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
+from tests.api import CheckpointParameters, ConfigError, EarlyStopping, Every
 from tests.trainer.small import Alone, Config, batches, make_config
 
 NAN = math.nan

@@ -16,10 +16,16 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.callbacks.ema import EMA, HostAverage
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
-from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
+from tests.api import (
+    EMA,
+    CheckpointError,
+    CheckpointParameters,
+    ConfigError,
+    DistributedDataLoader,
+    HookError,
+    HostAverage,
+    StepError,
+)
 from tests.trainer.arithmetic import full
 from tests.trainer.small import (
     Alone,

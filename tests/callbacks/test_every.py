@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Every
-from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
+from tests.api import CheckpointParameters, ConfigError, Every
 from tests.trainer.small import Alone, Validates, batches, make_config
 
 

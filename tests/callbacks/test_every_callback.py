@@ -22,9 +22,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer import callbacks as shipped
-from dream_trainer.config import to_dict
-from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.event_table import EVENTS
+from tests.api import EVENTS, ConfigError, to_dict
 from tests.callbacks.factories import FACTORIES, PRINTED, SECOND
 from tests.trainer.small import assert_same_weights, weights
 

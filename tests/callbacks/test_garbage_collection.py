@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.callbacks import GarbageCollection
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, GarbageCollection
 from tests.trainer.small import Alone, Batch, batches, make_config
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Every, ImageFiles
+from tests.api import Every, ImageFiles
 from tests.trainer.small import Alone, Batch, batches, make_config
 
 

@@ -9,9 +9,7 @@ import torch
 import torch.nn as nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from dream_trainer.callbacks import LearningRate
-from dream_trainer.errors import HookError
-from dream_trainer.optim import OptimizerParameters, build_optimizer
+from tests.api import HookError, LearningRate, OptimizerParameters, build_optimizer
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, batches, make_config
 

@@ -9,9 +9,7 @@ import psutil
 import pytest
 import torch
 
-from dream_trainer.callbacks import Memory
-from dream_trainer.callbacks.memory import GIB, host_memory
-from dream_trainer.errors import ConfigError, HookError
+from tests.api import GIB, ConfigError, HookError, Memory, host_memory
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, batches, make_config
 

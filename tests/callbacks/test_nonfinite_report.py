@@ -14,9 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.callbacks import NonFiniteReport
-from dream_trainer.errors import NonFiniteError
-from dream_trainer.trainer.step.nonfinite import SETTLE_EVERY
+from tests.api import SETTLE_EVERY, NonFiniteError, NonFiniteReport
 from tests.callbacks.recording import Logged
 from tests.trainer.small import Batch, Samples, batches, fused_adamw, make_config, sgd
 

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.callbacks import GradientStats, NonFiniteReport, Throughput, WeightStats
+from tests.api import GradientStats, NonFiniteReport, Throughput, WeightStats
 from tests.callbacks import test_activation_stats as activations
 from tests.callbacks.recording import LoggedSharded, Recorder, names, record
 from tests.callbacks.test_every_callback import all_together, trained

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Profiler
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, Profiler
 from tests.trainer.small import Alone, Batch, batches, make_config
 
 # PyTorch says so where no step is left to warm up in.

@@ -18,9 +18,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
-from dream_trainer.callbacks.progress import Pace
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, Pace, Progress
 from tests.worlds import run_world
 
 

@@ -12,17 +12,18 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.callbacks import (
+from tests.api import (
     ActivationStats,
+    ConfigError,
     GarbageCollection,
     GradientStats,
     LearningRate,
     Memory,
     Profiler,
     WeightStats,
+    combined,
+    group_of,
 )
-from dream_trainer.callbacks.tensor_stats import combined, group_of
-from dream_trainer.errors import ConfigError
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import Batch, batches, make_config, network, sgd

@@ -14,10 +14,16 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.callbacks import ModelSummary, TrainerSummary
-from dream_trainer.callbacks.summary import forward_flops, size_of
-from dream_trainer.errors import ConfigError
-from dream_trainer.optim import GroupParameters, OptimizerParameters, ScheduleParameters
+from tests.api import (
+    ConfigError,
+    GroupParameters,
+    ModelSummary,
+    OptimizerParameters,
+    ScheduleParameters,
+    TrainerSummary,
+    forward_flops,
+    size_of,
+)
 from tests.worlds import run_world
 
 

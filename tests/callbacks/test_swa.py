@@ -14,10 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA, SWA
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
+from tests.api import EMA, SWA, CheckpointParameters, ConfigError, DistributedDataLoader, StepError
 from tests.trainer.arithmetic import fill, full
 from tests.trainer.small import (
     Alone,

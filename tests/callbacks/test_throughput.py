@@ -12,11 +12,17 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Every, Throughput
-from dream_trainer.callbacks.throughput import dtype_at_work, peak_flops
-from dream_trainer.data import DistributedDataLoader, Mixture
-from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.interface import Logger, Stamp
+from tests.api import (
+    ConfigError,
+    DistributedDataLoader,
+    Every,
+    Logger,
+    Mixture,
+    Stamp,
+    Throughput,
+    dtype_at_work,
+    peak_flops,
+)
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, Validates, batches, make_config
 

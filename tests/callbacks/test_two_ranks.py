@@ -14,10 +14,16 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.callbacks import SWA, EarlyStopping, Every, ImageFiles, WeightTransfer
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError
-from dream_trainer.weights.export import export_checkpoint
+from tests.api import (
+    SWA,
+    CheckpointError,
+    DistributedDataLoader,
+    EarlyStopping,
+    Every,
+    ImageFiles,
+    WeightTransfer,
+    export_checkpoint,
+)
 from tests.callbacks import test_swa as swa_alone
 from tests.callbacks import test_weight_transfer as transfer_alone
 from tests.callbacks.test_swa import Saved, averaged, saved_config

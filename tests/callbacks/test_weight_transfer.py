@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.callbacks import WeightTransfer
-from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
+from tests.api import CheckpointParameters, ConfigError, WeightTransfer
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import (
     Alone,

@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from dream_trainer.checkpoint.snapshot_writer import Background
+from tests.api import Background
 
 
 class Held:

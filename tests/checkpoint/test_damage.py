@@ -12,17 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared
-from dream_trainer.checkpoint.manifest import (
+from tests.api import (
     SCHEMA_VERSION,
+    CheckpointError,
+    DamagedCheckpointError,
+    Ranks,
     list_checkpoints,
+    load_tensors,
+    parse_metadata,
+    read_and_verify,
     read_manifest,
+    read_rank,
+    read_shared,
     verify_all_but_shards,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.safe_dcp import parse_metadata, read_and_verify
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors
 
 FILES = [".metadata", "__0_0.distcp", "shared.json", "rank_00000.json", "rank_00000.safetensors"]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint import digests
-from dream_trainer.checkpoint.digests import value_digests
-from dream_trainer.distributed.ranks import Ranks
+from tests.api import Ranks, value_digests
 from tests.worlds import run_world
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex128, torch.int64, torch.bool)

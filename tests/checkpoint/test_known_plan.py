@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dream_trainer.checkpoint.known_plan import KnownPlan
-from dream_trainer.checkpoint.loading import load_tensors
-from dream_trainer.checkpoint.store import write_checkpoint
-from dream_trainer.distributed.outcomes import dealt_by_main_rank, to_main_rank
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
+from tests.api import (
+    CheckpointError,
+    KnownPlan,
+    Ranks,
+    dealt_by_main_rank,
+    load_tensors,
+    to_main_rank,
+    write_checkpoint,
+)
 from tests.checkpoint.states import make_snapshot
 from tests.worlds import run_world
 

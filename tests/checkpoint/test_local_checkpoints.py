@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from dream_trainer.checkpoint import store
-from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.manifest import Manifest, read_manifest
-from dream_trainer.config.branch_parameters import BranchParameters
-from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.trainer.resume import newest_to_resume
+from tests.api import (
+    BranchParameters,
+    CheckpointParameters,
+    LocalCheckpoints,
+    Manifest,
+    Ranks,
+    newest_to_resume,
+    read_manifest,
+)
 from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
 
 MESH: dict[str, int] = DESCRIPTION["mesh_shape"]  # type: ignore[assignment]

@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.loading import load_tensors, read_shared, tensor_metadata
-from dream_trainer.checkpoint.model_state import (
+from tests.api import (
+    CheckpointError,
+    Ranks,
     load_model_extra_state,
     load_rank_buffers,
+    load_tensors,
     model_extra_state,
     model_tensors,
     parameter_fqns,
     rank_buffers,
+    read_shared,
+    tensor_metadata,
 )
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save
 
 

@@ -11,12 +11,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dream_trainer.checkpoint.loading import load_tensors, read_shared, tensor_metadata
-from dream_trainer.checkpoint.model_state import model_tensors, parameter_fqns
-from dream_trainer.checkpoint.optimizer_state import optimizer_state
-from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
+from tests.api import (
+    CheckpointError,
+    Ranks,
+    load_tensors,
+    model_tensors,
+    optimizer_state,
+    parameter_fqns,
+    prepare_optimizer_state,
+    read_shared,
+    tensor_metadata,
+)
 from tests.checkpoint.states import save
 
 Build = Callable[[list[nn.Parameter]], Optimizer]

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dream_trainer.checkpoint.loading import read_rank
-from dream_trainer.checkpoint.random_state import random_state, set_random_state
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError, random_state, read_rank, set_random_state
 from tests.checkpoint.states import save
 
 CPU = torch.device("cpu")

@@ -21,15 +21,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint
-from dream_trainer.checkpoint.model_state import load_rank_buffers, model_tensors, parameter_fqns, rank_buffers
-from dream_trainer.checkpoint.optimizer_state import optimizer_state
-from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
-from dream_trainer.config.device_parameters import DeviceParameters
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.distributed.world import World
-from dream_trainer.errors import CheckpointError
+from tests.api import (
+    CheckpointError,
+    DeviceParameters,
+    Ranks,
+    World,
+    list_checkpoints,
+    load_rank_buffers,
+    load_tensors,
+    model_tensors,
+    optimizer_state,
+    parameter_fqns,
+    prepare_optimizer_state,
+    rank_buffers,
+    read_manifest,
+    read_rank,
+    read_shared,
+    tensor_metadata,
+    verify_checkpoint,
+)
 from tests.checkpoint.states import save, some_tensors
 from tests.worlds import run_world
 

@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from dream_trainer.best_value import is_better
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
-from dream_trainer.checkpoint.retention import Retention, best_checkpoint, kept, retire
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import ConfigError
+from tests.api import (
+    ConfigError,
+    Manifest,
+    Ranks,
+    Retention,
+    best_checkpoint,
+    is_better,
+    kept,
+    list_checkpoints,
+    retire,
+    verify_checkpoint,
+)
 from tests.checkpoint.states import DESCRIPTION, save
 
 NAN = math.nan

@@ -14,13 +14,7 @@ from pathlib import Path
 import pytest
 
 from dream_trainer.checkpoint import run_directory
-from dream_trainer.checkpoint.run_directory import claim, is_claimed, release
-from dream_trainer.cli.main import main
-from dream_trainer.config.device_parameters import DeviceParameters
-from dream_trainer.data.sources.token_writer import TokenFileWriter
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.distributed.world import World
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError, DeviceParameters, Ranks, TokenFileWriter, World, claim, is_claimed, main, release
 from tests.worlds import run_world
 
 HOLDER = """

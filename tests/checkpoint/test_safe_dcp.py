@@ -19,12 +19,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.files import checksum
-from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.manifest import FileEntry, Manifest, encode_manifest, read_manifest, verify_checkpoint
-from dream_trainer.checkpoint.safe_dcp import parse_metadata
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import DamagedCheckpointError
+from tests.api import (
+    DamagedCheckpointError,
+    FileEntry,
+    Manifest,
+    Ranks,
+    checksum,
+    encode_manifest,
+    load_tensors,
+    parse_metadata,
+    read_manifest,
+    read_rank,
+    read_shared,
+    tensor_metadata,
+    verify_checkpoint,
+)
 from tests.checkpoint.states import save, some_tensors
 
 pytestmark = pytest.mark.pitfall(43)

@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, read_manifest
-from dream_trainer.checkpoint.retention import Retention
-from dream_trainer.checkpoint.saver import Moment, Saver
-from dream_trainer.checkpoint.saving import Saving
-from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
-from dream_trainer.checkpoint.staging import HostCopies
-from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
+from tests.api import (
+    CheckpointError,
+    CheckpointParameters,
+    HostCopies,
+    Manifest,
+    Moment,
+    Ranks,
+    Retention,
+    Saver,
+    Saving,
+    Snapshot,
+    SnapshotWriter,
+    list_checkpoints,
+    read_manifest,
+)
 from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
 
 NOTHING: dict[str, Any] = {"save_every_n_epochs": None, "save_at_end": False}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dream_trainer.checkpoint.staging import HostCopies
+from tests.api import HostCopies
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")

@@ -21,16 +21,19 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from dream_trainer.checkpoint import files
-from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.manifest import (
+from tests.api import (
     SCHEMA_VERSION,
+    CheckpointError,
     FileEntry,
+    Ranks,
     list_checkpoints,
+    load_tensors,
     read_manifest,
+    read_rank,
+    read_shared,
+    tensor_metadata,
     verify_checkpoint,
 )
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import DESCRIPTION, save, some_tensors
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.cli.main import main
+from tests.api import main
 from tests.checkpoint.written_by_0_1.run import LAST_STEP, STOP_AFTER, Network, arithmetic, expected, put_run, train
 from tests.worlds import run_world
 

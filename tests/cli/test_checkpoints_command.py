@@ -19,9 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dream_trainer.checkpoint.manifest import list_checkpoints
-from dream_trainer.cli.main import GROUPS, main
-from dream_trainer.weights.stored_tensors import max_difference
+from tests.api import GROUPS, list_checkpoints, main, max_difference
 from tests.checkpoint.states import DESCRIPTION, save
 
 METRICS: Mapping[int, Any] = {1: 5.0, 2: 1.0, 3: 4.0, 4: math.nan, 5: None, 6: 2.0}

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.cli.main import main
-from dream_trainer.data.sources.token_file import TokenFile
-from dream_trainer.errors import DataError
+from tests.api import DataError, TokenFile, main
 
 TEXTS = ["one", "zwölf", "", "a longer text\nof two lines"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.cli.main import main
+from tests.api import main
 
 PROGRAM = """
 from __future__ import annotations

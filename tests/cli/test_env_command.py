@@ -8,8 +8,7 @@ import platform
 import pytest
 import torch
 
-from dream_trainer.cli.main import main
-from dream_trainer.version import __version__
+from tests.api import __version__, main
 
 
 def test_it_says_versions_devices_and_settings_and_no_secret(

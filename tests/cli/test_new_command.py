@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.cli.main import main
-from dream_trainer.cli.new import EXAMPLES, LAUNCH
+from tests.api import EXAMPLES, LAUNCH, main
 from tests.examples.launch import ROOT
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.cli.main import main
-from dream_trainer.cli.plot import draw, panels, read_log, smoothed
+from tests.api import draw, main, panels, read_log, smoothed
 
 
 def record(step: int, **metrics: Any) -> dict[str, Any]:

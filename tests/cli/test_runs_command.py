@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.cli.main import main
-from dream_trainer.cli.runs import differing
-from dream_trainer.trainer.run_record import ListedRun, RunRecord, write_record
+from tests.api import ListedRun, RunRecord, differing, main, write_record
 from tests.checkpoint.states import save
 
 NOW = time.time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from dream_trainer.compat.async_collectives import waited
+from tests.api import waited
 
 
 def test_what_was_waited_for_is_plain_and_hands_its_gradient_on_each_time() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dream_trainer.compat.attention import BlockMask, attend_flexibly, causal_to_the_last_key, same_document_mask
+from tests.api import BlockMask, attend_flexibly, causal_to_the_last_key, same_document_mask
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

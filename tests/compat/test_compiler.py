@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dream_trainer.compat.compiler import is_compiled, never_compiled
+from tests.api import is_compiled, never_compiled
 
 
 def test_a_module_that_is_compiled_either_way_is_known() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dream_trainer.compat.computation import Computation
+from tests.api import Computation
 
 
 def number(compute: Callable[[Tensor, Tensor], Tensor]) -> int:

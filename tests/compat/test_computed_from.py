@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dream_trainer.compat.computed_from import is_computed_from, viewed
+from tests.api import is_computed_from, viewed
 
 
 def test_views_of_views_are_of_what_owns_the_values() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from dream_trainer.compat.dtensor_generators import keep_own_generators
+from tests.api import keep_own_generators
 from tests.worlds import run_world
 
 

@@ -16,9 +16,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from dream_trainer.compat import forked_start
-from dream_trainer.compat.forked_start import sure_to_start
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.worker_start import started
+from tests.api import DistributedDataLoader, started, sure_to_start
 
 only_where_forks_hang = pytest.mark.skipif(
     sys.version_info >= (3, 11, 10), reason="this Python's forked processes start by themselves"

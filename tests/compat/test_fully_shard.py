@@ -10,11 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dream_trainer.compat.fully_shard import watch_gradients
-from dream_trainer.compat.local_gradients import LocalGradients
-from dream_trainer.compat.touched_shards import TouchableShards
-from dream_trainer.modules.recompute import recompute
-from dream_trainer.modules.sharding import fsdp_modules
+from tests.api import LocalGradients, TouchableShards, fsdp_modules, recompute, watch_gradients
 from tests.worlds import run_world
 
 

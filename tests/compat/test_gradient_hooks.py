@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients, has_hooks, keep_hooks
+from tests.api import after_accumulation, changes_gradients, has_hooks, keep_hooks
 
 
 def test_hooks_set_before_a_swap_and_after_it_are_called_until_they_are_removed() -> None:

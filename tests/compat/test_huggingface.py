@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from dream_trainer.compat.huggingface import files_read, shuffles_in_a_buffer
+from tests.api import files_read, shuffles_in_a_buffer
 
 
 def numbers() -> Iterator[dict[str, int]]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from dream_trainer.compat.loss_graph import trained_by
+from tests.api import trained_by
 
 
 def test_a_losss_graph_tells_which_parameters_it_trains() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dream_trainer.compat.mixed_tensors import plain_beside_dtensors
+from tests.api import plain_beside_dtensors
 from tests.worlds import run_world
 
 

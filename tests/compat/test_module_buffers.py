@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from dream_trainer.compat.module_buffers import is_persistent
+from tests.api import is_persistent
 
 
 def test_buffers_are_persistent_if_the_state_dict_has_them() -> None:

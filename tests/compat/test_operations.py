@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS, name_of_operation, operation
+from tests.api import EXPENSIVE_OPERATIONS, name_of_operation, operation
 
 
 def test_an_operation_has_a_namespace_and_a_name_and_nothing_else_has() -> None:

@@ -13,13 +13,13 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dream_trainer.compat.fully_shard import as_one_backward
-from dream_trainer.compat.pipelining import (
+from tests.api import (
     LOOPED,
     ONE_STAGE,
     SCHEDULES,
     V_SHAPED,
     ScheduledStage,
+    as_one_backward,
     as_tuple,
     asked_for_what_is_not_there,
     bytes_sent,

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dream_trainer.compat.save_plans import merge_plans_of_parts
+from tests.api import merge_plans_of_parts
 
 
 def plan_of(**tensors: torch.Tensor) -> SavePlan:

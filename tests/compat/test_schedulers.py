@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
-from dream_trainer.compat.schedulers import inner_schedulers, steps_taken
+from tests.api import inner_schedulers, steps_taken
 
 
 def test_those_at_any_depth_are_found() -> None:

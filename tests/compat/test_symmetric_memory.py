@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.symmetric_memory import options_of_overlap, why_memory_is_not_shared
+from tests.api import options_of_overlap, why_memory_is_not_shared
 from tests.overlap import overlap_on_the_cpu
 from tests.worlds import run_world
 

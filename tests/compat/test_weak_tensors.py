@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dream_trainer.compat.weak_tensors import OfTensors
+from tests.api import OfTensors
 
 
 def test_a_value_is_of_one_tensor_and_goes_with_it() -> None:

@@ -10,8 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer.data.packing.attention_mask import PackedSegments, packed_attention, packed_attention_mask
-from dream_trainer.data.packing.packed_rows import PackedRows
+from tests.api import PackedRows, PackedSegments, packed_attention, packed_attention_mask
 from tests.data.documents import NumberedDocuments, web_like_lengths
 
 # Uncompiled, as it is on a CPU, FlexAttention says that it makes the whole matrix of scores.

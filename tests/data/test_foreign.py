@@ -11,9 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
-from dream_trainer.errors import DataError
+from tests.api import DataError, DataPosition, PerRankLoader, TrainStream, train_stream
 from tests.data.samples import DrawingDataset, ShuffledStream, global_states, rows
 
 

@@ -14,10 +14,7 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
-from dream_trainer.errors import DataError
+from tests.api import DataError, DataPosition, PerRankLoader, SampleCount, TrainStream, train_stream
 from tests.data.samples import ShuffledStream, global_states
 from tests.data.test_foreign import read
 

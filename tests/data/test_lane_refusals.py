@@ -10,16 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.data.sources.stream_sources import HuggingFaceShards, IterableShards, WebDatasetShards
-from dream_trainer.data.stream import train_stream
-from dream_trainer.data.streams.lanes import lane_plan
-from dream_trainer.data.streams.pack_stream import Pack
-from dream_trainer.data.streams.stream_loader import StreamLoader
-from dream_trainer.data.transforms import Batch, Filter, Map, Shuffle, Unbatch
-from dream_trainer.data.validation_data import validation_batches
-from dream_trainer.data.window import DataPosition
-from dream_trainer.errors import DataError
+from tests.api import (
+    Batch,
+    DataError,
+    DataPosition,
+    Filter,
+    HuggingFaceShards,
+    IterableShards,
+    Map,
+    Pack,
+    PerRankLoader,
+    Shuffle,
+    StreamLoader,
+    Unbatch,
+    WebDatasetShards,
+    lane_plan,
+    train_stream,
+    validation_batches,
+)
 from tests.data.lane_truth import LiveLines, next_step, open_lanes, read_in_parts, write_tar
 
 LIVE = IterableShards(LiveLines, [(shard, 20) for shard in range(8)])

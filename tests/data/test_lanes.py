@@ -15,11 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dream_trainer.data.sources.stream_sources import IterableShards
-from dream_trainer.data.streams.lanes import divisors
-from dream_trainer.data.streams.stream_loader import StreamLoader
-from dream_trainer.data.transforms import Batch, Filter, Map, Shuffle, Unbatch
-from dream_trainer.data.window import DataPosition
+from tests.api import Batch, DataPosition, Filter, IterableShards, Map, Shuffle, StreamLoader, Unbatch, divisors
 from tests.data.lane_truth import (
     KINDS,
     LAYOUTS,

@@ -15,9 +15,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, loader_batch_size, rebuild
-from dream_trainer.data.stream import train_stream
-from dream_trainer.errors import DataError
+from tests.api import DataError, DistributedDataLoader, PerRankLoader, loader_batch_size, rebuild, train_stream
 from tests.data.samples import DrawingDataset, ShuffledStream
 
 DATA = TensorDataset(torch.arange(12))

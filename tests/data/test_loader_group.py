@@ -11,20 +11,21 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from dream_trainer.data import (
+from tests.api import (
     AlternatingLoaders,
+    DataError,
+    DataPosition,
     DistributedDataLoader,
     IterableShards,
     LoaderGroup,
     Mixture,
     PerRankLoader,
+    SampleCount,
     StreamLoader,
+    TrainStream,
+    train_stream,
+    turns,
 )
-from dream_trainer.data.loader_groups.loader_group import turns
-from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.stream import train_stream
-from dream_trainer.data.window import DataPosition, TrainStream
-from dream_trainer.errors import DataError
 from tests.data.lane_truth import LiveLines
 
 TEXT, IMAGES = 8, 4

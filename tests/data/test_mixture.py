@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.mixtures.mixture_order import BLOCK, Segment, offsets_below
-from dream_trainer.data.mixtures.mixture_weights import Stage, weights_by_position
-from dream_trainer.data.ordered import ENDLESS
-from dream_trainer.errors import ConfigError, DataError
+from tests.api import (
+    BLOCK,
+    ENDLESS,
+    ConfigError,
+    DataError,
+    Mixture,
+    Segment,
+    Stage,
+    offsets_below,
+    weights_by_position,
+)
 
 
 class Numbered:

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, Stage, train_stream
-from dream_trainer.data.window import TrainStream
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, DistributedDataLoader, Mixture, PackedRows, Stage, TrainStream, train_stream
 
 
 class Documents:

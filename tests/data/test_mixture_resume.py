@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.mixtures.mixture_weights import Stage
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from tests.api import DataPosition, DistributedDataLoader, Mixture, Stage, TrainStream, train_stream
 from tests.data.samples import DrawingDataset, rows
 
 GLOBAL_BATCH, STEPS = 48, 60

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from dream_trainer.nested import average, detach, map_tensors, to_device
+from tests.api import average, detach, map_tensors, to_device
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

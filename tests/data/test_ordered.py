@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
-from dream_trainer.data.validation_data import validation_batches
-from dream_trainer.errors import DataError
+from tests.api import (
+    ENDLESS,
+    DataError,
+    DataPosition,
+    DistributedDataLoader,
+    OrderedDataset,
+    TrainStream,
+    train_stream,
+    validation_batches,
+)
 
 GLOBAL_BATCH = 8
 LAYOUTS = [(1, 1, 0), (1, 2, 2), (2, 1, 0), (2, 2, 2), (4, 2, 0), (4, 1, 0)]

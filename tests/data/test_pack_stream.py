@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.data.streams.pack_stream import Pack
-from dream_trainer.data.transforms import Filter, Map
-from dream_trainer.errors import DataError
+from tests.api import DataError, Filter, Map, Pack
 from tests.data.lane_truth import digest, make_source, open_lanes, read_in_parts
 
 ROW, COUNTS = 32, [37, 41, 33, 29]

@@ -12,12 +12,16 @@ import pytest
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.mixtures.mixture_weights import Stage
-from dream_trainer.data.packing.packed_rows import PackedRows
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
-from dream_trainer.errors import DataError
+from tests.api import (
+    DataError,
+    DataPosition,
+    DistributedDataLoader,
+    Mixture,
+    PackedRows,
+    Stage,
+    TrainStream,
+    train_stream,
+)
 from tests.data.documents import APART, document, web_like_lengths
 
 GLOBAL_BATCH, STEPS, ROW_LENGTH, BLOCK_SIZE = 8, 16, 256, 60

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.packing.document_blocks import DocumentBlocks
-from dream_trainer.data.packing.packed_rows import PackedRows
-from dream_trainer.data.packing.padding import PaddedRows
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from tests.api import (
+    DataPosition,
+    DistributedDataLoader,
+    DocumentBlocks,
+    PackedRows,
+    PaddedRows,
+    TrainStream,
+    train_stream,
+)
 from tests.data.documents import NumberedDocuments, web_like_lengths
 
 GLOBAL_BATCH, STEPS = 8, 12

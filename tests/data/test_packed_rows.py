@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.packing.packed_rows import PackedRows
-from dream_trainer.errors import DataError
+from tests.api import ENDLESS, DataError, OrderedDataset, PackedRows
 from tests.data.documents import APART, NumberedDocuments, document, web_like_lengths
 
 LENGTH = 64

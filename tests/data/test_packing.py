@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated, pack_one_by_one
+from tests.api import RowPlan, pack_best_fit, pack_concatenated, pack_one_by_one
 from tests.data.documents import web_like_lengths
 
 PACKERS = [pack_best_fit, pack_concatenated, pack_one_by_one]

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.packing.padding import PaddedRows
-from dream_trainer.errors import DataError
+from tests.api import DataError, DistributedDataLoader, PaddedRows
 from tests.data.documents import NumberedDocuments, document, web_like_lengths
 
 LONGEST, BUCKET = 200, 16

@@ -21,10 +21,17 @@ from torch.utils.data import (
 )
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.data.foreign import draws_at_start_only, iterate
-from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
-from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
+from tests.api import (
+    DataPosition,
+    PerRankLoader,
+    TrainStream,
+    draws_at_start_only,
+    hash_seed,
+    iterate,
+    preserved_random_state,
+    seed_cpu,
+    train_stream,
+)
 from tests.data.samples import global_states
 from tests.data.test_foreign import read
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dream_trainer.data.mixtures.permutation import IndexPermutation
+from tests.api import IndexPermutation
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 16, 17, 99, 100, 101, 1024, 4097])

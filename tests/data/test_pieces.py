@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.mixtures.mixture_weights import Stage
-from dream_trainer.data.packing.packed_rows import IGNORED, PADDING, PackedRows
-from dream_trainer.data.sources.measured import WithLengths
-from dream_trainer.data.sources.pieces import Pieces
-from dream_trainer.data.stream import DataPosition, train_stream
-from dream_trainer.errors import DataError
+from tests.api import (
+    IGNORED,
+    PADDING,
+    DataError,
+    DataPosition,
+    DistributedDataLoader,
+    Mixture,
+    PackedRows,
+    Pieces,
+    Stage,
+    WithLengths,
+    train_stream,
+)
 
 LENGTHS = [7, 64, 1, 200, 33, 96, 0, 128]
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.errors import DataError, HookError
+from tests.api import DataError, HookError, SampleCount
 
 Pair = namedtuple("Pair", ["x", "y"])
 

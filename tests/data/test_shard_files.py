@@ -14,13 +14,19 @@ import pyarrow.parquet as parquet
 import pytest
 from datasets import Dataset
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.sources.measured import WithLengths, measure_lengths
-from dream_trainer.data.sources.shard_files import JsonLines, ParquetRows, ShardFiles, TarSamples
-from dream_trainer.data.sources.stream_sources import WebDatasetShards
-from dream_trainer.data.stream import train_stream
-from dream_trainer.errors import DataError
+from tests.api import (
+    DataError,
+    DistributedDataLoader,
+    JsonLines,
+    Mixture,
+    ParquetRows,
+    ShardFiles,
+    TarSamples,
+    WebDatasetShards,
+    WithLengths,
+    measure_lengths,
+    train_stream,
+)
 
 ROWS = [{"text": f"row {i} ä", "n": i} for i in range(25)]
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.sampler import epoch_order
-from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
-from dream_trainer.errors import DataError
+from tests.api import DataError, DataPosition, DistributedDataLoader, Mixture, TrainStream, epoch_order, train_stream
 from tests.data.samples import BrokenDataset, CountingDataset, DrawingDataset, global_states, rows
 
 SEED = 11

@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.sources.token_file import TokenFile
-from dream_trainer.data.sources.token_writer import TokenFileWriter
-from dream_trainer.errors import DataError
+from tests.api import DataError, Mixture, TokenFile, TokenFileWriter
 
 DOCUMENTS = [[5, 6, 7], [], [8], list(range(200)), [65_535]]
 

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.stream import train_stream
-from dream_trainer.data.transformed_dataset import TransformedDataset
-from dream_trainer.data.transforms import Batch, Filter, Map, Shuffle, Unbatch
-from dream_trainer.errors import DataError
+from tests.api import (
+    Batch,
+    DataError,
+    DistributedDataLoader,
+    Filter,
+    Map,
+    Shuffle,
+    TransformedDataset,
+    Unbatch,
+    train_stream,
+)
 from tests.data.samples import BrokenDataset, global_states
 
 

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.data.stream import train_stream
-from dream_trainer.data.validation_data import validation_batches
-from dream_trainer.errors import DataError
+from tests.api import DataError, DistributedDataLoader, PerRankLoader, train_stream, validation_batches
 from tests.data.samples import DrawingDataset, ShuffledStream, global_states, rows
 
 

@@ -12,9 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy, normalize
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.world import World
-from dream_trainer.errors import RanksDifferError
+from tests.api import DistributedDataLoader, RanksDifferError, World
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 

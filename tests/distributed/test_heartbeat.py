@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from dream_trainer.compat.stores import TCPStore
-from dream_trainer.distributed.heartbeat import Heartbeat
-from dream_trainer.distributed.hosts import HostPlace
+from tests.api import Heartbeat, HostPlace, TCPStore
 from tests.worlds import SERVER, free_port
 
 LIMIT = 1.0

@@ -6,7 +6,7 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.distributed import world
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError
 
 
 @pytest.mark.parametrize("port", ["0", "70000", "http", ""])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, preserved_random_state
+from tests.api import GENERATORS, WatchedSeeds, preserved_random_state
 
 DRAWS: list[tuple[str, Callable[[], Any]]] = [
     ("python", random.random),

@@ -16,11 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dream_trainer.checkpoint.random_state import random_state
-from dream_trainer.distributed.relay import relayed
-from dream_trainer.distributed.requests import Requests
-from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
-from dream_trainer.distributed.signals import Interrupted, Signals
+from tests.api import Interrupted, Requests, Signals, preserved_random_state, random_state, relayed, seed_cpu
 from tests.worlds import run_world
 
 

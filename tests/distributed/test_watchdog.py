@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dream_trainer.distributed import watchdog
-from dream_trainer.distributed.watchdog import Watchdog
+from tests.api import Watchdog
 from tests.trainer.small import run_ranks
 
 LIMIT = 1.0

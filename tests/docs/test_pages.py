@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dream_trainer import DreamTrainer
-from dream_trainer.trainer.cooperation import Cooperation
-from dream_trainer.trainer.mixins.setup import CONFIGURE, SETUP
+from tests.api import CONFIGURE, SETUP, Cooperation
 from tests.docs.pages import PAGES, ROOT, links, name
 
 

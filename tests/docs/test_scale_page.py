@@ -8,7 +8,7 @@ import re
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.config import resolve_mesh
+from tests.api import resolve_mesh
 from tests.docs.pages import ROOT
 
 SHAPES = {  # vocabulary, width, blocks, heads, heads of keys, hidden, tables of the vocabulary

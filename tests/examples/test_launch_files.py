@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader
 from tests.trainer.small import ROOT, Batch, Samples, Sharded, make_config
 
 LAUNCH = ROOT / "examples/launch"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dream_trainer.errors import CheckpointError, ConfigError
+from tests.api import CheckpointError, ConfigError
 from tests.examples.launch import ROOT, run_script
 
 EXAMPLE = ROOT / "examples" / "llama"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.modules.recompute import recompute
+from tests.api import recompute
 from tests.examples.launch import imported
 
 NUMBER = 8  # bytes, of float64

@@ -12,8 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from dream_trainer.config.pipeline_parallel_parameters import PipelineSchedule
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, PipelineSchedule
 from tests.examples.launch import ROOT, imported, run_script
 
 

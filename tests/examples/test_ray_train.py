@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader
 from tests.examples.launch import ROOT, run_script
 from tests.trainer.small import Batch, Samples, Sharded, make_config
 

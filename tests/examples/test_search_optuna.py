@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sklearn.datasets  # noqa: F401  # sets an environment variable, which the example's import would do inside a test
 
-from dream_trainer.loggers.jsonl import read_jsonl
+from tests.api import read_jsonl
 from tests.examples.launch import ROOT, run_script
 
 optuna = pytest.importorskip("optuna")

@@ -34,8 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import dream_trainer as dt
-from dream_trainer.checkpoint.files import named_step
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader, named_step
 from tests.faults.phases import Fault, arm
 from tests.trainer.resumable import CLASSES, FEATURES, Network, state_tensors
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from dream_trainer.checkpoint.files import step_directories
-from dream_trainer.checkpoint.manifest import verify_checkpoint
-from dream_trainer.distributed.ranks import Ranks
+from tests.api import Ranks, step_directories, verify_checkpoint
 from tests.faults.job import Job, run_dir
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data import DistributedDataLoader, PackedRows
+from tests.api import DistributedDataLoader, PackedRows
 from tests.data.test_packed_mixture import BLOCK_SIZE, GLOBAL_BATCH, ROW_LENGTH, mixture
 
 SEED = 3

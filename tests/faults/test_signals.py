@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.loggers.jsonl import read_jsonl
+from tests.api import read_jsonl
 from tests.faults.job import VALIDATE_EVERY, Job, Pause, run_dir
 from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
 from tests.faults.phases import Fault

@@ -13,8 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.trainer.describe import step_traffic
+from tests.api import PerRankLoader, step_traffic
 from tests.faults.namespaces import enter
 
 FIRST, STEPS = 5, 13

@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.packed_rows import handlers
-from dream_trainer.modules.attention_takeover import AttentionTakeover
-from dream_trainer.modules.context_attention import GatheredAttention
-from dream_trainer.modules.sequence_parts import SequenceParts
+from tests.api import (
+    AttentionTakeover,
+    GatheredAttention,
+    SequenceParts,
+    handlers,
+    packed_attention,
+    packed_attention_mask,
+)
 
 pytestmark = pytest.mark.gpu
 LENGTH, RANKS = 1024, 2

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dream_trainer.checkpoint.random_state import random_state, set_random_state
-from dream_trainer.checkpoint.staging import HostCopies
-from dream_trainer.data.feed import copy_stream, on_device
-from dream_trainer.nested import to_device
+from tests.api import HostCopies, copy_stream, on_device, random_state, set_random_state, to_device
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Memory
-from dream_trainer.callbacks.memory import GIB
-from dream_trainer.callbacks.throughput import peak_flops
-from dream_trainer.loggers.formatting import format_bytes
+from tests.api import GIB, Memory, format_bytes, peak_flops
 from tests.callbacks.recording import Logged, Recorder
 from tests.trainer.small import Alone, batches, make_config
 

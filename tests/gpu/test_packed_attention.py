@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dream_trainer.data.packing.attention_mask import PackedSegments, packed_attention, packed_attention_mask
+from tests.api import PackedSegments, packed_attention, packed_attention_mask
 
 pytestmark = pytest.mark.gpu
 LENGTH = 512

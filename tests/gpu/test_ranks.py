@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import dream_trainer as dt
-from dream_trainer.compat.pytorch import all_gather_flat, local_tensors, set_group_timeout
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, all_gather_flat, local_tensors, set_group_timeout
 from tests.gpu.test_training import Fits, config, losses_by_hand
 from tests.trainer.arithmetic import fill
 from tests.worlds import run_world

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.config import DeviceParameters, TrainingParameters
+from tests.api import DeviceParameters, TrainingParameters
 from tests.trainer.arithmetic import fill
 from tests.worlds import run_world
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.loggers.console import ConsoleLogger
-from dream_trainer.loggers.formatting import format_bytes, format_count, format_duration, format_number
-from dream_trainer.loggers.interface import Stamp
+from tests.api import ConsoleLogger, Stamp, format_bytes, format_count, format_duration, format_number
 
 
 @pytest.mark.pitfall(47)

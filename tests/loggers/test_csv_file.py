@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.loggers.csv_file import CSVLogger
-from dream_trainer.loggers.interface import Stamp
+from tests.api import CSVLogger, Stamp
 from tests.loggers.readers import csv_rows
 
 

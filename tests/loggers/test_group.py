@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.errors import HookError
-from dream_trainer.loggers.csv_file import CSVLogger
-from dream_trainer.loggers.group import LoggerGroup
+from tests.api import CSVLogger, HookError, LoggerGroup
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.media import Image, Images, Text, Video
-from dream_trainer.loggers.media_files import ImageFilesLogger
+from tests.api import Image, ImageFilesLogger, Images, Stamp, Text, Video
 
 
 def stamp(step: int) -> Stamp:

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.jsonl import JSONLLogger, read_jsonl
-from dream_trainer.loggers.line_files import replace_file
+from tests.api import JSONLLogger, Stamp, read_jsonl, replace_file
 
 
 def write(run_dir: Path, steps: range, resumed_step: int | None = None) -> None:

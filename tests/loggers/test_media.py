@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from dream_trainer.loggers import media
-from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.jsonl import JSONLLogger
+from tests.api import JSONLLogger, Stamp
 
 
 def test_floats_from_0_to_1_bytes_and_masks_become_bytes() -> None:

@@ -17,17 +17,23 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.config.logger_parameters import (
+from tests.api import (
+    Audio,
+    ConfigError,
+    Histogram,
+    Image,
+    Images,
     LoggerParameters,
+    MLflowLogger,
     MLflowParameters,
+    Stamp,
+    Table,
+    Text,
     TrackioParameters,
+    Video,
     check_loggers,
+    read_jsonl,
 )
-from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.jsonl import read_jsonl
-from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
-from dream_trainer.loggers.mlflow_logger import MLflowLogger
 
 CONFIG = {"project": "p", "group": "g", "experiment": "e", "seed": 7, "optimizer": {"lr": 0.5}}
 PIXELS = torch.zeros(3, 2, 5, dtype=torch.uint8)

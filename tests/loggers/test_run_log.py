@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.config.logger_parameters import LoggerParameters
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.loggers.group import LoggerGroup
-from dream_trainer.loggers.interface import Logger, Stamp
-from dream_trainer.loggers.jsonl import JSONLLogger
-from dream_trainer.loggers.media import Media, Text
-from dream_trainer.loggers.run_log import RunLog
+from tests.api import JSONLLogger, Logger, LoggerGroup, LoggerParameters, Media, Ranks, RunLog, Stamp, Text
 
 BATCH = 4  # samples of a micro-batch
 

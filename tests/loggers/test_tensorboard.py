@@ -16,9 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.utils.tensorboard import RecordWriter
 
-from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
-from dream_trainer.loggers.tensorboard import TensorBoardLogger, _record
+from tests.api import Audio, Histogram, Image, Images, Stamp, Table, TensorBoardLogger, Text, Video, _record
 
 
 def read(run_dir: Path) -> Any:

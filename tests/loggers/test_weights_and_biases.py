@@ -13,11 +13,21 @@ import wandb
 from wandb.sdk.lib import module
 
 import dream_trainer as dt
-from dream_trainer.config.logger_parameters import LoggerParameters, WandbParameters, check_loggers
-from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
-from dream_trainer.loggers.weights_and_biases import WandbLogger
+from tests.api import (
+    Audio,
+    ConfigError,
+    Histogram,
+    Image,
+    Images,
+    LoggerParameters,
+    Stamp,
+    Table,
+    Text,
+    Video,
+    WandbLogger,
+    WandbParameters,
+    check_loggers,
+)
 from tests.loggers.readers import newest_wandb_file, wandb_files, wandb_history, wandb_records
 from tests.loggers.wandb_server import wandb_server
 from tests.trainer.small import Alone, Batch, Validates, batches, make_config

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dream_trainer.errors import InitError
-from dream_trainer.meta import Tape, default_init, materialize, remember
+from tests.api import InitError, Tape, default_init, materialize, remember
 
 from .building import KnownDraws, deferred, planned, tensors
 from .families import FAMILIES, Late, NanoGPT, Views

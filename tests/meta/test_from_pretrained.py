@@ -17,9 +17,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from dream_trainer.meta.initialise import default_init
-from dream_trainer.meta.realize import materialize, remember
-from dream_trainer.meta.tape import Tape
+from tests.api import Tape, default_init, materialize, remember
 
 CONFIGS = [
     LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dream_trainer as dt
-from dream_trainer.errors import InitError
+from tests.api import InitError
 
 WIDTH = 4
 

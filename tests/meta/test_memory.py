@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from dream_trainer.meta import materialize
+from tests.api import materialize
 from tests.worlds import run_world
 
 from .building import planned

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dream_trainer.errors import InitError
-from dream_trainer.meta import materialize
+from tests.api import InitError, materialize
 from tests.worlds import run_world
 
 from .building import deferred, planned, tensors

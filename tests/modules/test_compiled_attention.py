@@ -14,14 +14,17 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dream_trainer.compat.compiler import is_compiled
-from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.packed_rows import handlers
-from dream_trainer.errors import StepError
-from dream_trainer.modules.attention_takeover import AttentionTakeover
-from dream_trainer.modules.compiled_attention import compile_with_shared_attention
-from dream_trainer.modules.context_attention import GatheredAttention
-from dream_trainer.modules.sequence_parts import SequenceParts
+from tests.api import (
+    AttentionTakeover,
+    GatheredAttention,
+    SequenceParts,
+    StepError,
+    compile_with_shared_attention,
+    handlers,
+    is_compiled,
+    packed_attention,
+    packed_attention_mask,
+)
 
 LENGTH = 8
 HEADS = torch.randn(2, 4, LENGTH, 4, generator=torch.Generator().manual_seed(0))

@@ -13,11 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer.data.packing.packed_rows import handlers
-from dream_trainer.modules.attention_takeover import AttentionTakeover
-from dream_trainer.modules.compiled_attention import compile_with_shared_attention
-from dream_trainer.modules.context_attention import GatheredAttention
-from dream_trainer.modules.sequence_parts import SequenceParts
+from tests.api import AttentionTakeover, GatheredAttention, SequenceParts, compile_with_shared_attention, handlers
 from tests.worlds import run_world
 
 LENGTH, WIDTH, HEADS = 16, 8, 2

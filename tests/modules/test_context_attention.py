@@ -15,13 +15,19 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from dream_trainer.compat.attention import BlockMask
-from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.packed_rows import handlers
-from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.attention_takeover import AttentionTakeover
-from dream_trainer.modules.context_attention import ContextAttention, GatheredAttention, UlyssesAttention
-from dream_trainer.modules.sequence_parts import SequenceParts
+from tests.api import (
+    AttentionTakeover,
+    BlockMask,
+    ConfigError,
+    ContextAttention,
+    GatheredAttention,
+    SequenceParts,
+    StepError,
+    UlyssesAttention,
+    handlers,
+    packed_attention,
+    packed_attention_mask,
+)
 
 LENGTH, RANKS = 24, 3
 

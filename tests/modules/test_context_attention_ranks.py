@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
-from dream_trainer.data.packing.packed_rows import handlers
-from dream_trainer.modules.attention_takeover import AttentionTakeover
-from dream_trainer.modules.context_attention import GatheredAttention, UlyssesAttention
-from dream_trainer.modules.sequence_parts import SequenceParts
+from tests.api import AttentionTakeover, GatheredAttention, SequenceParts, UlyssesAttention, handlers
 from tests.worlds import run_world
 
 BATCH, HEADS, LENGTH, HEAD = 2, 4, 16, 3

@@ -10,10 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules import MoE
-from dream_trainer.modules.gated_experts import _Grouped
-from dream_trainer.modules.recompute import recompute
+from tests.api import ConfigError, MoE, _Grouped, recompute
 
 WIDTH, HIDDEN = 6, 10
 

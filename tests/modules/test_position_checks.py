@@ -13,15 +13,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.packed_rows import handlers
-from dream_trainer.errors import StepError
-from dream_trainer.modules.attention_takeover import AttentionTakeover
-from dream_trainer.modules.context_attention import GatheredAttention
-from dream_trainer.modules.mixture_of_experts import MoE
-from dream_trainer.modules.sequence_parts import SequenceParts
-from dream_trainer.nested import concatenated
 from examples.llama.model import Llama, LlamaConfig
+from tests.api import (
+    AttentionTakeover,
+    GatheredAttention,
+    MoE,
+    SequenceParts,
+    StepError,
+    concatenated,
+    handlers,
+    packed_attention,
+    packed_attention_mask,
+)
 
 PART, RANKS, HEADS, HEAD = 12, 2, 4, 6
 WIDTH = HEADS * HEAD

@@ -13,9 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS
-from dream_trainer.errors import StepError
-from dream_trainer.modules.recompute import recompute
+from tests.api import EXPENSIVE_OPERATIONS, StepError, recompute
 
 WIDTH = 4
 

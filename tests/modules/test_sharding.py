@@ -11,8 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.sharding import frozen, repeated_blocks, shard_by_blocks
+from tests.api import ConfigError, frozen, repeated_blocks, shard_by_blocks
 
 
 @pytest.fixture

@@ -8,10 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.pipeline_stages import keep_only
-from dream_trainer.optim import GroupParameters, freeze, parameter_groups
-from dream_trainer.optim.whole_parameters import remember_whole, values_in_whole
+from tests.api import ConfigError, GroupParameters, freeze, keep_only, parameter_groups, remember_whole, values_in_whole
 from tests.optim.models import Block, model
 
 MATRICES = {

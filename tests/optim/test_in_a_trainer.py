@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.optim import (
+from tests.api import (
     GroupParameters,
     OptimizerParameters,
     ScheduleParameters,

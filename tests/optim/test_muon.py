@@ -10,9 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.optim import Muon
-from dream_trainer.optim.muon import deal
-from dream_trainer.trainer.step.gradients import guards_itself
+from tests.api import Muon, deal, guards_itself
 from tests.worlds import run_world
 
 # Tall, wide, square, a single row or column; 5 rows on 4 ranks leave one without any.

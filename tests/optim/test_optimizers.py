@@ -10,9 +10,7 @@ import torch
 import torch.nn as nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from dream_trainer.errors import ConfigError
-from dream_trainer.optim import GroupParameters, OptimizerParameters, build_optimizer, build_optimizers
-from dream_trainer.optim.muon import Muon
+from tests.api import ConfigError, GroupParameters, Muon, OptimizerParameters, build_optimizer, build_optimizers
 from tests.optim.models import Transformer, batch, model, train
 
 BY_HAND: list[tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = [

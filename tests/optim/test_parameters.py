@@ -11,10 +11,17 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.config import from_dict, parse, to_dict
-from dream_trainer.errors import ConfigError
-from dream_trainer.optim import GroupParameters, OptimizerParameters, ScheduleParameters
-from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerName
+from tests.api import (
+    HYPERPARAMETERS,
+    ConfigError,
+    GroupParameters,
+    OptimizerName,
+    OptimizerParameters,
+    ScheduleParameters,
+    from_dict,
+    parse,
+    to_dict,
+)
 
 CLASSES = {
     "adamw": torch.optim.AdamW,

@@ -14,9 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.config import from_dict, to_dict
-from dream_trainer.errors import ConfigError
-from dream_trainer.optim import ScheduleParameters, build_schedule, build_schedules, rate_factor
+from tests.api import ConfigError, ScheduleParameters, build_schedule, build_schedules, from_dict, rate_factor, to_dict
 
 TOTAL, WARMUP = 40, 5
 RATES = (0.5, 0.125)

@@ -10,10 +10,15 @@ import torch
 import torch.nn as nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop, SparseAdam
 
-from dream_trainer.errors import ConfigError
-from dream_trainer.optim import OptimizerParameters, build_optimizer, build_optimizers, refuse_unshardable
-from dream_trainer.optim.muon import Muon
-from dream_trainer.optim.sharded import refuse_unshardable_class
+from tests.api import (
+    ConfigError,
+    Muon,
+    OptimizerParameters,
+    build_optimizer,
+    build_optimizers,
+    refuse_unshardable,
+    refuse_unshardable_class,
+)
 from tests.optim.models import N_TOKENS, batch, loss, model, train
 from tests.worlds import run_world
 

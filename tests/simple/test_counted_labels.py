@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import dream_trainer as dt
-from dream_trainer.simple import Trainer
+from tests.api import Trainer
 from tests.simple.loops import CLASSES, classifier, samples
 from tests.worlds import run_world
 

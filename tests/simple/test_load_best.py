@@ -11,9 +11,7 @@ import torch.nn as nn
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.callbacks import SWA
-from dream_trainer.simple import Trainer
-from dream_trainer.weights.export import export_checkpoint
+from tests.api import SWA, Trainer, export_checkpoint
 
 ROWS, WIDTH = 40, 5
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError, DataError, HookError
+from tests.api import ConfigError, DataError, HookError
 from tests.simple.loops import CLASSES, WIDTH, adam, assert_same_bits, batches, classifier, make, ready, samples
 
 X, Y = samples().tensors

@@ -12,8 +12,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.cli.main import main
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError, main
 from tests.simple.loops import classifier, make, samples
 from tests.trainer.small import ROOT
 

@@ -21,10 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.data import Mixture
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import DataError
-from dream_trainer.simple import Trainer
+from tests.api import DataError, DistributedDataLoader, Mixture, Trainer
 from tests.simple.loops import (
     CLASSES,
     SAMPLES,

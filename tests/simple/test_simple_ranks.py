@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.simple import Trainer
+from tests.api import Trainer
 from tests.simple.loops import SAMPLES, adam, batches, classifier, plain_loop, samples
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world

@@ -11,7 +11,7 @@ import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from dream_trainer.stores.object_store import open_store
+from tests.api import open_store
 from tests.worlds import free_port
 
 SECRET = "not-to-be-seen-0123456789"

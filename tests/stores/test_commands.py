@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dream_trainer.cli.main import main
-from dream_trainer.stores.store_path import StorePath
+from tests.api import StorePath, main
 from tests.stores.jobs import train, weights
 
 

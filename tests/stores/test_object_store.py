@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.stores.object_store import open_store, without_secrets
-from dream_trainer.stores.ownership import Ownership
-from dream_trainer.stores.store_path import StorePath, as_path
+from tests.api import CheckpointError, ConfigError, Ownership, StorePath, as_path, open_store, without_secrets
 from tests.stores.servers import SECRET, Server
 
 

@@ -16,11 +16,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from dream_trainer.checkpoint.manifest import list_checkpoints
-from dream_trainer.errors import CheckpointError
-from dream_trainer.stores.object_store import open_store
-from dream_trainer.stores.ownership import Ownership
-from dream_trainer.stores.store_path import StorePath
+from tests.api import CheckpointError, Ownership, StorePath, list_checkpoints, open_store
 from tests.stores import azure, google
 from tests.stores.jobs import Fit, train
 from tests.stores.seaweed import SeaweedServer

@@ -18,12 +18,7 @@ import pytest
 import torch
 
 from dream_trainer.checkpoint import sender
-from dream_trainer.checkpoint.files import NewFile
-from dream_trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
-from dream_trainer.stores.ownership import Ownership
-from dream_trainer.stores.store_path import StorePath
+from tests.api import CheckpointError, NewFile, Ownership, Ranks, StorePath, list_checkpoints, verify_checkpoint
 from tests.stores.jobs import Fit, Wide, config, train, weights
 from tests.stores.servers import SECRET, Server
 from tests.worlds import run_world

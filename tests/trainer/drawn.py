@@ -22,8 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.data.sampler import epoch_order
+from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
 from tests.trainer.arithmetic import fill, full
 from tests.trainer.small import Config as SmallConfig
 

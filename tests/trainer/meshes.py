@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data import packed_attention, packed_attention_mask
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.modules import MoE
+from tests.api import DistributedDataLoader, MoE, packed_attention, packed_attention_mask
 from tests.trainer.arithmetic import full
 from tests.trainer.stages import state_of, united, weights_of
 

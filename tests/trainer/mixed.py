@@ -11,8 +11,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.callbacks import MixtureWeights
-from dream_trainer.data import DistributedDataLoader, Mixture, Stage
+from tests.api import DistributedDataLoader, Mixture, MixtureWeights, Stage
 from tests.trainer.small import Config
 
 GLOBAL_BATCH, STEPS = 8, 24

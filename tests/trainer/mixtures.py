@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.modules import MoE
+from tests.api import DistributedDataLoader, MoE
 from tests.trainer.arithmetic import full
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 8, 10, 8

@@ -23,8 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.loggers.jsonl import read_jsonl
+from tests.api import DistributedDataLoader, PerRankLoader, read_jsonl
 from tests.trainer.arithmetic import full
 
 FEATURES, CLASSES = 5, 3

@@ -13,10 +13,7 @@ import torch
 
 import dream_trainer as dt
 from dream_trainer.checkpoint import snapshot_writer
-from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
-from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.ranks import Ranks
+from tests.api import DistributedDataLoader, Ranks, Snapshot, load_tensors, tensor_metadata
 from tests.trainer import small
 from tests.trainer.small import Batch, Samples, Validates, weights
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
+from tests.api import DistributedDataLoader, packed_attention, packed_attention_mask
 from tests.trainer.arithmetic import fill, full
 
 VOCABULARY, WIDTH, HEAD, LENGTH, STEPS = 13, 16, 4, 16, 10

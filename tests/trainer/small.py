@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
-from dream_trainer.trainer.mixins.logger import LoggerParameters
+from tests.api import CheckpointParameters, LoggerParameters
 from tests.programs import run_programs
 from tests.trainer.arithmetic import fill, full
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import mse_loss
 
-from dream_trainer.errors import StepError
+from tests.api import StepError
 from tests.trainer.small import (
     Alone,
     Batch,

@@ -17,11 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.recompute import Recomputed
-from dream_trainer.modules.sharding import fsdp_modules, repeated_blocks
-from dream_trainer.trainer.mixins.activation_checkpointing import ActivationCheckpointingParameters
+from tests.api import (
+    ActivationCheckpointingParameters,
+    ConfigError,
+    DistributedDataLoader,
+    Recomputed,
+    fsdp_modules,
+    repeated_blocks,
+)
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 

@@ -11,9 +11,7 @@ import torch
 import torchmetrics
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EarlyStopping
-from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.run_record import read_record
+from tests.api import ConfigError, EarlyStopping, read_record
 from tests.trainer.saves import Saves, fit, make_config, steps_of
 from tests.trainer.small import Batch, run_ranks
 

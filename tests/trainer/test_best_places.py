@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.run_record import read_record
+from tests.api import ConfigError, read_record
 from tests.trainer.saves import VALIDATING, Saves, Validated, fit, make_config
 
 

@@ -11,11 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA, EarlyStopping, Every
-from dream_trainer.config.branch_parameters import BranchParameters
-from dream_trainer.errors import CheckpointError
-from dream_trainer.optim.learning_rates import TokenAxis, rate_factor
-from dream_trainer.simple import Trainer
+from tests.api import EMA, BranchParameters, CheckpointError, EarlyStopping, Every, TokenAxis, Trainer, rate_factor
 from tests.trainer import saves
 from tests.trainer.small import Batch, weights
 

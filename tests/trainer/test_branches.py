@@ -16,9 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.checkpoint.loading import read_shared
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
+from tests.api import DistributedDataLoader, StepError, read_shared
 from tests.trainer import resumable, small
 from tests.trainer.small import Alone, Batch, Samples, Validates, assert_same_weights, batches, fill, network, weights
 from tests.worlds import run_world

@@ -17,11 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 
 import dream_trainer as dt
-from dream_trainer.config.branch_parameters import BranchParameters
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.optim.learning_rates import rate_factor
-from dream_trainer.trainer.run_record import read_record
+from tests.api import BranchParameters, CheckpointError, ConfigError, DistributedDataLoader, rate_factor, read_record
 from tests.trainer import saves, small
 from tests.trainer.small import Batch, Samples, assert_same_weights, fill, network, weights
 from tests.worlds import run_world

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.world import World
+from tests.api import DistributedDataLoader, World
 from tests.trainer.small import Batch, Samples, Spread, Validates, make_config
 from tests.worlds import run_world
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError, DistributedDataLoader
 from tests.trainer import small
 from tests.trainer.saves import make_config
 from tests.trainer.small import WIDTH, Samples, fill, weights

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import DataError
+from tests.api import DataError, DistributedDataLoader
 from tests.trainer.small import WIDTH, Config, Samples, Spread, make_config
 from tests.worlds import run_world
 

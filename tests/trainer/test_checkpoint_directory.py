@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from dream_trainer.checkpoint import run_directory
-from dream_trainer.cli.main import main
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError, main
 from tests.trainer.saves import STEPS, Saves, fit, make_config, run, steps_of
 from tests.worlds import run_world
 

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.checkpoint.loading import read_shared
-from dream_trainer.config.command_line import parse
-from dream_trainer.errors import CheckpointError, ConfigError
+from tests.api import CheckpointError, ConfigError, parse, read_shared
 from tests.trainer.saves import STEPS, Saves, damage, fit, make_config, run, steps_of
 from tests.trainer.small import ROOT, Batch, assert_same_weights, weights
 from tests.worlds import run_world

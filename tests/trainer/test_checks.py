@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.errors import HookError
+from tests.api import HookError
 from tests.trainer.small import Alone, Batch, batches, make_config
 
 

@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.cleanup import followed_by
-from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed import job_store
-from dream_trainer.errors import StepError
-from dream_trainer.loggers.interface import Logger, Stamp
+from tests.api import DistributedDataLoader, Logger, Stamp, StepError, followed_by
 from tests.trainer.small import Alone, Batch, Samples, Spread, batches, make_config
 from tests.worlds import run_world
 

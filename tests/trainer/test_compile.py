@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.sharding import fsdp_modules
+from tests.api import ConfigError, DistributedDataLoader, fsdp_modules
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.compat.pytorch import in_backward
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader, in_backward
 from tests.trainer import meshes
 from tests.trainer.arithmetic import fill
 from tests.trainer.sequences import LENGTH, Block, Case, Model, Rows, Trained, config_of

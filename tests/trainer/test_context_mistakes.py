@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.config.device_parameters import MeshShape
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError
-from dream_trainer.modules.class_change import own_class
-from dream_trainer.modules.context_attention import GatheredAttention, UlyssesAttention
-from dream_trainer.modules.sequence_parts import SequenceParts
-from dream_trainer.trainer.mixins.context_parallel import SequenceCut
+from tests.api import (
+    ConfigError,
+    DataError,
+    GatheredAttention,
+    HookError,
+    MeshShape,
+    Ranks,
+    RanksDifferError,
+    SequenceCut,
+    SequenceParts,
+    UlyssesAttention,
+    own_class,
+)
 from tests.trainer.sequences import Block, Case, Model, Trained, config_of
 from tests.trainer.small import run_ranks
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.loggers.formatting import format_bytes
+from tests.api import DistributedDataLoader, format_bytes
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.sequences import (
     HEAD,

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
-from dream_trainer.errors import HookError, StepError
+from tests.api import HookError, StepError
 
 
 class Plateau(dt.DreamTrainer):

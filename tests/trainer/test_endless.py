@@ -10,11 +10,8 @@ import pytest
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.feed import WindowFeed
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.sampler import BatchKey, RankBatchSampler
-from dream_trainer.errors import DataError, StepError
 from dream_trainer.trainer import nothing_trained
+from tests.api import BatchKey, DataError, DistributedDataLoader, RankBatchSampler, StepError, WindowFeed
 from tests.trainer.small import Alone, Batch, Samples, make_config
 
 pytestmark = pytest.mark.pitfall(85)

@@ -16,7 +16,7 @@ import torchmetrics
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
-from dream_trainer.distributed.world import World
+from tests.api import World
 from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, make_config
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world

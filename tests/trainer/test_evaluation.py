@@ -13,9 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.trainer.mixins.evaluation import EvalParameters
+from tests.api import ConfigError, DistributedDataLoader, EvalParameters, HookError, PerRankLoader
 from tests.trainer.small import (
     Alone,
     Batch,

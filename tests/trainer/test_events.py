@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.trainer.event_table import EVENTS
+from tests.api import EVENTS
 from tests.callbacks.factories import FACTORIES
 from tests.trainer.small import Alone, Spread, Validates, assert_same_weights, batches, by_hand, make_config, weights
 

@@ -15,11 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dream_trainer as dt
-from dream_trainer.config.device_parameters import resolve_mesh
-from dream_trainer.distributed.expert_mesh import expert_mesh_shape
-from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.modules import MoE, split_experts
-from dream_trainer.modules.gated_experts import GatedExperts
+from tests.api import ConfigError, GatedExperts, HookError, MoE, expert_mesh_shape, resolve_mesh, split_experts
 from tests.trainer.mixtures import VOCABULARY, WIDTH, Case, Trained, config_of, split_dense_layers
 from tests.trainer.small import run_ranks
 from tests.worlds import run_world

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.modules import ExpertExchange, split_experts
+from tests.api import DistributedDataLoader, ExpertExchange, split_experts
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.mixtures import (
     BATCH,

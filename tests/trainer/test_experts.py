@@ -14,11 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules import MoE
-from dream_trainer.trainer.mixins.local_sgd import _refuse_what_crosses_workers
+from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, _refuse_what_crosses_workers
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.mixtures import (
     BATCH,

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader
 from tests.trainer.small import ROOT, Alone, Batch, Samples, Sharded, Spread, batches, make_config, run_ranks
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.errors import DataError
+from tests.api import DataError, PerRankLoader
 from tests.worlds import run_world
 
 

@@ -20,13 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.formatting import format_bytes
-from dream_trainer.modules import MoE
-from dream_trainer.modules.class_change import own_class
-from dream_trainer.modules.sharding import gathered
+from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, format_bytes, gathered, own_class
 from tests.trainer.arithmetic import full, same_bits
 from tests.worlds import run_world
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError
 from tests.trainer import meshes
 from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_of
 from tests.trainer.small import run_ranks

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import Batch, Samples, network, weights
 from tests.trainer.test_partial_training import Adapted, base_values

@@ -16,10 +16,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.distributed.world import World
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.joined_buffers import JoinedBuffers
-from dream_trainer.weights.export import export_checkpoint
+from tests.api import ConfigError, JoinedBuffers, World, export_checkpoint
 from tests.trainer.small import WIDTH, Samples, Sharded, Spread, Validates, make_config, network, sgd, weights
 from tests.trainer.small import fill as fill_weights
 from tests.trainer.test_rank_differences import loader

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader
 from tests.trainer import small
 from tests.trainer.saves import make_config
 from tests.trainer.small import Batch, Samples, weights

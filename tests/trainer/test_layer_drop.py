@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from dream_trainer.errors import StepError
+from tests.api import StepError
 from tests.trainer.small import BY_BLOCKS, Batch, Sharded, Spread, assert_same_weights, fill, make_config, sgd, weights
 from tests.trainer.small import Samples as Pairs
 from tests.worlds import run_world

@@ -14,8 +14,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError, RanksDifferError, StepError
-from dream_trainer.trainer.limits import Limits
+from tests.api import ConfigError, Limits, RanksDifferError, StepError
 from tests.trainer.resumable import (
     EPOCHS,
     LAST_STEP,

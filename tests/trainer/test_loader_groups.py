@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Throughput
-from dream_trainer.data import AlternatingLoaders, DistributedDataLoader, LoaderGroup, PerRankLoader
-from dream_trainer.errors import DataError
+from tests.api import AlternatingLoaders, DataError, DistributedDataLoader, LoaderGroup, PerRankLoader, Throughput
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import Config, Samples, assert_same_weights, network, sgd, weights
 from tests.worlds import run_world

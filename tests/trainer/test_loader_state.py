@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.errors import DataError
+from tests.api import DataError
 from tests.trainer.small import Alone, Batch, batches, make_config
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from dream_trainer.loggers.encode import pil_image
-from dream_trainer.loggers.media import Images
+from tests.api import Images, pil_image
 from tests.trainer.test_logger_mixin import Algorithm, Memory, fit, make_config
 
 

@@ -17,12 +17,7 @@ import torch.nn as nn
 from PIL import Image as Pillow
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
-from dream_trainer.checkpoint.saver import Saver
-from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.interface import Logger, Stamp
-from dream_trainer.loggers.jsonl import read_jsonl
-from dream_trainer.loggers.media import Images, Media, Text
+from tests.api import ConfigError, Images, Logger, Media, Progress, Saver, Stamp, Text, read_jsonl
 from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history
 from tests.worlds import run_world
 

@@ -21,8 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import DataError, HookError, NonFiniteError, StepError
+from tests.api import DataError, DistributedDataLoader, HookError, NonFiniteError, StepError
 from tests.trainer.small import (
     ROOT,
     Alone,

@@ -14,8 +14,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
+from tests.api import DistributedDataLoader, StepError
 from tests.trainer.small import (
     BY_BLOCKS,
     Batch,

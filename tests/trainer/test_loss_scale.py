@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.errors import NonFiniteError
-from dream_trainer.trainer.step.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
+from tests.api import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, NonFiniteError
 from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import full
 from tests.trainer.small import make_config

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dream_trainer.loggers.formatting import format_bytes
-from dream_trainer.trainer.describe import step_traffic
+from tests.api import format_bytes, step_traffic
 from tests.trainer.meshes import Case, Trained, config_of
 from tests.worlds import run_world
 

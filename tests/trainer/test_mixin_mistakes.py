@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError, HookError
+from tests.api import ConfigError, HookError
 from tests.trainer.saves import Saves, fit, make_config
 
 

@@ -13,12 +13,17 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA, LearningRate, Progress
-from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.base import BaseTrainer
-from dream_trainer.trainer.cooperation import Cooperation
-from dream_trainer.trainer.hooks import Hooks
+from tests.api import (
+    EMA,
+    AbstractTrainer,
+    BaseTrainer,
+    ConfigError,
+    Cooperation,
+    HookError,
+    Hooks,
+    LearningRate,
+    Progress,
+)
 
 MIXINS = [dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin]
 CONFIGS = [dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.EvalConfigMixin, dt.CheckpointConfigMixin, dt.LoggerConfigMixin]

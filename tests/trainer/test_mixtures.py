@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.data import DistributedDataLoader
-from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.errors import DataError
+from tests.api import DataError, DistributedDataLoader, Mixture
 from tests.trainer.mixed import CHANGED_AFTER, GLOBAL_BATCH, SOURCES, STEPS, Mixed, steps_in, train
 from tests.trainer.small import Config
 from tests.worlds import run_world

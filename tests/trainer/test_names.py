@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError, HookError, StepError
+from tests.api import ConfigError, HookError, StepError
 from tests.trainer.small import Alone, Config, batches, make_config
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, DistributedDataLoader
 from tests.trainer.small import Samples, Sharded, make_config, run_ranks, weights
 from tests.worlds import run_world
 

@@ -15,9 +15,8 @@ import torch
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.errors import NonFiniteError, StepError
 from dream_trainer.trainer.step import nonfinite
+from tests.api import DistributedDataLoader, NonFiniteError, PerRankLoader, StepError
 from tests.late_norms import norms_are_read_late
 from tests.trainer.small import (
     Alone,

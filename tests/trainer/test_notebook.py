@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.errors import CheckpointError, NonFiniteError, StepError
+from tests.api import CheckpointError, NonFiniteError, StepError
 from tests.trainer.small import (
     ROOT,
     Alone,

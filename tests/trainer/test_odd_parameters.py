@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.sharding import refuse_unsupported
+from tests.api import ConfigError, refuse_unsupported
 from tests.trainer.small import WIDTH, Batch, fill, make_config, network, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError, DistributedDataLoader
 from tests.trainer import small
 from tests.trainer.optimizers_with_state import EXACT, OF_EACH_RANK, Build
 from tests.trainer.saves import make_config

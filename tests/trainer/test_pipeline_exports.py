@@ -11,9 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA
-from dream_trainer.weights.export import export_checkpoint
-from dream_trainer.weights.load import load_weights
+from tests.api import EMA, export_checkpoint, load_weights
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.stages import Case, Model, Trained, config_of, state_of, weights_of
 from tests.trainer.test_pipeline_parallel import united

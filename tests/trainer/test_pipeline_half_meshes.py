@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.trainer.step.loss_scale import INITIAL_SCALE
+from tests.api import INITIAL_SCALE
 from tests.trainer.meshes import Case, train, united
 from tests.worlds import run_world
 

@@ -14,16 +14,25 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.callbacks import WeightStats
-from dream_trainer.config import resolve_mesh
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.stream import train_stream
-from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
-from dream_trainer.modules.forward_state import as_before
-from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
-from dream_trainer.trainer.data_setup import refuse_short_batches
-from dream_trainer.trainer.micro_batches import cut, shapes_of
-from dream_trainer.trainer.stage_check import StageCheck
+from tests.api import (
+    ConfigError,
+    DataError,
+    DistributedDataLoader,
+    HookError,
+    RanksDifferError,
+    StageCheck,
+    StepError,
+    WeightStats,
+    as_before,
+    check_stages,
+    cut,
+    even_stages,
+    keep_only,
+    refuse_short_batches,
+    resolve_mesh,
+    shapes_of,
+    train_stream,
+)
 from tests.trainer.small import run_ranks
 from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Rows, Trained, config_of, count, mean_loss
 from tests.worlds import run_world

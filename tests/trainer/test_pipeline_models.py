@@ -16,10 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA
-from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.pipeline_stages import even_stages, stages_of_models
-from dream_trainer.trainer.describe import mesh_lines
+from tests.api import EMA, ConfigError, StepError, even_stages, mesh_lines, stages_of_models
 from tests.trainer.arithmetic import full
 from tests.trainer.stages import (
     BATCH,

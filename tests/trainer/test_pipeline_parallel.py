@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA
-from dream_trainer.compat.pipelining import ranks_of_stages
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.trainer.describe import step_traffic
+from tests.api import EMA, DistributedDataLoader, ranks_of_stages, step_traffic
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.stages import (
     BATCH,

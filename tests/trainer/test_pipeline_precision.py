@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dream_trainer.trainer.step.loss_scale import INITIAL_SCALE, WEIGHT_DIVISOR
+from tests.api import INITIAL_SCALE, WEIGHT_DIVISOR
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.stages import BATCH, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, weights_of
 from tests.trainer.test_pipeline_parallel import Sent, formula, united

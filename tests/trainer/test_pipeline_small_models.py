@@ -17,8 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.errors import StepError
-from dream_trainer.modules.pipeline_stages import NumberedAsWhole
+from tests.api import NumberedAsWhole, StepError
 from tests.worlds import run_world
 
 STEPS, SIZE, PARTS = 3, 8, 4

@@ -15,8 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dream_trainer as dt
-from dream_trainer.callbacks import EMA
-from dream_trainer.weights.load import load_weights
+from tests.api import EMA, load_weights
 from tests.trainer import meshes
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_ranks

@@ -14,12 +14,19 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only, number_lists
-from dream_trainer.optim.groups import GroupParameters, parameter_groups
-from dream_trainer.optim.whole_parameters import remember_whole
-from dream_trainer.trainer.stage_check import StageCheck
+from tests.api import (
+    ConfigError,
+    DistributedDataLoader,
+    GroupParameters,
+    HookError,
+    StageCheck,
+    check_stages,
+    even_stages,
+    keep_only,
+    number_lists,
+    parameter_groups,
+    remember_whole,
+)
 from tests.trainer.stages import BATCH, BLOCKS, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, united
 from tests.worlds import run_world
 

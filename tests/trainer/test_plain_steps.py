@@ -17,8 +17,7 @@ from torch.func import functional_call, grad
 from torch.nn.functional import linear, mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError, StepError
+from tests.api import ConfigError, DistributedDataLoader, StepError
 from tests.trainer.small import BY_BLOCKS, make_config, weights
 from tests.worlds import run_world
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError
 from tests.trainer.arithmetic import full
 from tests.trainer.small import BY_BLOCKS, make_config
 from tests.worlds import run_world

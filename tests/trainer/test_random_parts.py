@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, mse_loss
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules import declare_random_layer
-from dream_trainer.modules.random_parts import undeclared_dropouts
+from tests.api import ConfigError, declare_random_layer, undeclared_dropouts
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.small import run_ranks
 from tests.worlds import run_world

@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
 from dream_trainer import callbacks as cb
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.distributed.world import World
-from dream_trainer.errors import RanksDifferError
+from tests.api import DistributedDataLoader, PerRankLoader, RanksDifferError, World
 from tests.trainer.small import Samples, Spread, Validates, batches, fused_adamw, make_config, sgd
 from tests.worlds import run_world
 

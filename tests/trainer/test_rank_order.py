@@ -22,7 +22,7 @@ import torchmetrics
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.distributed.world import World
+from tests.api import World
 from tests.trainer.small import ROOT, WIDTH, Batch, Sharded, Spread, by_hand, make_config, network, weights
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import free_port, rank_environment

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
-from dream_trainer.weights.load import load_weights
+from tests.api import DistributedDataLoader, StepError, load_weights
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
+from tests.api import DistributedDataLoader, StepError
 from tests.trainer.small import BY_BLOCKS, Samples, Sharded, fill, make_config, network, weights
 from tests.worlds import run_world
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from dream_trainer.errors import ConfigError, HookError
+from tests.api import ConfigError, HookError
 from tests.trainer.small import Alone, Spread, batches, make_config
 
 

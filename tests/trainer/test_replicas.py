@@ -14,10 +14,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import dream_trainer as dt
-from dream_trainer.compat.local_gradients import LocalGradients
-from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.errors import StepError
 from dream_trainer.trainer.step import buckets
+from tests.api import LocalGradients, PerRankLoader, StepError
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import WIDTH, Batch, Spread, batches, fused_adamw, make_config, network, sgd, weights
 from tests.worlds import run_world

@@ -16,8 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.checkpoint.loading import read_shared
-from dream_trainer.errors import CheckpointError
+from tests.api import CheckpointError, read_shared
 from tests.trainer.saves import (
     NOTHING,
     STEPS,

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dream_trainer.distributed.requests import Requests
-from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu, undisturbed_cpu_state
-from dream_trainer.distributed.signals import Signals
+from tests.api import Requests, Signals, preserved_random_state, seed_cpu, undisturbed_cpu_state
 
 
 def draws() -> tuple[float, float, float]:

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.run_record import RunRecord, is_alive, read_record
+from tests.api import CheckpointError, DistributedDataLoader, RunRecord, is_alive, read_record
 from tests.trainer import small
 from tests.trainer.saves import Saves, Scripted, fit, fit_scripted, make_config, run
 from tests.trainer.small import Alone, Batch, Spread, batches

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dream_trainer as dt
-from dream_trainer.data import DistributedDataLoader, LoaderGroup, PerRankLoader, StreamLoader
-from dream_trainer.data.sources.stream_sources import IterableShards
-from dream_trainer.simple import Trainer
+from tests.api import DistributedDataLoader, IterableShards, LoaderGroup, PerRankLoader, StreamLoader, Trainer
 from tests.trainer.arithmetic import full
 from tests.trainer.small import Alone, Sharded, Spread, make_config
 from tests.worlds import run_world

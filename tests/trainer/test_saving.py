@@ -18,12 +18,8 @@ from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.checkpoint import snapshot_writer, store
-from dream_trainer.checkpoint.loading import read_rank, read_shared
-from dream_trainer.checkpoint.manifest import read_manifest
-from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.staging import HostCopies
-from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.mixins import checkpointing as mixin
+from tests.api import CheckpointError, HostCopies, Snapshot, read_manifest, read_rank, read_shared
 from tests.trainer import resumable
 from tests.trainer.arithmetic import full
 from tests.trainer.saves import (

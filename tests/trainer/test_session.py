@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Every
-from dream_trainer.errors import DataError, HookError, StepError
+from tests.api import DataError, Every, HookError, StepError
 from tests.trainer.small import Alone, Batch, Validates, assert_same_weights, batches, by_hand, make_config
 from tests.trainer.small import weights as weights_of
 

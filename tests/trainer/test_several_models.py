@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss, softplus
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
+from tests.api import DistributedDataLoader, StepError
 from tests.trainer.small import (
     WIDTH,
     Batch,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader
 from tests.trainer.small import BY_BLOCKS, make_config, weights
 from tests.trainer.test_plain_steps import SIZE, WIDTH, Samples
 from tests.worlds import run_world

@@ -21,10 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from dream_trainer import callbacks as cb
-from dream_trainer.compat.pytorch import gathered_twins, local_tensor
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.pulse import Flags
-from dream_trainer.modules.sharding import fsdp_modules
+from tests.api import DistributedDataLoader, Flags, fsdp_modules, gathered_twins, local_tensor
 from tests.late_norms import norms_are_read_late
 from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, make_config
 from tests.worlds import run_world

@@ -15,8 +15,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.data.streams.stream_loader import StreamLoader
-from dream_trainer.data.transforms import Map, Shuffle
+from tests.api import Map, Shuffle, StreamLoader
 from tests.data.lane_truth import GLOBAL_BATCH, KINDS, digest, identity, lengths, make_source, write_tar
 from tests.trainer.small import run_ranks
 from tests.worlds import run_world

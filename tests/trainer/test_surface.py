@@ -9,7 +9,7 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.trainer import mixins
-from dream_trainer.trainer.cooperation import Cooperation
+from tests.api import Cooperation
 from tests.trainer.test_names import Everything, everything_config
 
 MIXINS = {name for name in mixins.__all__ if name.endswith("Mixin") and not name.endswith("ConfigMixin")}

@@ -11,12 +11,15 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.world import World
-from dream_trainer.errors import ConfigError, RanksDifferError
-from dream_trainer.modules.sharding import shard_by_blocks
-from dream_trainer.modules.whole_gradients import _fingerprint
-from dream_trainer.trainer.equal_parts import EqualParts
+from tests.api import (
+    ConfigError,
+    DistributedDataLoader,
+    EqualParts,
+    RanksDifferError,
+    World,
+    _fingerprint,
+    shard_by_blocks,
+)
 from tests.trainer import test_tensor_parallel as tensor_parallel
 from tests.trainer.arithmetic import LENGTH, Case
 from tests.trainer.small import run_ranks

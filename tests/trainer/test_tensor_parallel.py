@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError, DistributedDataLoader
 from tests.trainer.arithmetic import (
     BATCH,
     LENGTH,

@@ -13,12 +13,24 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Every, Progress, Throughput
-from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, PerRankLoader
-from dream_trainer.data.token_counts import count_tokens
-from dream_trainer.errors import ConfigError, DataError, HookError
-from dream_trainer.optim import ScheduleParameters, TokenAxis, build_schedule, rate_factor
-from dream_trainer.trainer.counters import Counters
+from tests.api import (
+    ConfigError,
+    Counters,
+    DataError,
+    DistributedDataLoader,
+    Every,
+    HookError,
+    Mixture,
+    PackedRows,
+    PerRankLoader,
+    Progress,
+    ScheduleParameters,
+    Throughput,
+    TokenAxis,
+    build_schedule,
+    count_tokens,
+    rate_factor,
+)
 from tests.trainer.small import Config
 from tests.worlds import run_world
 

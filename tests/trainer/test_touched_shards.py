@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
+from tests.api import DistributedDataLoader, StepError
 from tests.trainer import test_plain_steps as plain
 from tests.trainer.small import BY_BLOCKS, make_config, weights
 from tests.trainer.test_plain_steps import SIZE, WIDTH, Bayesian, Loss, Plain, Samples, fill, fit_loss, loop_by_hand

@@ -11,9 +11,7 @@ import torchmetrics
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError
-from dream_trainer.modules.metrics import computed
+from tests.api import CheckpointError, DistributedDataLoader, computed
 from tests.trainer.small import Batch, Config, Samples, network
 from tests.worlds import run_world
 

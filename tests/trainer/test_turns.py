@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.errors import StepError
+from tests.api import StepError
 from tests.trainer.small import WIDTH, Batch, fill, make_config, network, sgd, weights
 from tests.trainer.test_several_models import GAN, Body, ShardedGAN, discriminator_loss, generator_loss, micro_batches
 from tests.worlds import run_world

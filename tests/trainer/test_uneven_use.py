@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
 from dream_trainer.trainer.step import buckets
+from tests.api import DistributedDataLoader, StepError
 from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, fill, make_config, weights
 from tests.worlds import run_world
 

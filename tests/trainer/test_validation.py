@@ -15,8 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.errors import ConfigError, DataError, HookError
+from tests.api import ConfigError, DataError, DistributedDataLoader, HookError, PerRankLoader
 from tests.trainer.small import (
     Alone,
     Batch,

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import HookError
-from dream_trainer.trainer.validation_metrics import ValidationMetrics
+from tests.api import HookError, Ranks, ValidationMetrics
 
 torchmetrics = pytest.importorskip("torchmetrics")
 

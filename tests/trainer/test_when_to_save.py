@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.checkpoint.loading import read_shared
-from dream_trainer.errors import NonFiniteError
 from dream_trainer.trainer.mixins import checkpointing as mixin
+from tests.api import NonFiniteError, read_shared
 from tests.trainer import resumable
 from tests.trainer.saves import (
     NOTHING,

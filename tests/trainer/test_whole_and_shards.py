@@ -12,8 +12,7 @@ import torch.nn as nn
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import StepError
+from tests.api import DistributedDataLoader, StepError
 from tests.trainer.arithmetic import full
 from tests.trainer.small import Samples, Sharded, make_config, weights
 from tests.worlds import run_world

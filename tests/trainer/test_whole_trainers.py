@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import full
 from tests.trainer.meshes import BATCH, VOCABULARY, Case, Rows, Trained, config_of, count, mean_loss
 from tests.worlds import run_world

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.errors import HookError, StepError
+from tests.api import HookError, StepError
 from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, make_config, network, weights
 from tests.worlds import run_world
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
 import dream_trainer as dt
-from dream_trainer.compat.pytorch import local_tensor
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader, local_tensor
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 

@@ -16,10 +16,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 
 import dream_trainer as dt
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.loading import read_shared
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
-from dream_trainer.weights.adapter_config import refuse_other_adapters
+from tests.api import CheckpointError, Ranks, read_shared, refuse_other_adapters
 from tests.trainer.small import weights
 from tests.weights.adapted import Adapted, Net, lora, make, prepare
 from tests.worlds import run_world

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import dream_trainer as dt
-from dream_trainer.cli.main import main
-from dream_trainer.errors import CheckpointError, ConfigError
+from tests.api import CheckpointError, ConfigError, main
 from tests.weights.adapted import (
     LAYOUTS,
     Adapted,

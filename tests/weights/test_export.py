@@ -15,12 +15,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.model_state import model_tensors
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.weights.export import export_checkpoint, export_model, renamed
-from dream_trainer.weights.export_files import parse_size
-from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec, file_order, write_safetensors
+from tests.api import (
+    DTYPE_NAMES,
+    CheckpointError,
+    ConfigError,
+    Ranks,
+    TensorSpec,
+    export_checkpoint,
+    export_model,
+    file_order,
+    model_tensors,
+    parse_size,
+    renamed,
+    write_safetensors,
+)
 from tests.checkpoint.states import save
 from tests.worlds import run_world
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dream_trainer as dt
-from dream_trainer.errors import ConfigError
+from tests.api import ConfigError
 from tests.trainer.small import weights
 from tests.worlds import run_world
 

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load
 
 import dream_trainer as dt
-from dream_trainer.cli.main import main
-from dream_trainer.errors import CheckpointError, ConfigError
+from tests.api import CheckpointError, ConfigError, main
 from tests.checkpoint.states import DESCRIPTION, save
 from tests.worlds import run_world
 

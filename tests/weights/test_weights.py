@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from dream_trainer.weights.load import load_weights
+from tests.api import CheckpointError, ConfigError, DamagedCheckpointError, load_weights
 from tests.checkpoint.states import save
 from tests.weights.weight_cases import (
     KINDS,

@@ -18,12 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dream_trainer.checkpoint.model_state import model_tensors
-from dream_trainer.compat.pytorch import shard_dim
-from dream_trainer.config.device_parameters import DeviceParameters
-from dream_trainer.distributed.world import World
-from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.weights.load import load_weights
+from tests.api import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DeviceParameters,
+    World,
+    load_weights,
+    model_tensors,
+    shard_dim,
+)
 from tests.checkpoint.states import save
 from tests.weights.weight_cases import KINDS, Net, State, expected, weights
 from tests.worlds import run_world
