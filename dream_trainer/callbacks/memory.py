@@ -141,7 +141,7 @@ def _print_parts(trainer: AbstractTrainer, gradients: Bytes) -> None:
     parts = {
         "parameters": _bytes_of(tensor for model in models for tensor in (*model.parameters(), *model.buffers())),
         "gradients": gradients,
-        "optimizer state": _bytes_of(optimizer.state.values() for optimizer in optimizers),
+        "optimizer state": _bytes_of(state for optimizer in optimizers for state in optimizer.state.values()),
     }
     rows = [(part, _by_dtype(n_bytes)) for part, n_bytes in parts.items()]
     world = trainer.world

@@ -90,3 +90,19 @@ def test_what_cannot_work_is_refused() -> None:
         Memory(0)
     with pytest.raises(ConfigError):
         Memory(history=-1)
+
+
+def test_after_two_steps_it_prints_the_bytes_of_each_part(capsys: pytest.CaptureFixture[str]) -> None:
+    class Averaged(Logged):
+        def setup(self) -> None:
+            self.model = torch.nn.Linear(3, 1).double()
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    with Averaged(make_config(callbacks=[Memory()], max_steps=3), batches(3)) as trainer:
+        trainer.fit()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "float" in line]
+    assert rows == [
+        ["parameters", "32", "B", "float64"],
+        ["gradients", "32", "B", "float64"],
+        ["optimizer", "state", "64", "B", "float64,", "8", "B", "float32"],
+    ]

@@ -70,9 +70,10 @@ class Fits(dt.DreamTrainer):
 
 
 class Strict(Fits):
-    """From the fifth step on, waiting for the device is an error, but for `settle`, which is documented to wait."""
+    """From the fifth step on, waiting for the device is an error, but from `settle`, which waits before a save, to the
+    next step."""
 
-    def post_train_step(self) -> None:
+    def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
         if self.world.device.type == "cuda" and self.global_step >= 4:
             torch.cuda.set_sync_debug_mode("error")
 
@@ -80,8 +81,6 @@ class Strict(Fits):
         if self.world.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
         super().settle()
-        if self.world.device.type == "cuda" and self.global_step >= 4:
-            torch.cuda.set_sync_debug_mode("error")
 
     def post_fit(self) -> None:
         if self.world.device.type == "cuda":

@@ -157,14 +157,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time per step over a plain PyTorch loop.")
     parser.add_argument("--batches", type=int, default=3000)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--only", default="", help="only rows whose name contains one of these, separated by commas")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     kinds = ("bare", "accumulation", "everyday", "full")
     rows = [Row(task, kind, options.batches, options.device) for task in ("ready", "map", "iterable") for kind in kinds]
-    rows = [row for row in rows if options.only in f"{row.task} {row.kind}"]
+    rows = [row for row in rows if any(part in f"{row.task} {row.kind}" for part in options.only.split(","))]
     found: dict[Row, list[dict[str, float]]] = {row: [] for row in rows}
     start = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
