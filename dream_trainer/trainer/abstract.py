@@ -37,7 +37,6 @@ from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.unloaded_base import UnloadedBases
 from dream_trainer.trainer.user_class.class_checks import check_trainer, note_assignment
-from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
 from dream_trainer.trainer.window_state import ValidationState, WindowState
 
 if TYPE_CHECKING:
@@ -143,9 +142,7 @@ class AbstractTrainer(Hooks, Cooperation):
             cls = type(self).__name__
             if not name.startswith("__") and "progress" not in vars(self):
                 raise HookError(f"{cls}.__init__ does not call super().__init__(config). Call it first.")
-            known = ATTRIBUTES.get(name)
-            advice = "" if known is None else f": {known}"
-            raise AttributeError(f"{cls!r} object has no attribute {name!r}{advice}", name=name, obj=self)
+            raise AttributeError(f"{cls!r} object has no attribute {name!r}", name=name, obj=self)
 
         def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
             raise TypeError(f"{type(self).__name__} is a trainer and no module: call its model, self.model(x).")

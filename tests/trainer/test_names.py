@@ -161,12 +161,7 @@ def test_what_is_made_to_be_overridden_may_be() -> None:
 @pytest.mark.parametrize(
     ("use", "answer"),
     [
-        (lambda t: t.device, "self.world.device"),
-        (lambda t: t.parameters(), "self.model.parameters()"),
         (lambda t: t(torch.ones(1)), "self.model(x)"),
-        (lambda t: t.manual_backward(1), "self.backward(loss)"),
-        (lambda t: t.global_rank, "self.world.rank"),
-        (lambda t: t.optimizers(), "self.named_optimizers()"),
         (lambda t: t.log("loss", 1.0, prog_bar=True), "Progress"),
         (lambda t: t.log("loss", 1.0, on_step=True), "on_step"),
         (lambda t: t.log_dict({"loss": 1.0}, sync_dist=True), "sync_dist"),
@@ -184,33 +179,6 @@ def test_an_attribute_that_is_nobodys_is_said_as_python_says_it() -> None:
     with pytest.raises(AttributeError, match="'Everything' object has no attribute 'modle'"):
         trainer.modle
     assert not hasattr(trainer, "device")
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("on_train_epoch_end", "post_epoch"),
-        ("on_validation_epoch_end", "post_val_epoch"),
-        ("on_train_batch_start", "pre_train_batch"),
-        ("val_dataloader", "configure_dataloaders"),
-        ("test_step", "evaluate"),
-        ("compute_loss", "training_step"),
-    ],
-)
-def test_hooks_of_other_trainers_are_refused_with_the_name_of_ours(name: str, ours: str) -> None:
-    mine = type("Mine", (Everything,), {name: lambda self, *args: None})
-    with pytest.raises(HookError, match=rf"nothing calls Mine\.{name}.*{ours}"):
-        mine(everything_config())
-
-
-def test_a_method_of_such_a_name_that_the_trainer_itself_calls_is_its_own() -> None:
-    class Mine(Everything):
-        def compute_loss(self, batch: Any) -> Any: ...
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {"loss": self.compute_loss(batch)}
-
-    assert Mine(everything_config()).training_step(None, 0) == {"loss": None}
 
 
 def test_a_forgotten_call_of_the_base_constructor_is_named() -> None:

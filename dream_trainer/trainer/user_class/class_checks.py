@@ -18,7 +18,6 @@ from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.event_table import EVENTS
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.user_class.other_trainers import METHODS
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
     check_config(config)
     _check_config_classes(cls, config)
     refuse_taken_names(cls)
-    _refuse_hooks_of_others(cls)
     for kind, names in _hooks(cls, config.callbacks).items():
         _refuse_uncalled(kind, names)
     _check_hooks(cls)
@@ -106,18 +104,6 @@ def _order(cls: type, part: type) -> str:
     """The bases of `cls` with the one that brings `part` in first."""
     first = [base for base in cls.__bases__ if issubclass(base, part)]
     return ", ".join(base.__name__ for base in [*first, *(b for b in cls.__bases__ if b not in first)])
-
-
-def _refuse_hooks_of_others(cls: type) -> None:
-    """Raises HookError if a method of the user's has the name of another trainer's hook and nothing calls it."""
-    definitions = [
-        (part, name, written(value)) for part in cls.__mro__ if not is_ours(part) for name, value in vars(part).items()
-    ]
-    functions = [(part, name, function) for part, name, function in definitions if isinstance(function, FunctionType)]
-    used = {name for _, own_name, function in functions for name in names_in(function.__code__) - {own_name}}
-    for part, name, _ in functions:
-        if name in METHODS and name not in used:
-            raise HookError(f"nothing calls {part.__name__}.{name}, which is another trainer's hook: {METHODS[name]}.")
 
 
 _STATE_HOOKS = ("state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict")
