@@ -267,6 +267,19 @@ def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) ->
     return (flops(trainer) if callable(flops) else flops) / peak
 
 
+# -- The peak rate of matrix products of accelerators we know, by the precision at work.
+#
+# Dense figures (no structured sparsity; where a datasheet prints only the sparse one, half of it), with float32
+# accumulation, in TFLOP/s, from the makers' documents:
+#
+# - Data centre, NVIDIA: datasheets of T4, V100, A10, A30, A40, A100, L4, L40, L40S, H100, H200, GH200, HGX B200 and
+#   GB200
+# - Workstation and GeForce, NVIDIA: RTX A6000 datasheet; the architecture white papers "NVIDIA Ampere GA102", "NVIDIA
+#   Ada
+#   GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture", appendix tables
+# - AMD: data sheets of Instinct MI300X and MI325X
+
+
 class _Peaks(NamedTuple):
     """TFLOP/s; None where the device lacks the format."""
 

@@ -224,6 +224,12 @@ def known_length(loader: object) -> int | None:
         return None
 
 
+# -- The random draws of a loader that is used as it is, apart from training's.
+#
+# torch's generator is seeded for every batch; python's and numpy's for every batch that follows their first draw in a
+# pass. Up to that draw they stand at the start of the pass's own stream.
+
+
 class PassDraws:
     """The global generators during one pass, inside the block `apart`.
 

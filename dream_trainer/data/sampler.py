@@ -118,6 +118,12 @@ VALIDATION_EPOCH = -1
 """The epoch that validation samples are seeded with: the same augmentation each time, and none that training has."""
 
 
+# -- Which sample comes when, and with which randomness: pure functions of the run's seed.
+#
+# Nothing here depends on the world size, the number of workers or what was drawn before, so that any rank of any world
+# can compute any epoch's order, and resume in the middle of it, from three integers.
+
+
 def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
     """The sample indices of one epoch in the order in which they are consumed.
 

@@ -201,6 +201,12 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the interface to take: of gloo, which agreement and the CPU use everywhere, and of NCCL."""
 
 
+# -- By which address the other hosts reach this one: found, or refused, before a process group waits for it in vain.
+#
+# Gloo takes the address of `GLOO_SOCKET_IFNAME`, else the one that this host's name resolves to, which on many systems
+# is the loopback. Between hosts that ends in time-outs, minutes later on some ranks than on others.
+
+
 def take_reachable_interface(master_address: str, master_port: int) -> None:
     """Has gloo take an address that other hosts reach: sets `GLOO_SOCKET_IFNAME` where its own choice is the loopback.
 

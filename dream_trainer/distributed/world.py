@@ -468,6 +468,12 @@ def close_at_exit(world: World) -> None:
     atexit.register(leave)
 
 
+# -- A gather that gradients go through: for losses that compare the samples of all ranks.
+#
+# Forward every rank's rows come to every rank; backward each rank gets the sum of what all ranks' losses say of its
+# rows. Both are one collective on the device, and each is the other's backward, so second gradients are exact too.
+
+
 class _Gather(torch.autograd.Function):
     """[n, ...] of each rank to [ranks * n, ...] of all."""
 

@@ -61,6 +61,13 @@ class ImageFilesLogger(Logger):
         return True
 
 
+# -- MediaQueue: images and other media between the moment when they are logged and that when loggers get them.
+#
+# They wait for their window, or their validation, to be through: so they have the step of its numbers, and a window
+# that runs again writes them once. Loggers get them after all numbers of earlier steps: W&B takes steps in their order
+# alone.
+
+
 class MediaQueue:
     """What rank 0 is still to write.
 

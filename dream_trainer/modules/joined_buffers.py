@@ -251,6 +251,12 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
 
 
+# -- Weights that are real before they are sharded, made the same on all ranks.
+#
+# Those on the meta device are the same bits everywhere by construction. Real ones come from the user's own code, which
+# may have drawn them from generators that nobody seeded.
+
+
 def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers of `models` that are not on the meta device, by name."""
     return {

@@ -280,6 +280,13 @@ class ParallelModels:
 _OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
 
 
+# -- Optimizers of parameters that are shards between steps: what they hold changes place with the parameters.
+#
+# `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters change place in
+# groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers). What a
+# constructor made of whole parameters, copies of weights or state, is cut.
+
+
 class MadeOfWhole(TorchFunctionMode):
     """Inside, notes which tensors are made of whole parameters with the same layout: copies, or zeros.
 

@@ -423,6 +423,12 @@ _NAMES = frozenset(" ".join((_OF_IMAGES, _OF_STATISTICS, _OF_MATRICES, _OF_ORDER
 _KINDS = BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 
 
+# -- PyTorch's functions that go over more than one position and are looked at by their name alone.
+#
+# What is common is told by the dimension that it goes along (`position_checks.py`). Of these one cannot say, or hardly
+# anyone calls them in a model of sequences. `tests/modules/test_spanning_functions.py` knows all functions of PyTorch.
+
+
 def name_in_pytorch(function: Any) -> str:
     """The name of a function of PyTorch's, without underscores around it; nothing for any other."""
     if not isinstance(function, _KINDS):

@@ -103,6 +103,13 @@ _KEEP_STATISTICS = (
 _ONE_TYPE_ON_CPU = (nn.LayerNorm, nn.GroupNorm)
 
 
+# -- Norm layers of a model that gathers its parameters in half precision.
+#
+# Batch norm's running statistics stay float32 beside parameters in half precision, which no kernel takes; nor do those
+# of the CPU for a layer norm whose input an fp32 buffer or table made float32, which autocast mends on other devices.
+# Such layers compute in float32, as autocast has norms do on GPUs.
+
+
 class Float32Norm(Changed):
     """Computes in float32 and returns its input's type."""
 

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# -- Whole matrices, each on one rank: parts travel to a matrix's owner in one packed all-to-all, and results travel
+# back.
+#
+# What is done to a matrix as a whole (its orthogonalisation, in Muon) is so done once in the world, not on every rank,
+# and costs two collectives a step, however many matrices there are. Ranks that hold the same parts share the work too:
+# each does some of the matrices and tells the others the results.
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a tensor lies on the ranks.

@@ -162,6 +162,13 @@ def _spelled(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f", ... {ranks[-1]}" if len(ranks) > 8 else "")
 
 
+# -- Traffic: how many bytes cross the links of a mesh in a step, inside of hosts and between them, by formula.
+#
+# As if every collective were a ring over its ranks, which is what gloo does, and NCCL by default for large tensors
+# inside of a host and over few: over n ranks each sends (n-1)/n of what is gathered or reduced and scattered, and twice
+# that of what is reduced for all. What the ranks agree by, and single numbers such as the norm, are left out.
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of a step, on average over rounds where LocalSGDMixin has some.

@@ -134,6 +134,13 @@ def describe_events(trainer: AbstractTrainer) -> str:
     return "\n".join(rows)
 
 
+# -- State over a `pre_epoch` that is called again where a run goes on in the middle of an epoch.
+#
+# `pre_epoch` sets up what no checkpoint has, such as the loader of an epoch, and often what one has, too: a sum begins
+# at zero there. In the middle of an epoch the state of then holds. Random generators go on as they were as well, since
+# `pre_epoch` drew from them when the epoch began.
+
+
 @contextmanager
 def keeping_state(trainer: AbstractTrainer) -> Iterator[None]:
     """Inside, `pre_epoch` is called; at the end what checkpoints have of the trainer, of the callbacks that listen, of

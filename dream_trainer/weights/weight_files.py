@@ -180,6 +180,12 @@ class _Shards:
 _OWN_PREFIX = "models."
 
 
+# -- Weights in DCP directories: Dream Trainer's own checkpoints, and those of others.
+#
+# A block is assembled from the saved chunks that it overlaps, whatever mesh they were saved from, with one chunk in
+# memory at a time. Entries that are not tensors are pickles; they are skipped and never read.
+
+
 def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
     """The weights of one model in a Dream Trainer checkpoint.
 

@@ -444,6 +444,14 @@ LEAST_SECONDS = 0.02
 _NAMED = 8
 
 
+# -- Stragglers: which rank holds the others up, and by what, told from numbers that cross with each line of the log.
+#
+# In synchronous training the step takes as long on every rank, since they wait for one another in collectives. So what
+# is compared is each rank's own time: that of its windows, without what it spends in collectives (own_time.py), and
+# what it waits for its data, in which there are none. What a collective of the user's own waits counts as own time, on
+# all ranks alike: then nobody is named, never a wrong one.
+
+
 class Stragglers:
     """What one rank measures, and what it hears of all."""
 

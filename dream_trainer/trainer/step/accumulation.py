@@ -428,6 +428,13 @@ _WATCHED = 8  # parameters of each optimizer: clipping, noise and perturbations 
 _FIX = "Call self.reduce_gradients(optimizer) after the last backward() and before this code"
 
 
+# -- OwnGradients: code that uses gradients before they are those of the global batch.
+#
+# Until `step`, the gradients of replicas, and of sharded models that are whole in steps, are this rank's own. A norm
+# that is clipped by hand between `backward` and `step`, or weights that are moved along a gradient there, would differ
+# by rank without an error. `reduce_gradients` makes them equal first; this notices where it was not called.
+
+
 class _Mark(NamedTuple):
     parameter: nn.Parameter
     gradient: Tensor | None

@@ -289,6 +289,12 @@ _CALLED_BY_US = frozenset(
 )
 
 
+# -- Names that a user's trainer and the framework may not both use: one would replace the other without a word.
+#
+# Of methods that is seen when the trainer is built. Attributes are seen when they are assigned: what the framework's
+# own code assigns is the framework's from then on, and what anybody else assigned first is not taken away from them.
+
+
 def refuse_taken_names(cls: type) -> None:
     """Checks what the user's classes among the bases of `cls` define.
 
