@@ -21,7 +21,6 @@ _NAMES = {
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",
     "dream_trainer.checkpoint.digests": "value_digests",
     "dream_trainer.checkpoint.files": "NewFile checksum named_step step_directories",
-    "dream_trainer.checkpoint.known_plan": "KnownPlan",
     "dream_trainer.checkpoint.loading": "load_tensors read_rank read_shared tensor_metadata",
     "dream_trainer.checkpoint.local_checkpoints": "LocalCheckpoints",
     "dream_trainer.checkpoint.manifest": (
@@ -39,7 +38,7 @@ _NAMES = {
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata read_and_verify",
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.saving": "Saving",
-    "dream_trainer.checkpoint.snapshot": "Snapshot",
+    "dream_trainer.checkpoint.snapshot": "KnownPlan Snapshot",
     "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter",
     "dream_trainer.checkpoint.staging": "HostCopies",
     "dream_trainer.checkpoint.store": "write_checkpoint",
@@ -48,35 +47,28 @@ _NAMES = {
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log smoothed",
     "dream_trainer.cli.runs": "differing",
-    "dream_trainer.compat.async_collectives": "waited",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
     "dream_trainer.compat.computation": "Computation",
     "dream_trainer.compat.computed_from": "is_computed_from viewed",
-    "dream_trainer.compat.dtensor_generators": "keep_own_generators",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.compat.gradient_hooks": "after_accumulation changes_gradients has_hooks keep_hooks",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
     "dream_trainer.compat.local_gradients": "LocalGradients",
-    "dream_trainer.compat.loss_graph": "trained_by",
-    "dream_trainer.compat.mixed_tensors": "plain_beside_dtensors",
-    "dream_trainer.compat.module_buffers": "is_persistent",
     "dream_trainer.compat.operations": "EXPENSIVE_OPERATIONS name_of_operation operation",
     "dream_trainer.compat.pipelining": (
         "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there bytes_sent "
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
-        "all_gather_flat gathered_twins in_backward local_tensor local_tensors reading_waits "
-        "set_group_timeout shard_dim"
+        "OfTensors TCPStore all_gather_flat gathered_twins in_backward inner_schedulers is_persistent "
+        "keep_own_generators local_tensor local_tensors plain_beside_dtensors reading_waits set_group_timeout "
+        "shard_dim steps_taken trained_by"
     ),
     "dream_trainer.compat.save_plans": "merge_plans_of_parts",
-    "dream_trainer.compat.schedulers": "inner_schedulers steps_taken",
-    "dream_trainer.compat.stores": "TCPStore",
-    "dream_trainer.compat.symmetric_memory": "options_of_overlap why_memory_is_not_shared",
+    "dream_trainer.compat.symmetric_memory": "options_of_overlap waited why_memory_is_not_shared",
     "dream_trainer.compat.touched_shards": "TouchableShards",
-    "dream_trainer.compat.weak_tensors": "OfTensors",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
     "dream_trainer.config.branch_parameters": "BranchParameters",
     "dream_trainer.config.command_line": "parse",
@@ -98,7 +90,7 @@ _NAMES = {
     "dream_trainer.data.packing.packed_rows": "IGNORED PADDING PackedRows handlers",
     "dream_trainer.data.packing.packing": "RowPlan pack_best_fit pack_concatenated pack_one_by_one",
     "dream_trainer.data.packing.padding": "PaddedRows",
-    "dream_trainer.data.sample_count": "SampleCount",
+    "dream_trainer.data.sample_count": "SampleCount count_tokens",
     "dream_trainer.data.sample_seeds": "KeyedDataset draws_nothing",
     "dream_trainer.data.sampler": (
         "BatchKey RankBatchSampler Sharding end_with_tail end_without_tail epoch_order sample_seed"
@@ -113,7 +105,6 @@ _NAMES = {
     "dream_trainer.data.streams.lanes": "divisors lane_plan",
     "dream_trainer.data.streams.pack_stream": "Pack",
     "dream_trainer.data.streams.stream_loader": "StreamLoader",
-    "dream_trainer.data.token_counts": "count_tokens",
     "dream_trainer.data.transformed_dataset": "TransformedDataset",
     "dream_trainer.data.transforms": "Batch Filter Map Shuffle Unbatch",
     "dream_trainer.data.validation_data": "validation_batches",
@@ -141,14 +132,13 @@ _NAMES = {
     "dream_trainer.loggers.buffer": "MetricBuffer start_copy",
     "dream_trainer.loggers.console": "ConsoleLogger",
     "dream_trainer.loggers.csv_file": "CSVLogger",
-    "dream_trainer.loggers.encode": "pil_image",
     "dream_trainer.loggers.formatting": "format_bytes format_count format_duration format_number",
     "dream_trainer.loggers.group": "LoggerGroup",
     "dream_trainer.loggers.interface": "Logger Stamp",
     "dream_trainer.loggers.jsonl": "JSONLLogger read_jsonl",
     "dream_trainer.loggers.line_files": "replace_file",
     "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",
-    "dream_trainer.loggers.media_files": "ImageFilesLogger",
+    "dream_trainer.loggers.media_files": "ImageFilesLogger pil_image",
     "dream_trainer.loggers.mlflow_logger": "MLflowLogger",
     "dream_trainer.loggers.run_log": "History RunLog",
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger _record",
@@ -185,7 +175,7 @@ _NAMES = {
     "dream_trainer.optim.learning_rates": "TokenAxis rate_factor",
     "dream_trainer.optim.muon": "Muon deal",
     "dream_trainer.optim.optimizer_parameters": "HYPERPARAMETERS OptimizerName",
-    "dream_trainer.optim.sharded": "refuse_unshardable_class",
+    "dream_trainer.optim.optimizers": "refuse_unshardable_class",
     "dream_trainer.optim.whole_parameters": "remember_whole values_in_whole",
     "dream_trainer.simple": "Trainer",
     "dream_trainer.stores.object_store": "open_store without_secrets",

@@ -132,7 +132,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks that were lost are passed over",
-        "dream_trainer/modules/parameter_marks.py",
+        "dream_trainer/modules/forward_state.py",
         "        if lost is not None:\n",
         "        if lost is None:\n",
         "tests/trainer/test_gradient_hooks.py -k refused",
@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         "compiled code takes what a collective has not given yet",
-        "dream_trainer/compat/async_collectives.py",
+        "dream_trainer/compat/symmetric_memory.py",
         "return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value",
         "return value",
         "tests/compat/test_async_collectives.py",
@@ -1456,7 +1456,7 @@ MUTANTS = [
     ),
     Mutant(
         "a schedule may leave out the gradients of a model in its losses",
-        "dream_trainer/compat/loss_graph.py",
+        "dream_trainer/compat/pytorch.py",
         "id(cast(Any, node).variable) in wanted",
         "node in wanted",
         "tests/trainer/test_pipeline_models.py -k leave_out",
@@ -1575,7 +1575,7 @@ MUTANTS = [
     ),
     Mutant(
         "what ranks of a stage split is whole to the next one",
-        "dream_trainer/trainer/stage_messages.py",
+        "dream_trainer/trainer/pipeline.py",
         "        placement = Replicate() if layout == WHOLE else Shard(layout)\n",
         "        placement = Replicate()\n",
         "tests/trainer/test_pipeline_meshes.py -k 4",

@@ -71,8 +71,8 @@ class ImageFiles(Callback):
     def _write(self, trainer: AbstractTrainer, result: dict[str, Any], folder: Path) -> None:
         if self.key not in result:
             return
-        from dream_trainer.loggers.encode import png
         from dream_trainer.loggers.media import Image, gathered, grid, pixels
+        from dream_trainer.loggers.media_files import png
 
         batch = gathered(self.key, result[self.key])
         if not trainer.world.is_main:

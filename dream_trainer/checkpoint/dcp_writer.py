@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dream_trainer.checkpoint.files import NewFile
-from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.manifest import FileEntry
+from dream_trainer.checkpoint.snapshot import KnownPlan
 from dream_trainer.compat.save_plans import merge_plans_of_parts
 
 

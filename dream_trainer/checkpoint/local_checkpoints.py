@@ -24,9 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name
-from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_checkpoint, read_manifest
-from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import local_tensor

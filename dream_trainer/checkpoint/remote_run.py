@@ -10,7 +10,7 @@ from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, newest
 from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checkpoint.sender import Sender
-from dream_trainer.compat.stores import HashStore, PrefixStore, Store
+from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
 from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError

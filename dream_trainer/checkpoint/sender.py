@@ -30,7 +30,7 @@ from dream_trainer.stores.ownership import Ownership
 from dream_trainer.stores.store_path import StorePath
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
 
 PATIENCE_SECONDS = 60.0
 """How long the end of a run, or its start, waits for a store that does not answer."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +31,23 @@ class Snapshot:
     `tensors`."""
     description: Mapping[str, Any]
     """The fields `epoch`, `samples_seen`, `mesh_shape`, `config`, `metrics` and `parent` of the manifest."""
+
+
+# -- The plan of the last save, kept so that saves of the same tensors are not planned again.
+#
+# Planning is Python's work on every tensor of every rank; tools/bench/planning.py measures it.
+
+
+@dataclass
+class KnownPlan:
+    """The plan of the last save on one rank, for the next one.
+
+    Attributes:
+        layout: How each tensor lay, by name.
+        plan: What this rank writes.
+        metadata: On rank 0, what is said of all tensors.
+    """
+
+    layout: dict[str, tuple[Any, ...]] | None = None
+    plan: SavePlan | None = None
+    metadata: Metadata | None = None

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.retention import Retention, retire
 from dream_trainer.checkpoint.sender import Sender
-from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.distributed.outcomes import on_all_ranks

@@ -37,7 +37,6 @@ from dream_trainer.checkpoint.files import (
     sync_directory,
     write_file,
 )
-from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -45,7 +44,7 @@ from dream_trainer.checkpoint.manifest import (
     encode_manifest,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.distributed.outcomes import (
     dealt_by_main_rank,
     from_all_ranks,

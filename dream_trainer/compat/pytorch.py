@@ -12,10 +12,17 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
+import torch.distributed  # which makes the module below
+import torch.nn as nn
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 if TYPE_CHECKING:
     import io
@@ -23,11 +30,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Placement
     from torch.overrides import TorchFunctionMode
-
-    from dream_trainer.compat.stores import Store
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -459,3 +465,101 @@ def write_memory_snapshot(path: Path) -> None:
 def in_backward() -> bool:
     """Whether this thread computes a backward, where checkpointed activations are computed again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def plain_beside_dtensors() -> AbstractContextManager[None]:
+    """Inside, an operation over lists of both kinds takes each plain tensor as it is, one that all ranks have.
+
+    `torch.distributed.tensor.experimental.implicit_replication` (PyTorch 2.11 to 2.15), which may move.
+    """
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether the `state_dict()` of `module` has its own `buffer`."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+# -- Random operations on DTensors that lie on a GPU: from which generators they draw.
+#
+# PyTorch keeps a tracker for them in private names of `torch.distributed.tensor._random`. It makes one at the first
+# such operation of a process, and then gives rank 0's generator to the whole world, by a collective: from there on
+# ranks would draw the same where they must not, as data-parallel ones in dropout, and wait for stages that run no such
+# operation.
+
+
+def keep_own_generators(mesh: DeviceMesh) -> None:
+    """Has DTensors draw from the generator that each rank has; to be called before any of them draws.
+
+    Generators stay as they are: it is the trainer's to make them alike on ranks that share layers. On the CPU PyTorch
+    has no tracker, and DTensors draw from each rank's generator anyway.
+    """
+    if mesh.device_type == "cpu":
+        return
+    from torch.distributed.tensor._random import manual_seed
+
+    device = torch.get_device_module(mesh.device_type).current_device()
+    with torch.random.fork_rng(devices=[device], device_type=mesh.device_type):
+        manual_seed(0, mesh)  # makes the tracker, without a collective
+
+
+def trained_by(loss: Tensor, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a backward from `loss` would give one of `parameters` a gradient."""
+    wanted = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    if not wanted:
+        return False
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad" and id(cast(Any, node).variable) in wanted:
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def inner_schedulers(scheduler: LRScheduler | ReduceLROnPlateau) -> list[LRScheduler]:
+    """All schedulers that a SequentialLR or ChainedScheduler is made of, at any depth."""
+    if not isinstance(scheduler, SequentialLR | ChainedScheduler):
+        return []
+    return [part for one in scheduler._schedulers for part in (one, *inner_schedulers(one))]
+
+
+def steps_taken(scheduler: LRScheduler | ReduceLROnPlateau) -> int:
+    """How often a scheduler was stepped since its beginning; 0 of one of a user's that keeps no count.
+
+    A ChainedScheduler has no count but its parts'.
+    """
+    if isinstance(scheduler, ChainedScheduler):
+        return max(steps_taken(part) for part in scheduler._schedulers)
+    steps: int = vars(scheduler).get("last_epoch", 0)
+    return steps
+
+
+V = TypeVar("V")
+
+
+class OfTensors(Generic[V]):
+    """A value for each tensor, by identity. A tensor's python object may die before the tensor does, and come back:
+    `WeakKeyDictionary` would have forgotten it."""
+
+    def __init__(self) -> None:
+        from torch.utils.weak import WeakTensorKeyDictionary
+
+        self._values = WeakTensorKeyDictionary()
+
+    def set(self, tensor: Tensor, value: V) -> None:
+        """Keeps `value` for `tensor`, instead of an earlier one."""
+        self._values[tensor] = value
+
+    def get(self, tensor: Tensor) -> V | None:
+        """The value of `tensor`; None if it has none."""
+        return cast("V | None", self._values.get(tensor))
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._values.clear()

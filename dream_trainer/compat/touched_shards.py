@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
-from dream_trainer.compat.mixed_tensors import plain_beside_dtensors
-from dream_trainer.compat.weak_tensors import OfTensors
+from dream_trainer.compat.pytorch import OfTensors, plain_beside_dtensors
 
 _PROPERTIES: dict[str, Any] = {
     name: found for name in dir(Tensor) if isinstance(found := getattr_static(Tensor, name), GetSetDescriptorType)

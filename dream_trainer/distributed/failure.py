@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
 
 PACKAGE = Path(__file__).parent.parent
 LATER_SECONDS = 0.5

@@ -28,7 +28,7 @@ from dream_trainer.distributed.hosts import HostPlace, name_of_host
 from dream_trainer.distributed.lost_ranks import LostHostError, announced_processes, is_stopped
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
 
 BEATS = 5
 """Beats within the limit."""

@@ -19,7 +19,7 @@ from dream_trainer.compat.pytorch import connect_again
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
 
 _store: Store | None = None
 _attempt = ""  # what the keys of this attempt begin with
@@ -41,7 +41,7 @@ def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta)
         ConfigError: The process was not started by torchrun, or in its way.
     """
     global _attempt, _store
-    from dream_trainer.compat.stores import PrefixStore
+    from dream_trainer.compat.pytorch import PrefixStore
 
     if _store is None:
         _store, agent_hosts = _connect(rank, world_size, timeout)
@@ -53,7 +53,7 @@ def job_store() -> Store | None:
     """The keys of this attempt, for the main thread; None where no process group was made here."""
     if _store is None:
         return None
-    from dream_trainer.compat.stores import PrefixStore
+    from dream_trainer.compat.pytorch import PrefixStore
 
     return PrefixStore(_attempt, _store)
 
@@ -62,7 +62,7 @@ def job_store_for_thread() -> Store | None:
     """The same over a connection of its own, since one serves one thread at a time."""
     if _store is None:
         return None
-    from dream_trainer.compat.stores import PrefixStore
+    from dream_trainer.compat.pytorch import PrefixStore
 
     return PrefixStore(_attempt, connect_again(_store))
 
@@ -160,7 +160,7 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedel
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, bool]:
     """A connection to the job's store, and whether the agent has it, and so keeps it over attempts."""
-    from dream_trainer.compat.stores import TCPStore
+    from dream_trainer.compat.pytorch import TCPStore
 
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:

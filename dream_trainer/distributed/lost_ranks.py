@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
 
 LOOK_FOR_SECONDS = 2.0
 """How long to look: the system ends a killed process some time after its connections."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dream_trainer.distributed.signals import STOPPING, Signals
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
 
 LOOK_SECONDS = 0.5
 """A wait for data that is longer looks into the store, each time this long has passed."""

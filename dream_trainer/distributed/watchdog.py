@@ -29,7 +29,7 @@ from dream_trainer.distributed.failure import first_to_fail, tell_failure
 from dream_trainer.users_code import line_running_in
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
 
 LOOK_SECONDS = 1.0
 """How often a rank looks whether it moves."""

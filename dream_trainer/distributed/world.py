@@ -22,8 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer.compat.dtensor_generators import keep_own_generators
-from dream_trainer.compat.pytorch import all_gather_flat, forget_meshes, set_group_timeout, sum_scatter_flat
+from dream_trainer.compat.pytorch import (
+    all_gather_flat,
+    forget_meshes,
+    keep_own_generators,
+    set_group_timeout,
+    sum_scatter_flat,
+)
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job, leave_lost_job
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.compat.stores import Store
+    from dream_trainer.compat.pytorch import Store
     from dream_trainer.config.device_parameters import DeviceParameters, MeshShape
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from dream_trainer.config.logger_parameters import MLflowParameters
 from dream_trainer.config.serialize import leaves
-from dream_trainer.loggers.encode import gif, pil_image, wav
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video
+from dream_trainer.loggers.media_files import gif, pil_image, wav
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

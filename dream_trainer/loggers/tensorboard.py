@@ -123,7 +123,7 @@ def _masked(checksum: int) -> bytes:
 def _summary(name: str, media: Media) -> Summary:
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
 
-    from dream_trainer.loggers.encode import gif, png, wav
+    from dream_trainer.loggers.media_files import gif, png, wav
 
     match media:
         case Images():

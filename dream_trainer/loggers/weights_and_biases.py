@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dream_trainer.config.logger_parameters import WandbParameters
-from dream_trainer.loggers.encode import gif, pil_image, wav
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.loggers.line_files import LineFile
 from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video
+from dream_trainer.loggers.media_files import gif, pil_image, wav
 
 if TYPE_CHECKING:
     import wandb

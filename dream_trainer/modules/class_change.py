@@ -54,3 +54,20 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     while issubclass(cls.__bases__[0], changes):
         cls = cls.__bases__[1]
     return cls
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Takes `torch.compile`, DistributedDataParallel, DataParallel and AveragedModel off, however nested."""
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+    from torch.optim.swa_utils import AveragedModel
+
+    from dream_trainer.compat.compiler import compiled_original
+
+    while True:
+        original = compiled_original(model)
+        if original is not None:
+            model = original
+        elif isinstance(model, DistributedDataParallel | DataParallel | AveragedModel):
+            model = model.module
+        else:
+            return model

@@ -17,8 +17,7 @@ import torch.nn as nn
 import xxhash
 from torch import Tensor
 
-from dream_trainer.compat.module_buffers import is_persistent
-from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, storage_id
+from dream_trainer.compat.pytorch import foreach_copy_, is_persistent, local_tensor, storage_id
 from dream_trainer.distributed.equality import differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.mixture_of_experts import MoE

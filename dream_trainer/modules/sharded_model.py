@@ -19,8 +19,14 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.gradient_hooks import share_hooks
-from dream_trainer.compat.pytorch import all_gather_flat, foreach_copy_, local_tensor, with_local, write_count
-from dream_trainer.compat.weak_tensors import OfTensors
+from dream_trainer.compat.pytorch import (
+    OfTensors,
+    all_gather_flat,
+    foreach_copy_,
+    local_tensor,
+    with_local,
+    write_count,
+)
 from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:

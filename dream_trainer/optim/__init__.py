@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
     from dream_trainer.optim.optimizers import build_optimizer as build_optimizer
     from dream_trainer.optim.optimizers import build_optimizers as build_optimizers
-    from dream_trainer.optim.sharded import refuse_unshardable as refuse_unshardable
+    from dream_trainer.optim.optimizers import refuse_unshardable as refuse_unshardable
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
@@ -40,6 +40,6 @@ else:
             "freeze": "optim.groups",
             "parameter_groups": "optim.groups",
             "rate_factor": "optim.learning_rates",
-            "refuse_unshardable": "optim.sharded",
+            "refuse_unshardable": "optim.optimizers",
         },
     )

@@ -319,7 +319,7 @@ class AbstractTrainer(Hooks, Cooperation):
 
         `fully_shard` does not wrap: it changes the class in place, and names stay as they were.
         """
-        from dream_trainer.modules.unwrap import unwrap
+        from dream_trainer.modules.class_change import unwrap
 
         return unwrap(model)
 

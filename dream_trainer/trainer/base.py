@@ -30,8 +30,7 @@ from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted
 from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.modules.determinism import deterministic
-from dream_trainer.modules.precision import float32_products
+from dream_trainer.modules.precision import deterministic, float32_products
 from dream_trainer.nested import detach
 from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer

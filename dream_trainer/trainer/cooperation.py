@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.config.checkpoint_parameters import Mode
-from dream_trainer.trainer.mixin_states import MixinStates
+from dream_trainer.errors import HookError
+from dream_trainer.trainer.user_class.overrides import bound, definers
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
     from dream_trainer.modules.attention_takeover import AttentionTakeover
+    from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
@@ -266,3 +268,40 @@ def unlogged(step: str, result: Mapping[str, Any]) -> str | None:
                 "Return tensors of one element, such as its mean()."
             )
     return None
+
+
+class _TakenKeyError(HookError):
+    """Two mixins keep their state under the key that is its argument."""
+
+
+class MixinStates(dict[str, Any]):
+    """A dict to which `|` adds only keys that are not there yet."""
+
+    def __or__(self, other: Mapping[str, Any]) -> MixinStates:  # type: ignore[override]
+        for key in self.keys() & other.keys():
+            raise _TakenKeyError(key)
+        return MixinStates({**self, **other})
+
+
+def mixin_states(trainer: AbstractTrainer) -> dict[str, Any]:
+    """What `_mixin_state` gives; a collective, since loggers communicate there.
+
+    Raises:
+        HookError: Two mixins have one key, so that one's state would replace the other's; the message names both.
+    """
+    try:
+        return dict(trainer._mixin_state())
+    except _TakenKeyError as error:
+        key = error.args[0]
+    owner = ""
+    # From the last one on, each with those behind it.
+    for part in reversed(definers(type(trainer), "_mixin_state")):
+        try:
+            if key in bound(trainer, "_mixin_state", part)():
+                owner = owner or part.__name__
+        except _TakenKeyError:
+            raise HookError(
+                f"{part.__name__} and {owner} both keep their state under the key {key!r} of _mixin_state: one would "
+                "replace the other. Give one of them another key."
+            ) from None
+    return {}

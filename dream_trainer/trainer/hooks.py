@@ -15,8 +15,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.token_counts import count_tokens
+from dream_trainer.data.sample_count import SampleCount, count_tokens
 from dream_trainer.errors import HookError
 from dream_trainer.nested import to_device
 

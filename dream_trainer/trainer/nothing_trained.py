@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from dream_trainer.compat.pytorch import write_count
-from dream_trainer.compat.schedulers import steps_taken
+from dream_trainer.compat.pytorch import steps_taken, write_count
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.registry import Scheduler
 

@@ -36,8 +36,8 @@ from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.trainer.cooperation import mixin_states
 from dream_trainer.trainer.data_setup import global_batch_size
-from dream_trainer.trainer.mixin_states import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 

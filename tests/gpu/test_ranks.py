@@ -90,7 +90,7 @@ def test_a_cuda_device_is_chosen_where_there_is_one(cuda: torch.device) -> None:
 
 def one_rank_draws(device: torch.device) -> dict[str, list[float]]:
     """What dropout of a DTensor gives after the trainer's own mesh was laid, and of a plain tensor."""
-    from dream_trainer.compat.dtensor_generators import keep_own_generators
+    from dream_trainer.compat.pytorch import keep_own_generators
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None

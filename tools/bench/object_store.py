@@ -28,7 +28,7 @@ from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
-from dream_trainer.compat.stores import HashStore
+from dream_trainer.compat.pytorch import HashStore
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.stores.store_path import StorePath
 from tests.stores.seaweed import working_store

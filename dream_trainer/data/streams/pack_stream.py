@@ -84,7 +84,12 @@ class Pack(Transform):
 
 
 class ListedDocuments(OrderedDataset):
-    """Documents that are in memory."""
+    """Documents that are in memory.
+
+    Args:
+        documents: The documents.
+        lengths: Tokens of each.
+    """
 
     def __init__(self, documents: Sequence[Any], lengths: NDArray[Any]) -> None:
         self._documents = documents

@@ -11,7 +11,11 @@ from torch.utils.data import default_collate
 
 from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource
 from dream_trainer.data.streams.lane_reader import LaneOptions
-from dream_trainer.data.transforms import OnError, Transform, refuse_unclear_policy
+from dream_trainer.data.transforms import (
+    OnError,
+    Transform,
+    refuse_unclear_policy,
+)
 from dream_trainer.errors import DataError
 
 

@@ -60,7 +60,7 @@ class ContextParallelMixin(AbstractTrainer):
         super()._finish_setup()
         if self.world.mesh_shape.cp == 1:
             return
-        from dream_trainer.data.packing.packed_rows import handlers
+        from dream_trainer.data.packing.shared_rows import handlers
         from dream_trainer.modules.attention_takeover import AttentionTakeover
 
         attention = _attention(self)

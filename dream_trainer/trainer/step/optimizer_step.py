@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dream_trainer.compat.mixed_tensors import plain_beside_dtensors
-from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
+from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_, plain_beside_dtensors
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
