@@ -13,9 +13,8 @@ import torch.nn as nn
 from dream_trainer.callbacks.early_stopping import EarlyStopping
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType, Precision
-from dream_trainer.config.evaluation_parameters import EvalParameters
 from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
-from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.config.training_parameters import EvalParameters, TrainingParameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.modules.joined_buffers import BufferPolicy

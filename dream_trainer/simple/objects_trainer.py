@@ -34,7 +34,7 @@ from dream_trainer.trainer.other_run import changed_fields
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.manifest import Manifest
-    from dream_trainer.config.branch_parameters import BranchParameters
+    from dream_trainer.config.checkpoint_parameters import BranchParameters
     from dream_trainer.modules.joined_buffers import BufferPolicy
     from dream_trainer.trainer.abstract import AbstractTrainer
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import BranchParameters
 
 if TYPE_CHECKING:
     from dream_trainer.events.callback import Callback

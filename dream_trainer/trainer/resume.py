@@ -10,8 +10,7 @@ from dream_trainer.checkpoint.files import recover_replaced
 from dream_trainer.checkpoint.manifest import Manifest, finished_directories, list_checkpoints, verify_all_but_shards
 from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.checkpoint.retention import best_checkpoint
-from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
-from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
 from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError

@@ -13,8 +13,7 @@ import pytest
 from dream_trainer.checkpoint import store
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import Manifest, read_manifest
-from dream_trainer.config.branch_parameters import BranchParameters
-from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.config.checkpoint_parameters import BranchParameters, CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.trainer.resume import newest_to_resume
 from tests.checkpoint.states import DESCRIPTION, make_snapshot, save

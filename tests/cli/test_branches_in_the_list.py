@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dream_trainer.cli.main import main
-from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.trainer.run_record import read_record
 from tests.trainer.saves import Saves, make_config, run
 

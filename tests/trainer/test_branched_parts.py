@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
 from dream_trainer.callbacks import EMA, EarlyStopping, Every
-from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.errors import CheckpointError
 from dream_trainer.optim.learning_rates import TokenAxis, rate_factor
 from dream_trainer.simple import Trainer

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as lrs
 
 import dream_trainer as dt
 from dream_trainer.callbacks import Every
-from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.trainer.run_record import read_record
 from tests.trainer import saves

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor
 
-from dream_trainer.config.context_parallel_parameters import ContextParallelConfigMixin
+from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import HookError
 from dream_trainer.modules.shared_draws import seed_for_sequence
@@ -109,7 +109,7 @@ def _attention(trainer: ContextParallelMixin) -> ContextAttention:
     mesh = trainer.world.mesh
     assert mesh is not None  # several ranks share sequences
     rank, size, group = mesh["cp"].get_local_rank(), mesh["cp"].size(), mesh["cp"].get_group()
-    if trainer.config.context_parallel_parameters.attention == "ulysses":
+    if trainer.config.parallel_parameters.attention == "ulysses":
         return UlyssesAttention(SequenceParts(rank, size, group, is_balanced=False))
     return GatheredAttention(SequenceParts(rank, size, group, is_balanced=True))
 
