@@ -173,7 +173,7 @@ class ParityTrainer(LlamaTrainer):
             warnings.filterwarnings("ignore", message="Parallelize plan key")  # mixtures have other parts
             super().apply_tensor_parallel(mesh)
         if self.config.experts:
-            split_mixtures(self.model, mesh, in_time=self.config.parallel_parameters.sequence_parallel)
+            split_mixtures(self.model, mesh, in_time=self.config.tensor_parallel_parameters.sequence_parallel)
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()

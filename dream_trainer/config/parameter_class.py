@@ -104,7 +104,7 @@ def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
         check_instance(name, value, kind)  # type: ignore[arg-type]
     elif origin in (Mapping, dict):
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise ConfigError(f"{name}={value!r} is not a dict with strings as keys. Use {{'name': ...}}.{hint}")
+            raise ConfigError(f"{name}={value!r} is not a dict with strings as keys. Use {name}={{'name': ...}}.{hint}")
         for key, item in value.items():
             _check(f"{name}[{key!r}]", item, arguments[1])
 

@@ -104,7 +104,7 @@ def is_whole_in_steps(trainer: AbstractTrainer, model: nn.Module) -> bool:
     if not trainer._shards_parameters or trainer.world.parameter_shape.dp_shard == 1:
         return False
     config: Any = trainer.config  # which has the field that FSDPMixin asks for
-    devices, parameters = config.device_parameters, config.parallel_parameters
+    devices, parameters = config.device_parameters, config.fsdp_parameters
     is_plain = devices.pipeline_parallel * devices.tensor_parallel * devices.expert_parallel == 1
     asks_for_blocks = parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload
     is_by_hand = not all(is_ours(part) for part in definers(type(trainer), "apply_fully_shard"))

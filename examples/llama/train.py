@@ -103,7 +103,7 @@ class LlamaTrainer(DreamTrainer):
         return list(self.model.layers)
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
-        wanted = self.config.parallel_parameters
+        wanted = self.config.tensor_parallel_parameters
         parallelize(self.model, mesh, sequence_parallel=wanted.sequence_parallel, loss_parallel=wanted.loss_parallel)
 
     def init_weights(self) -> None:
@@ -174,7 +174,7 @@ class LlamaTrainer(DreamTrainer):
         """Text that the model writes; every rank calls it, since a sharded model needs all of them."""
         self.model.eval()
         prompt = torch.tensor(list(PROMPT), device=self.world.device)
-        is_cut_in_time = self.config.parallel_parameters.sequence_parallel
+        is_cut_in_time = self.config.tensor_parallel_parameters.sequence_parallel
         multiple = self.config.device_parameters.tensor_parallel if is_cut_in_time else 1
         model = partial(whole_logits, self.model, multiple_of=multiple)
         with self.autocast():

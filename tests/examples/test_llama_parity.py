@@ -121,7 +121,7 @@ def test_what_cannot_be_split_is_refused_before_any_process_waits(parity: Any) -
         change(16)
     with pytest.raises(ConfigError, match="15 tokens cannot be split over tensor_parallel=2.*sequence_parallel=False"):
         change(2, seq_len=15)
-    layers_alone = dataclasses.replace(config.parallel_parameters, sequence_parallel=False)
+    layers_alone = dataclasses.replace(config.tensor_parallel_parameters, sequence_parallel=False)
     assert change(2, seq_len=15, tensor_parallel_parameters=layers_alone).seq_len == 15
 
 

@@ -179,7 +179,7 @@ def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error(tmp_pat
 
     monkeypatch.chdir(tmp_path)
     config = config_of("full", compile=True)
-    config.parallel_parameters = type(config.parallel_parameters)(backend="aot_eager")
+    config.compile_parameters = type(config.compile_parameters)(backend="aot_eager")
     trainer = Compiled(config)
     with pytest.raises(StepError, match=r"Counts writes into 'times' .*compile=False"):
         trainer.fit()

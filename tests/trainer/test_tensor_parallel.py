@@ -90,7 +90,7 @@ class Trained(dt.DreamTrainer):
         fill(self.model)
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
-        plan, wanted = self.config.cell.plan, self.config.parallel_parameters
+        plan, wanted = self.config.cell.plan, self.config.tensor_parallel_parameters
         split(self.model, mesh, plan, loss_parallel=wanted.loss_parallel)
 
     def configure_dataloaders(self) -> tuple[Any, None]:

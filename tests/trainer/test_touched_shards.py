@@ -240,7 +240,7 @@ def with_assigned_data(directory: str) -> list[dict[str, Tensor]]:
     found = []
     for fsdp in (BY_BLOCKS, dt.FSDPParameters()):
         config = config_of("blocks")
-        config.parallel_parameters = fsdp
+        config.fsdp_parameters = fsdp
         Touches.assigns = True
         with Touches(config, "forward") as trainer:
             trainer.fit()

@@ -35,7 +35,7 @@ class ActivationCheckpointingMixin(AbstractTrainer):
             ConfigError: No trained model has repeated blocks.
         """
         super().apply_activation_checkpointing()
-        parameters: ActivationCheckpointingParameters = self.config.parallel_parameters
+        parameters: ActivationCheckpointingParameters = self.config.activation_checkpointing_parameters
         mode = self.config.device_parameters.activation_checkpointing
         trained = set(self._trainable_models())
         blocks_of = {name: self.model_blocks(model) for name, model in self.named_models().items() if model in trained}

@@ -82,7 +82,7 @@ class CompileMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        if self.config.parallel_parameters.async_tensor_parallel and not self.config.device_parameters.compile:
+        if self.config.compile_parameters.async_tensor_parallel and not self.config.device_parameters.compile:
             raise ConfigError(
                 "compile_parameters.async_tensor_parallel=True overlaps nothing without compiled blocks. Set "
                 "device_parameters.compile=True too, or leave it False."
@@ -97,7 +97,7 @@ class CompileMixin(AbstractTrainer):
                 block is within another.
         """
         super().apply_compile()
-        parameters: CompileParameters = self.config.parallel_parameters
+        parameters: CompileParameters = self.config.compile_parameters
         tensor_parallel = self.config.device_parameters.tensor_parallel
         is_split = tensor_parallel > 1
         if is_split and parameters.dynamic:
@@ -149,7 +149,7 @@ class CompileMixin(AbstractTrainer):
                 f"compile_parameters.async_tensor_parallel=True: {why_not}. It needs GPUs that read each other's "
                 "memory, as those that NVLink connects do. Use False elsewhere."
             )
-        return options_of_overlap(self.config.parallel_parameters.mode)
+        return options_of_overlap(self.config.compile_parameters.mode)
 
 
 def _compile_shared(part: nn.Module, backend: str, mode: str | None, options: Any) -> None:
@@ -171,7 +171,7 @@ def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None
 
 def _refuse_beside_shared_sequences(trainer: CompileMixin) -> None:
     devices, context_parallel = trainer.config.device_parameters, trainer.config.device_parameters.context_parallel
-    if trainer.config.parallel_parameters.dynamic:
+    if trainer.config.compile_parameters.dynamic:
         raise ConfigError(
             f"compile_parameters.dynamic=True with context_parallel={context_parallel}: which sequences are shared is "
             "known by their lengths. Use dynamic=False, which compiles again for each, and pad batches to few."

@@ -109,7 +109,7 @@ def _attention(trainer: ContextParallelMixin) -> ContextAttention:
     mesh = trainer.world.mesh
     assert mesh is not None  # several ranks share sequences
     rank, size, group = mesh["cp"].get_local_rank(), mesh["cp"].size(), mesh["cp"].get_group()
-    if trainer.config.parallel_parameters.attention == "ulysses":
+    if trainer.config.context_parallel_parameters.attention == "ulysses":
         return UlyssesAttention(SequenceParts(rank, size, group, is_balanced=False))
     return GatheredAttention(SequenceParts(rank, size, group, is_balanced=True))
 

@@ -35,7 +35,7 @@ class Float8Mixin(AbstractTrainer):
             raise ConfigError(
                 f"float8={recipe!r} needs torchao, which is not installed. Run pip install 'dream-trainer[fp8]'."
             )
-        if recipe != "tensorwise" and self.config.parallel_parameters.all_gather:
+        if recipe != "tensorwise" and self.config.float8_parameters.all_gather:
             raise ConfigError(
                 f"float8_parameters.all_gather=True with float8={recipe!r}: shards are gathered with one scale for "
                 'each weight. Use float8="tensorwise", or all_gather=False.'
@@ -53,7 +53,7 @@ class Float8Mixin(AbstractTrainer):
         from dream_trainer.modules.float8_linears import compute_in_float8, gather_in_float8, has_products
 
         super().apply_float8()
-        recipe, parameters = self.config.device_parameters.float8, self.config.parallel_parameters
+        recipe, parameters = self.config.device_parameters.float8, self.config.float8_parameters
         if not parameters.emulate and not has_products(self.world.device):
             raise ConfigError(
                 f"float8={recipe!r} on {self.world.device}: it has no products of float8, as GPUs since Ada and Hopper "

@@ -41,16 +41,16 @@ class FSDPMixin(AbstractTrainer):
         small = [model for model in self._parameterised_models() if is_whole_in_steps(self, model)]
         for model in small:
             self._parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
-        blocks = {"reshard_after_forward": self.config.parallel_parameters.reshard_after_forward} | config
+        blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
         for model in self._parameterised_models():
             if model in small:
                 continue
             shard_by_blocks(model, self.model_blocks(model), blocks, config, is_cut=is_cut(model))
-            if self.config.parallel_parameters.separate_reduce_group:
+            if self.config.fsdp_parameters.separate_reduce_group:
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups
 
                 self.world.further_groups += reduce_in_own_groups(model)
-            if self.config.parallel_parameters.symmetric_memory:
+            if self.config.fsdp_parameters.symmetric_memory:
                 self._gather_in_symmetric_memory(model)
 
     def _gather_in_symmetric_memory(self, model: nn.Module) -> None:

@@ -48,13 +48,13 @@ class LocalSGDMixin(AbstractTrainer):
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         _refuse_what_needs_all_ranks(self)
-        self._workers = self.config.parallel_parameters.workers
+        self._workers = self.config.local_sgd_parameters.workers
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.workers > 1:
             _refuse_what_crosses_workers(self)
-        self._rounds = Rounds(self, self.config.parallel_parameters)
+        self._rounds = Rounds(self, self.config.local_sgd_parameters)
 
     def _window_started(self) -> None:
         super()._window_started()
@@ -69,7 +69,7 @@ class LocalSGDMixin(AbstractTrainer):
             self.warn_once(
                 "a round",
                 f"training ends at step {self.global_step}, in the middle of a round of "
-                f"{self.config.parallel_parameters.every_n_steps} steps. Validations, checkpoints and exports have "
+                f"{self.config.local_sgd_parameters.every_n_steps} steps. Validations, checkpoints and exports have "
                 "the average of the workers, but the models of this process have the weights of its own worker.",
             )
 
@@ -125,11 +125,11 @@ def _refuse_what_crosses_workers(trainer: LocalSGDMixin) -> None:
             if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
                 raise ConfigError(
                     f"{path} is a SyncBatchNorm over all ranks, and workers meet only every "
-                    f"{trainer.config.parallel_parameters.every_n_steps} steps. Use BatchNorm, whose statistics are "
+                    f"{trainer.config.local_sgd_parameters.every_n_steps} steps. Use BatchNorm, whose statistics are "
                     "averaged, or give it a process_group within a worker."
                 )
             if isinstance(module, MoE) and module.balance_rate:
                 raise ConfigError(
                     f"{path} balances its experts by the loads of all ranks, and workers meet only every "
-                    f"{trainer.config.parallel_parameters.every_n_steps} steps. Use balance_rate=0."
+                    f"{trainer.config.local_sgd_parameters.every_n_steps} steps. Use balance_rate=0."
                 )

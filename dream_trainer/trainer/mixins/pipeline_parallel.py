@@ -96,7 +96,7 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.trainer.stage_check import StageCheck
 
         self._refuse_beside_a_pipeline(mesh.size())
-        parameters: PipelineParallelParameters = self.config.parallel_parameters
+        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
         ranks = ranks_of_stages(parameters.schedule, mesh.size(), parameters.stages_of_each_rank)
         here, self._stages = self.world.stage_rank, {}
         cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
@@ -133,7 +133,7 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.trainer.pipeline import Pipeline
         from dream_trainer.trainer.step.tied_gradients import connect_copies
 
-        parameters: PipelineParallelParameters = self.config.parallel_parameters
+        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
         microbatches = parameters.microbatches or 2 * self.world.stages
         if microbatches < self.world.stages:
             raise ConfigError(

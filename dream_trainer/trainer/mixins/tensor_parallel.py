@@ -60,7 +60,7 @@ class TensorParallelMixin(AbstractTrainer):
             from dream_trainer.trainer.equal_parts import EqualParts, once_for_each_shape
 
             step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
-        if not self.config.parallel_parameters.loss_parallel:
+        if not self.config.tensor_parallel_parameters.loss_parallel:
             return step
         from torch.distributed.tensor.parallel import loss_parallel
 
