@@ -38,13 +38,6 @@ def mode_of(
 ) -> Literal["min", "max"]:
     """Whether the lowest ("min") or the highest ("max") value of a metric is best.
 
-    Args:
-        metric: Its name, such as "val/accuracy".
-        mode: What was said; None asks the metric.
-        higher_is_better: What a torchmetrics object says of itself, which counts over its name; None if nothing does.
-        named_by: The field or argument that names the metric, for the error.
-        set_by: The one that would say it.
-
     Raises:
         ConfigError: Nobody knows.
     """
@@ -71,13 +64,7 @@ def _with_a_known_word(metric: str) -> str | None:
 
 
 def refuse_other_places(metric: str, loaders: Collection[str], *, named_by: str) -> None:
-    """Raises ConfigError for a metric that no validation of these loaders can give, whatever it logs.
-
-    Args:
-        metric: Its name.
-        loaders: Names of the validation's loaders; "" is a single one. With none, nothing is refused.
-        named_by: The field that names the metric.
-    """
+    """Raises ConfigError for a metric that no validation of these loaders can give, whatever it logs."""
     places = [f"val/{name}/" if name else "val/" for name in loaders]
     if not places or metric.startswith(tuple(places)):
         return
@@ -127,13 +114,7 @@ def _mode_of_word(word: str) -> Literal["min", "max"] | None:
 
 
 def is_better(value: Any, best: float | None, mode: Literal["min", "max"]) -> bool:
-    """Whether a metric's value beats the best so far; equal ones do not.
-
-    Args:
-        value: A number. None and NaN are no values, and never better; 0.0, negative and infinite ones are.
-        best: None if there is none yet.
-        mode: "min" or "max".
-    """
+    """Whether a metric's value beats the best so far; equal ones do not."""
     if not is_value(value):
         return False
     if not is_value(best):

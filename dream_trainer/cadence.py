@@ -12,12 +12,6 @@ class Cadence:
     Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: where all ranks must do the same,
     one of them is asked, and tells the others.
 
-    Args:
-        steps: Optimizer steps from one time to the next; None does not count steps.
-        epochs: Epochs from one time to the next; None does not count epochs.
-        minutes: Minutes from one time to the next; None does not look at the clock.
-        clock: Seconds from any origin; tests pass their own.
-
     Attributes:
         goes_by_the_clock: Whether anything is due by the clock.
     """
@@ -40,12 +34,7 @@ class Cadence:
         self.goes_by_the_clock = minutes is not None
 
     def is_due(self, step: int | None = None, epoch: int | None = None) -> bool:
-        """Whether it is due by steps or epochs.
-
-        Args:
-            step: Optimizer steps completed, where one just was; None where none was.
-            epoch: Epochs completed, where one just was; None where none was.
-        """
+        """Whether it is due by steps or epochs."""
         if step is not None and self._steps is not None and step % self._steps == 0:
             return True
         return epoch is not None and self._epochs is not None and epoch % self._epochs == 0

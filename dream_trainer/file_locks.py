@@ -18,10 +18,6 @@ logger = logging.getLogger("dream_trainer")
 def take(file: IO[Any], *, shared: bool = False) -> bool | None:
     """Takes the lock of an open file, without waiting.
 
-    Args:
-        file: Open; whoever has it open has the lock, forked children too.
-        shared: Whether others may hold it as well, shared.
-
     Returns:
         Whether it is held now; None if the file system has no locks.
     """

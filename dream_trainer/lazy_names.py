@@ -11,13 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str], packages: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package.
-
-    Args:
-        package: The package's `__name__`.
-        homes: For each public name the module that defines it, below `dream_trainer`.
-        packages: Public packages and modules inside of it, which load on first use as well; `__all__` is without them.
-    """
+    """`__getattr__`, `__dir__` and `__all__` of a package."""
     names = sorted(homes)
 
     def load(name: str) -> Any:

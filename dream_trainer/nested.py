@@ -38,12 +38,7 @@ class NamedTupleLike(Protocol):
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Applies `fn` to every tensor in `tree` and returns the same structure; `tree` itself if nothing changed.
-
-    Args:
-        fn: Called once for each tensor.
-        tree: Any nested structure. Objects that are not a known container are left as they are, whatever they contain.
-    """
+    """Applies `fn` to every tensor in `tree` and returns the same structure; `tree` itself if nothing changed."""
     if isinstance(tree, Tensor):
         return fn(tree)
     return map_children(lambda child: map_tensors(fn, child), tree)
@@ -55,10 +50,6 @@ def to_device(tree: Any, device: torch.device) -> Any:
     The host waits for no copy to CUDA: tensors that are not in pinned memory are copied there first. An object with its
     own `.to` is asked to move itself, except dicts and `UserDict`s: `BatchEncoding.to` changes the caller's batch in
     place.
-
-    Args:
-        tree: Any nested structure.
-        device: Where to.
     """
     kind = type(tree)
     if kind is Tensor:
@@ -96,10 +87,6 @@ def detach(tree: Any) -> Any:
 
 def concatenated(trees: Sequence[Any], say_uneven: Callable[[list[Any]], None]) -> Any:
     """Batches of one structure as a single one: tensors joined along their first dimension.
-
-    Args:
-        trees: Tensors, or tuples, lists and mappings of them.
-        say_uneven: Called with tensors whose later dimensions differ, which nobody can join.
 
     Returns:
         The structure of the first; the batches themselves as a list where some part is neither, or uneven.

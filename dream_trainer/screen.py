@@ -7,18 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)  # of a terminal, and of a pipe's reader
 
 
 def show(line: str, file: TextIO | None = None) -> None:
-    """Prints a line; characters that the file cannot encode are escaped.
-
-    Args:
-        line: Without its end.
-        file: Where to; None is standard output. Nothing is printed if it is closed, full or gone.
-    """
+    """Prints a line; characters that the file cannot encode are escaped."""
     file = sys.stdout if file is None else file
     if file is None:  # a process without a console
         return
@@ -48,3 +43,13 @@ def _let_go(file: TextIO, error: Exception) -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
+
+
+def is_in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: Jupyter, Colab, or whatever else runs one of IPython's."""
+    # Whoever runs in a notebook has IPython loaded; a shell of IPython in a terminal has no kernel.
+    ipython: Any = sys.modules.get("IPython")
+    if ipython is None:
+        return False
+    shell = ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config

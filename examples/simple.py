@@ -15,6 +15,7 @@ import torch.nn as nn
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
+from dream_trainer.callbacks import EarlyStopping
 from dream_trainer.simple import Trainer
 
 
@@ -41,10 +42,8 @@ def main() -> None:
         batch_size=32,
         epochs=15,
         monitor="val/accuracy",
-        mode="max",
-        patience=3,
-        name="simple",
-        project="examples",
+        callbacks=[EarlyStopping("val/accuracy", patience=3)],
+        name="examples/simple/simple",
     ) as trainer:
         trainer.fit()
         trainer.load_best()

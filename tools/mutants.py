@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples of training batches are guessed",
-        "dream_trainer/trainer/window_counts.py",
+        "dream_trainer/trainer/agreement.py",
         "    if count.own is not None:\n",
         "    if True:\n",
         "tests/trainer/test_sample_counts.py -k dealt",
@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "a window that runs again leaves metrics as the first run did",
-        "dream_trainer/trainer/step/rerun.py",
+        "dream_trainer/trainer/step/nonfinite.py",
         "        self._metrics.put_back()\n",
         "        pass\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
@@ -349,7 +349,7 @@ MUTANTS = [
     ),
     Mutant(
         "one rank works on every matrix",
-        "dream_trainer/optim/matrix_exchange.py",
+        "dream_trainer/optim/muon.py",
         "        heapq.heapreplace(hands, (load + costs[i], owners[i]))\n",
         "",
         MUON,
@@ -497,7 +497,7 @@ MUTANTS = [
     ),
     Mutant(
         "every epoch in the same order",
-        "dream_trainer/data/order.py",
+        "dream_trainer/data/sampler.py",
         'hash_seed(b"order", seed, epoch)',
         'hash_seed(b"order", seed)',
         "tests/data",
@@ -518,7 +518,7 @@ MUTANTS = [
     ),
     Mutant(
         "a pass's first draw comes from the batch before",
-        "dream_trainer/data/pass_draws.py",
+        "dream_trainer/data/foreign.py",
         '        self._start.seed({"python", "numpy"} - self.drawn)\n        seed_cpu',
         "        seed_cpu",
         "tests/data/test_pass_draws.py",
@@ -560,7 +560,7 @@ MUTANTS = [
     ),
     Mutant(
         "configs of ranks are not compared",
-        "dream_trainer/trainer/launch.py",
+        "dream_trainer/trainer/session.py",
         "    refuse_different_configs(trainer)\n",
         "",
         "tests/trainer/test_rank_differences.py",
@@ -721,7 +721,7 @@ MUTANTS = [
     ),
     Mutant(
         "one augmentation for a whole epoch",
-        "dream_trainer/data/order.py",
+        "dream_trainer/data/sampler.py",
         'hash_seed(b"sample", seed, epoch, index)',
         'hash_seed(b"sample", seed, epoch)',
         "tests/data",
@@ -763,7 +763,7 @@ MUTANTS = [
     ),
     Mutant(
         "a branch waits on with another run's patience",
-        "dream_trainer/trainer/callback_state.py",
+        "dream_trainer/trainer/saved_state.py",
         "if begins is not None:",
         "if False:",
         "tests/trainer/test_branched_parts.py -k patience",
@@ -777,7 +777,7 @@ MUTANTS = [
     ),
     Mutant(
         "another seed resumes",
-        "dream_trainer/trainer/other_run.py",
+        "dream_trainer/trainer/resume.py",
         "if shared[name] != value:",
         "if False:",
         "tests/trainer/test_checkpoint_mixin.py",
@@ -1029,7 +1029,7 @@ MUTANTS = [
     ),
     Mutant(
         "functions that are known by name alone are not named",
-        "dream_trainer/modules/spanning_functions.py",
+        "dream_trainer/modules/position_checks.py",
         "    return name in _NAMES\n",
         "    return False\n",
         "tests/modules/test_spanning_functions.py",
@@ -1071,7 +1071,7 @@ MUTANTS = [
     ),
     Mutant(
         "shards in float8 count as those of the weights",
-        "dream_trainer/trainer/traffic.py",
+        "dream_trainer/trainer/describe.py",
         "gathered_dtype(p) or half_dtype(devices)",
         "half_dtype(devices)",
         "tests/trainer/test_float8.py -k cross_ranks",
@@ -1162,7 +1162,7 @@ MUTANTS = [
     ),
     Mutant(
         "an export of a pipeline has the first stage's tensors alone",
-        "dream_trainer/weights/stage_tensors.py",
+        "dream_trainer/weights/export.py",
         "self.specs = {**specs, **self.specs} if rank == 0 else self.specs | specs",
         "pass",
         "tests/trainer/test_pipeline_exports.py",
@@ -1779,7 +1779,7 @@ MUTANTS = [
     ),
     Mutant(
         "real weights are left unequal on ranks",
-        "dream_trainer/modules/equal_weights.py",
+        "dream_trainer/modules/joined_buffers.py",
         "if len(set(values)) > 1]",
         "if not values]",
         "tests/trainer/test_whole_weights.py",
@@ -1793,7 +1793,7 @@ MUTANTS = [
     ),
     Mutant(
         "names of the framework's may be assigned",
-        "dream_trainer/trainer/user_class/taken_names.py",
+        "dream_trainer/trainer/user_class/class_checks.py",
         "if attributes[name] is not value and name not in _FOLLOWED:",
         "if False:",
         "tests/trainer/test_names.py",
@@ -1884,7 +1884,7 @@ MUTANTS = [
     ),
     Mutant(
         "the watchdog has no patience with the first window",
-        "dream_trainer/trainer/watch.py",
+        "dream_trainer/trainer/base.py",
         "lambda: patient_limit if trainer._session.is_first_window else limit",
         "lambda: limit",
         "tests/trainer/test_by_the_clock.py",
@@ -2171,7 +2171,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank on a host that nobody told to stop ends as if it had been told",
-        "dream_trainer/trainer/exit_status.py",
+        "dream_trainer/trainer/base.py",
         "restart=world.host_number not in hosts",
         "restart=False",
         "tests/faults/test_hosts.py -k told_to_stop",
@@ -2199,7 +2199,7 @@ MUTANTS = [
     ),
     Mutant(
         "a ring's links between hosts are taken for links inside",
-        "dream_trainer/trainer/traffic.py",
+        "dream_trainer/trainer/describe.py",
         "sent[world.host_of(following) == world.host_number] += n_bytes",
         "sent[True] += n_bytes",
         "tests/faults/test_traffic.py",
@@ -2360,14 +2360,14 @@ MUTANTS = [
     ),
     Mutant(
         "copies of weights in an optimizer stay whole",
-        "dream_trainer/modules/whole_optimizers.py",
+        "dream_trainer/modules/parallel_models.py",
         "                    exchange = _Exchange({**shards, **parts})\n",
         "                    exchange = _Exchange(shards)\n",
         "tests/trainer/test_whole_and_shards.py",
     ),
     Mutant(
         "an optimizer's own lists stay whole",
-        "dream_trainer/modules/whole_optimizers.py",
+        "dream_trainer/modules/parallel_models.py",
         "                        self._attributes.append((optimizer, name))\n",
         "                        pass\n",
         "tests/trainer/test_whole_and_shards.py",
@@ -2388,7 +2388,7 @@ MUTANTS = [
     ),
     Mutant(
         "pre_epoch draws again in the middle of an epoch",
-        "dream_trainer/trainer/kept_state.py",
+        "dream_trainer/trainer/event_table.py",
         "    set_random_state(*random, device)\n",
         "",
         "tests/trainer/test_kept_state.py -k middle_of_an_epoch",

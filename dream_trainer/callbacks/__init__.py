@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.every import Every as Every
     from dream_trainer.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from dream_trainer.callbacks.gradient_stats import GradientStats as GradientStats
+    from dream_trainer.callbacks.gradient_stats import WeightStats as WeightStats
     from dream_trainer.callbacks.image_files import ImageFiles as ImageFiles
     from dream_trainer.callbacks.learning_rate import LearningRate as LearningRate
     from dream_trainer.callbacks.memory import Memory as Memory
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.summary import TrainerSummary as TrainerSummary
     from dream_trainer.callbacks.swa import SWA as SWA
     from dream_trainer.callbacks.throughput import Throughput as Throughput
-    from dream_trainer.callbacks.weight_stats import WeightStats as WeightStats
     from dream_trainer.callbacks.weight_transfer import WeightTransfer as WeightTransfer
     from dream_trainer.events.callback import Callback as Callback
     from dream_trainer.events.callback import CallbackCollection as CallbackCollection
@@ -55,7 +55,7 @@ else:
             "Throughput": "callbacks.throughput",
             "TimedCallback": "events.callback",
             "TrainerSummary": "callbacks.summary",
-            "WeightStats": "callbacks.weight_stats",
+            "WeightStats": "callbacks.gradient_stats",
             "WeightTransfer": "callbacks.weight_transfer",
         },
     )

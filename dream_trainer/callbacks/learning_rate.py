@@ -79,7 +79,6 @@ def _have_one_rate(groups: list[dict[str, Any]]) -> bool:
 
 
 def _rate(group: dict[str, Any]) -> Any:
-    """What is equal for groups that have one rate: the rate, and the one that schedulers start from, since in a warm-up
-    from zero all rates are zero at first."""
+    """What is equal for groups that have one rate."""
     rate = group["lr"]
     return id(rate) if isinstance(rate, Tensor) else (rate, group.get("initial_lr"))

@@ -19,10 +19,6 @@ Share = Callable[[Any], Any]
 class ModelAverage:
     """The averages of one model, and what has happened to them.
 
-    Args:
-        parameters: By name; DTensors where they are sharded.
-        averages: Tensors of the same names and layouts, to keep the averages in; None makes them.
-
     Attributes:
         averages: By the same names, with the same layouts.
         has_stepped: Whether the model has changed since the averages last moved.

@@ -126,10 +126,6 @@ def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
     """Floating-point operations of `model(*inputs)` in products and convolutions, a multiply-add counted as two.
 
     Runs on meta copies of everything, so that it costs neither memory nor time and leaves the model as it is.
-
-    Args:
-        model: Not sharded.
-        inputs: Positional arguments; tensors on any device, also inside other things.
     """
     from torch.func import functional_call
     from torch.utils.flop_counter import FlopCounterMode
@@ -236,8 +232,7 @@ def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
 
 
 def _spelled(name: str, value: Any) -> Iterator[str]:
-    """Names and values, nested ones as `wandb.entity='team'` or `groups.0.lr=0.1`: of a user's own class all fields, of
-    ours those that are not what they would be anyway, and which optimizer or schedule it is."""
+    """Names and values, nested ones as `wandb.entity='team'` or `groups.0.lr=0.1`."""
     prefix = f"{name}." if name else ""
     if _is_nested(value):
         is_ours = type(value).__module__.startswith("dream_trainer.")

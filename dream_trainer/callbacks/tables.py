@@ -10,14 +10,7 @@ from dream_trainer.screen import draw, show
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
-    """Prints a table of text.
-
-    Args:
-        title: Above the table.
-        header: Names of the columns; empty for a list of names and values.
-        rows: As many cells each as there are columns.
-        file: Where to; None is standard output.
-    """
+    """Prints a table of text."""
     from rich.console import Console
 
     file = file or sys.stdout

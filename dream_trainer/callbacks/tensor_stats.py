@@ -39,12 +39,6 @@ class Stats(NamedTuple):
 class TensorStats(LoggingCallback):
     """A callback that looks at groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`.
 
-    Args:
-        every_n_steps: Optimizer steps between two looks.
-        name: What the metrics' names begin with.
-        depth: Levels of submodules that are a group each; None for each parameter on its own.
-        histograms: Whether to log a histogram of each tensor too.
-
     Raises:
         ConfigError: A number does not work.
     """
@@ -73,11 +67,6 @@ def local_sums(
     groups: Mapping[str, Iterable[tuple[nn.Parameter, Tensor]]], world_size: int, device: torch.device
 ) -> Tensor:
     """This rank's share of each group's sums.
-
-    Args:
-        groups: Parameters and the tensors to look at, which lie on the ranks as the parameters do.
-        world_size: Number of ranks.
-        device: Where the tensors are.
 
     Returns:
         Shape `[n_groups, 4]`: sum of squares, largest magnitude, zeros, elements. Nothing is waited for.
@@ -115,11 +104,6 @@ def together(one: Tensor, other: Tensor) -> Tensor:
 
 def combined(names: Iterable[str], sums: Tensor, world: Ranks) -> dict[str, Stats]:
     """The groups' stats over all ranks; a collective, and waits for the device.
-
-    Args:
-        names: The groups, the same on all ranks.
-        sums: From `local_sums`.
-        world: The ranks.
 
     Returns:
         By name; groups without an element are left out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dream_trainer.callbacks.peak_flops import peak_flops
 from dream_trainer.checks import check_integer, check_positive
 from dream_trainer.compat.pytorch import tf32_is_allowed
 from dream_trainer.errors import ConfigError
@@ -66,7 +66,7 @@ class Throughput(LoggingCallback):
         flops_per_sample: FLOPs of forward and backward for one sample, recomputation left out; or a function that gives
             them, called with the trainer when training starts.
         flops_per_token: The same for one token; 6 times the number of parameters, and attention.
-        device_flops: Peak of one device in FLOP/s; None looks it up (see peak_flops.py).
+        device_flops: Peak of one device in FLOP/s; None looks it up.
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
@@ -265,3 +265,67 @@ def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) ->
     if flops is None or peak is None:
         return None
     return (flops(trainer) if callable(flops) else flops) / peak
+
+
+class _Peaks(NamedTuple):
+    """TFLOP/s; None where the device lacks the format."""
+
+    fp16: float
+    bf16: float | None
+    tf32: float | None
+    fp32: float
+
+
+# The first whose words are all in the device's name counts, so variants come before the plain name.
+_PEAKS: tuple[tuple[str, _Peaks], ...] = (
+    ("GB200", _Peaks(2500, 2500, 1250, 80)),
+    ("B200", _Peaks(2250, 2250, 1125, 75)),
+    ("GH200", _Peaks(989.4, 989.4, 494.7, 67)),
+    ("H200 NVL", _Peaks(835.5, 835.5, 417.5, 60)),
+    ("H200", _Peaks(989.4, 989.4, 494.7, 67)),
+    ("H100 NVL", _Peaks(835.5, 835.5, 417.5, 60)),
+    ("H100 PCIe", _Peaks(756, 756, 378, 51)),
+    ("H100 HBM3", _Peaks(989.4, 989.4, 494.7, 67)),
+    ("A100", _Peaks(312, 312, 156, 19.5)),
+    ("A40", _Peaks(149.7, 149.7, 74.8, 37.4)),
+    ("A30", _Peaks(165, 165, 82, 10.3)),
+    ("A10", _Peaks(125, 125, 62.5, 31.2)),
+    ("L40S", _Peaks(362.05, 362.05, 183, 91.6)),
+    ("L40", _Peaks(181.05, 181.05, 90.5, 90.5)),
+    ("L4", _Peaks(121, 121, 60, 30.3)),
+    ("V100 SXM2", _Peaks(125, None, None, 15.7)),
+    ("V100 PCIE", _Peaks(112, None, None, 14)),
+    ("T4", _Peaks(65, None, None, 8.1)),
+    ("RTX 6000 Ada", _Peaks(364.2, 364.2, 182.1, 91.1)),
+    ("RTX A6000", _Peaks(154.8, 154.8, 77.4, 38.7)),
+    ("RTX 5090", _Peaks(209.5, 209.5, 104.8, 104.8)),
+    ("RTX 4090", _Peaks(165.2, 165.2, 82.6, 82.6)),
+    ("RTX 3090", _Peaks(71, 71, 35.6, 35.6)),
+    ("MI325X", _Peaks(1307.4, 1307.4, 653.7, 163.4)),
+    ("MI300X", _Peaks(1307.4, 1307.4, 653.7, 163.4)),
+)
+# Cut-down or mobile chips that carry a bigger one's name.
+_OTHERS = {"laptop", "mobile", "mig", "d", "ti"}
+# What ends the name of a part of a device that NVIDIA's vGPU software lends: GiB and kind, as in "GRID A100-10C".
+_VIRTUAL = re.compile(r"-\d+[abcq](me)?$")
+
+
+def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+    """The peak of one device.
+
+    Returns:
+        FLOP/s, a multiply-add counted as two; None if the device or its rate in this precision is not known.
+    """
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    if words & _OTHERS or _VIRTUAL.search(device_name.lower()):
+        return None
+    for name, peaks in _PEAKS:
+        if set(name.lower().split()) <= words:
+            by_dtype = {
+                torch.float16: peaks.fp16,
+                torch.bfloat16: peaks.bf16,
+                torch.float32: (peaks.tf32 or peaks.fp32) if tf32 else peaks.fp32,
+            }
+            peak = by_dtype.get(dtype)
+            return None if peak is None else peak * 1e12
+    return None

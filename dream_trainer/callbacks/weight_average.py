@@ -29,6 +29,7 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.averages import AveragingCallback
 from dream_trainer.modules.sharding import is_gathered
+from dream_trainer.trainer.saved_state import numbered
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -43,10 +44,6 @@ class WeightAverage(AveragingCallback):
 
     An average moves at most once after an accumulation window, however many micro-batches, optimizers or `step` calls
     the window had, and only if the model has changed since it last moved. Nothing waits for the device.
-
-    Args:
-        models: Names of the models to average; None for all that an optimizer trains.
-        validate: Whether validations, `evaluate` and `predict` see the averages.
     """
 
     def __init__(self, models: Sequence[str] | None, *, validate: bool) -> None:
@@ -68,9 +65,6 @@ class WeightAverage(AveragingCallback):
     @abstractmethod
     def share(self, updates: Any) -> Any:
         """By how much the averages move towards the weights.
-
-        Args:
-            updates: How often they have moved: an int, or a 0-dim tensor where only the device knows.
 
         Returns:
             Between 0 and 1, as a number or a tensor.
@@ -149,14 +143,10 @@ class WeightAverage(AveragingCallback):
 
     # -- weights from a checkpoint
 
-    def load_as_weights(self, checkpoint: Path, prefix: str) -> bool:
+    def load_as_weights(self, checkpoint: Path) -> bool:
         """Loads a checkpoint's averages, and puts them into the models, too; called by every rank.
 
         How often the averages have moved stays as it is.
-
-        Args:
-            checkpoint: Its directory. Where it has no averages, they are the weights of now.
-            prefix: What the names of its averages begin with.
 
         Returns:
             Whether it has averages.
@@ -165,6 +155,7 @@ class WeightAverage(AveragingCallback):
             CheckpointError: It is damaged, or its averages are of other parameters.
         """
         trainer = self._set_up_trainer()
+        prefix = next(prefix for _, prefix, callback in numbered(trainer.callbacks) if callback is self)
         averages = {prefix + name: tensor for name, tensor in self.checkpoint_tensors().items()}
         stored = on_all_ranks(trainer.world, f"load {checkpoint}", lambda: tensor_metadata(checkpoint))
         has_averages = any(name in stored for name in averages)

@@ -29,11 +29,7 @@ from dream_trainer.compat.save_plans import merge_plans_of_parts
 
 
 class _HashingFileSystem(FileSystem):
-    """DCP's file system, whose files are hashed while they are written.
-
-    Attributes:
-        entries: What was written, by file name.
-    """
+    """DCP's file system, whose files are hashed while they are written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +51,7 @@ class _HashingFileSystem(FileSystem):
 
 class TensorWriter:
     """One rank's part in writing a DCP directory. The methods are called in the order in which they are written here;
-    if all ranks know the plan, none of `plan`, `merge` and `take` is.
-
-    Args:
-        directory: An empty directory.
-        tensors: DTensors, of which each rank writes its own pieces, and plain tensors, of which one rank writes each.
-        rank: This rank, 0-based.
-        known: The plan of the last save; it is replaced by this one's.
-        is_whole: Whether the ranks have all of each tensor, and not those parts alone that are on one host.
-    """
+    if all ranks know the plan, none of `plan`, `merge` and `take` is."""
 
     def __init__(
         self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan, is_whole: bool = True
@@ -93,11 +81,7 @@ class TensorWriter:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """What each rank is to write, so that everything is written once; on rank 0 only.
-
-        Args:
-            plans: Those of all ranks, in order.
-        """
+        """What each rank is to write, so that everything is written once; on rank 0 only."""
         merge = self._planner.create_global_plan if self._is_whole else merge_plans_of_parts
         merged, self._known.metadata = merge(plans)
         return self._writer.prepare_global_plan(merged)
@@ -122,9 +106,6 @@ class TensorWriter:
     def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
         """Writes `.metadata`; on rank 0 only.
 
-        Args:
-            results: What `write` returned on all ranks.
-
         Raises:
             OSError: The file system refused.
         """
@@ -146,11 +127,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _said_by_file_system(error: BaseException) -> OSError | None:
-    """The OSError that led to `error`.
-
-    A full disk is reported as "unexpected pos 704 vs 598": `torch.save` then fails to close its archive, and that error
-    hides the one that caused it.
-    """
+    """The OSError that led to `error`."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -35,10 +35,6 @@ def value_digests(tensors: Mapping[str, Tensor], *, world: Ranks) -> dict[str, s
     """A text for each tensor, such as `"float32 (8, 8) 03f1..."`, equal where dtype, shape and all bits are.
 
     Every rank calls this; one collective. Ranks may have different names.
-
-    Args:
-        tensors: By name: DTensors of any layout, or plain tensors, of which one rank's value counts.
-        world: The ranks.
     """
     own = {name: _sum_of_shard(tensor) for name, tensor in tensors.items()}
     kinds = {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()}

@@ -90,9 +90,6 @@ def set_aside(path: Path) -> Path:
 class NewFile(io.BufferedWriter):
     """A file that is written once, from its beginning to its end. It is hashed meanwhile, and on the disk once closed.
 
-    Args:
-        path: Where; nothing may be there.
-
     Attributes:
         digest: The xxh3 (128 bit) of what was written so far.
         size: Bytes written so far.
@@ -210,9 +207,6 @@ def discard(path: Path) -> None:
 
     Killed in between, it leaves a temporary directory, which the next save removes, and never half a checkpoint.
 
-    Args:
-        path: A directory whose name contains that of a step.
-
     Raises:
         ValueError: The name does not contain one.
         OSError: The file system refused the rename; the checkpoint is unchanged.
@@ -322,10 +316,6 @@ def verify_file(path: Path, size: int, xxh3: str) -> None:
 
 def compare_sizes(directory: Path, sizes: Mapping[str, int]) -> None:
     """Compares the sizes of files with what was written, without reading them.
-
-    Args:
-        directory: Where the files are.
-        sizes: Bytes that were written, by name.
 
     Raises:
         DamagedCheckpointError: A file is missing or has another size.

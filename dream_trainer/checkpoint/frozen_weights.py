@@ -20,12 +20,7 @@ _LISTED = 5
 
 
 class FrozenWeights:
-    """The frozen parameters of a run's models, as its setup made them. Making one is a collective.
-
-    Args:
-        models: The models by name, after the setup and before anything is resumed.
-        world: The ranks.
-    """
+    """The frozen parameters of a run's models, as its setup made them. Making one is a collective."""
 
     def __init__(self, models: Mapping[str, nn.Module], world: Ranks) -> None:
         self._models, self._world = models, world
@@ -52,12 +47,6 @@ def refuse_other_weights(
     path: Path, models: Mapping[str, nn.Module], left_out: Mapping[str, Mapping[str, str]], *, world: Ranks
 ) -> None:
     """Compares the weights that a checkpoint left out with those that are there; a collective.
-
-    Args:
-        path: The checkpoint, for the message.
-        models: The models by name.
-        left_out: What the checkpoint says of each name: its `digest`, and the `path` it was loaded from if known.
-        world: The ranks.
 
     Raises:
         CheckpointError: A name is not there, or has other values; the same on every rank.

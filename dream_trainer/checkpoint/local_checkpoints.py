@@ -42,18 +42,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 class LocalCheckpoints:
-    """What a run keeps on each of its hosts. Every rank has one, and calls each method.
-
-    Args:
-        directory: On each host, in its memory or on its own disk.
-        experiment: For people who look there.
-        root: Directory of the run's checkpoints, by which the run is known.
-        mesh_shape: Sizes of the mesh's dimensions.
-        ranks: Those of this host.
-        world: The ranks, for the training thread.
-        beside: The ranks, for the thread that writes.
-        host: This host's ranks, for the same thread.
-    """
+    """What a run keeps on each of its hosts. Every rank has one, and calls each method."""
 
     def __init__(
         self,
@@ -176,8 +165,7 @@ class LocalCheckpoints:
         write_checkpoint(save, snapshot, world=self._host, known=self._known_plan, job=job)
 
     def _bytes(self, snapshot: Snapshot) -> int:
-        """What this rank adds to its host's part: of what is the same on all of them, or on those of a stage of a
-        pipeline, one writes it. Models that several stages have whole count once for each."""
+        """What this rank adds to its host's part."""
         from torch.distributed.tensor import DTensor
 
         own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or isinstance(tensor, DTensor)]

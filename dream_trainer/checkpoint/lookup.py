@@ -68,9 +68,6 @@ def _entry(path: Path, step: int, state: State) -> Entry:
 def checkpoints_root(path: Path) -> Path:
     """The directory of a run's checkpoints.
 
-    Args:
-        path: The run's directory or that directory itself.
-
     Raises:
         CheckpointError: It is neither.
     """

@@ -139,9 +139,6 @@ def _sealed(body: dict[str, Any]) -> bytes:
 def read_manifest(path: Path) -> Manifest:
     """Reads a checkpoint's manifest and compares the sizes of its files; contents are not read.
 
-    Args:
-        path: The checkpoint's directory.
-
     Raises:
         DamagedCheckpointError: The manifest is missing, empty, damaged or belongs to another step, or a file is missing
             or has another size. The message names the file and the fault.
@@ -257,10 +254,6 @@ def faults(path: Path) -> list[str]:
 
 def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
     """Reads every file of a checkpoint and compares its checksum; its readers divide the files among them.
-
-    Args:
-        path: The checkpoint's directory; of a local checkpoint, this host's part.
-        world: The ranks, each of which calls this; `Ranks.alone()` for one process.
 
     Raises:
         DamagedCheckpointError: Something is missing or damaged, the same on all ranks.

@@ -24,9 +24,6 @@ State = tuple[dict[str, Any], Mapping[str, Tensor]]
 def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """The state of this rank's metrics.
 
-    Args:
-        metrics: Metrics of torchmetrics, by name.
-
     Returns:
         `{name: [{"updates": n, "states": {state: None, or length of a list}}]}` with an entry for each part of a
         metric; copies of the tensors; and the names of metrics that are left out, since their state is not of tensors.
@@ -60,10 +57,6 @@ def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def load_metric_state(metrics: Mapping[str, Any], saved: list[State]) -> list[str]:
     """Loads into metrics the state of one former rank, or the combined state of several; without any, a new metric's.
-
-    Args:
-        metrics: Metrics of torchmetrics, by name.
-        saved: What `metric_state` returned on former ranks, in their order.
 
     Returns:
         Names of metrics that no longer exist, have other states, or whose states cannot be combined. These start from

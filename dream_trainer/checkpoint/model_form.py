@@ -61,13 +61,7 @@ class ModelForm:
         return {*saved.get("reshaped", ()), *_changed(_shapes(models), self._shapes)}
 
     def restore(self, models: Mapping[str, nn.Module], saved: Mapping[str, Any], world: Ranks) -> None:
-        """Gives parameters and modules back what training had changed, and logs it.
-
-        Args:
-            models: The models by name.
-            saved: What `state` returned; empty for a checkpoint of an earlier version.
-            world: The ranks.
-        """
+        """Gives parameters and modules back what training had changed, and logs it."""
         if not saved:
             return
         parameters, modules = model_parameters(models), _modules(models) if world.stages == 1 else {}

@@ -29,9 +29,6 @@ def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
     FSDP2 modules are resharded by this, as by `state_dict()`.
 
-    Args:
-        models: The models by name.
-
     Returns:
         `models.<name>.<fqn>` to the tensor: a DTensor where the parameter is one.
 
@@ -188,11 +185,6 @@ def load_rank_buffers(
 ) -> None:
     """Restores on this rank what `rank_buffers` returned, after the common values were loaded.
 
-    Args:
-        models: The models by name.
-        buffers: From this rank's part of the checkpoint; names that are not of models are ignored.
-        reshaped: Names of buffers that may have another shape here, and get the saved one.
-
     Raises:
         CheckpointError: A name is not among the models', or a shape or dtype differs; nothing was written.
     """
@@ -213,13 +205,7 @@ def load_rank_buffers(
 
 @torch.no_grad()
 def take_shapes(models: Mapping[str, nn.Module], names: Collection[str], shapes: Mapping[str, torch.Size]) -> None:
-    """Gives buffers the shapes that they are loaded in; the tensors stay the ones that others hold.
-
-    Args:
-        models: The models by name.
-        names: The buffers that may have another shape.
-        shapes: By name.
-    """
+    """Gives buffers the shapes that they are loaded in; the tensors stay the ones that others hold."""
     for name, buffer in model_buffers(models).items():
         if name in names and name in shapes and buffer.shape != shapes[name]:
             buffer.data = torch.empty(shapes[name], dtype=buffer.dtype, device=buffer.device)

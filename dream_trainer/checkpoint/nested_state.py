@@ -23,12 +23,7 @@ _PARAMETER = "dream_trainer.parameter"
 def split_state(
     state: Mapping[Any, Any], names: Mapping[Tensor, str]
 ) -> tuple[dict[str, Any], dict[TensorPath, Tensor]]:
-    """A record of nested state without its tensors, for `joined_state`, and the tensors by path.
-
-    Args:
-        state: Lists, tuples and dicts of tensors and of anything that typed JSON has.
-        names: Of the models' parameters.
-    """
+    """A record of nested state without its tensors, for `joined_state`, and the tensors by path."""
     found: dict[TensorPath, Tensor] = {}
     values = _without_tensors(state, names, found, ())
     top = [path[0] for path in found if not path[1:] and isinstance(path[0], str)]
@@ -45,13 +40,7 @@ def paths_in(record: Mapping[str, Any]) -> list[TensorPath]:
 def joined_state(
     record: Mapping[str, Any], tensors: Mapping[TensorPath, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> dict[Any, Any]:
-    """The state that `split_state` was given, with other tensors.
-
-    Args:
-        record: The first result of `split_state`.
-        tensors: By path.
-        parameters: The models' parameters by name.
-    """
+    """The state that `split_state` was given, with other tensors."""
     values = dict(record["values"]) | dict.fromkeys(record["tensors"])
     joined: dict[Any, Any] = _with_tensors(values, tensors, parameters, ())
     return joined
@@ -68,14 +57,7 @@ def parameter_in(path: TensorPath) -> str | None:
 
 
 def first_difference(given: Any, found: Any, ignored: str, path: TensorPath = ()) -> TensorPath | None:
-    """The path of the first value in `given` that `found` has otherwise; None if there is none.
-
-    Args:
-        given: Nested state.
-        found: The same as it is now.
-        ignored: A key whose values are not compared, at any level.
-        path: Where both are.
-    """
+    """The path of the first value in `given` that `found` has otherwise; None if there is none."""
     if isinstance(given, Tensor) or isinstance(found, Tensor):
         return None if _is_same_tensor(given, found) else path
     if isinstance(given, Mapping) and isinstance(found, Mapping):

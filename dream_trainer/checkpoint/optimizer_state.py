@@ -73,12 +73,6 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
 
     An optimizer that never stepped has no tensors and is restored as one that never stepped. Every rank calls this.
 
-    Args:
-        name: The optimizer's name.
-        optimizer: Any optimizer.
-        fqns: Names of the parameters, from `parameter_fqns`.
-        world: The ranks; state of sharded parameters that is not a DTensor is compared between them.
-
     Raises:
         CheckpointError: A parameter has no name, or the state is of a type that cannot be saved; the same on every
             rank.

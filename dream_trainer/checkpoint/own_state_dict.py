@@ -34,12 +34,6 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
 def load_own_state(name: str, optimizer: Optimizer, make: Callable[[], dict[str, Any]], *, with_options: bool) -> None:
     """Gives an optimizer the state that its `state_dict` gave, with the parameters of this process.
 
-    Args:
-        name: The optimizer's name.
-        optimizer: A new one.
-        make: Returns the state, each time in containers of its own, which `load_state_dict` may take apart.
-        with_options: Whether learning rate, decay and the like become those of the state.
-
     Raises:
         CheckpointError: The optimizer does not have it afterwards; the message has the first place.
     """

@@ -20,9 +20,6 @@ _PREFIX = "random."
 def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads the training process's global generators without drawing from them, also while data is being loaded.
 
-    Args:
-        device: Where this rank computes. An accelerator's generator is read in addition to the CPU's.
-
     Returns:
         State for typed JSON, and byte tensors by name (`random.cpu`, and for example `random.cuda`).
     """
@@ -34,11 +31,6 @@ def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor
 
 def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Sets the global generators to what `random_state` returned: the next draws are the same.
-
-    Args:
-        state: Its first result.
-        tensors: Its second; other names are ignored.
-        device: Where this rank computes now.
 
     Raises:
         CheckpointError: The state was taken on another kind of device. Nothing was set; reseed instead.

@@ -39,13 +39,6 @@ def newest_in_both(root: Path, stage: Path) -> Manifest | None:
 class RemoteRun:
     """The run's directory in a store: claimed by `begin`, and given back by `end`.
 
-    Args:
-        run: The run's directory there.
-        run_dir: Its directory on the disk, which this job has claimed already.
-        retention: Which checkpoints stay in the store.
-        world: The ranks.
-        connect: Returns a connection to the job's notes for one thread; None at world size 1.
-
     Attributes:
         directory: Of the checkpoints, in the store.
     """

@@ -55,16 +55,6 @@ def prepare_optimizer_state(
     State the optimizer already has is dropped. State of the parameter's shape gets its layout (DTensor) and device;
     other state is a plain tensor, placed as PyTorch's own `load_state_dict` would, or a DTensor where it was one.
 
-    Args:
-        name: The optimizer's name when it was saved.
-        optimizer: A new one, over parameters of any layout.
-        fqns: Names of its parameters.
-        values: The second result of `optimizer_state`.
-        metadata: From `tensor_metadata`.
-        with_options: Whether learning rate, decay and the like become those of the checkpoint.
-        own: The third result of `optimizer_state` on this rank; None if the ranks are not those of the checkpoint.
-        rank: This rank.
-
     Raises:
         CheckpointError: The optimizer's class, parameters or their grouping are not those of the checkpoint, listed by
             name, or the checkpoint lacks a state tensor, or its state cannot be divided as this mesh needs it; nothing
@@ -196,8 +186,7 @@ def _refuse_other_class(name: str, optimizer: Optimizer, values: Mapping[str, An
 def _options_by_group(
     name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each group of `optimizer`, the saved options of its parameters' group; of a group without any, as stages of a
-    pipeline have, those of the group in its place."""
+    """For each group of `optimizer`, the saved options of its parameters' group."""
     owner = {fqn: index for index, group in enumerate(saved) for fqn in group["parameters"]}
     current_groups = [[fqns[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     known = {fqn for group in current_groups for fqn in group}

@@ -96,12 +96,7 @@ def _by_merit(manifests: Iterable[Manifest], metric: str, mode: Mode) -> list[Ma
 
 
 def kept(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
-    """Steps of the checkpoints that stay: all of them while `keep_best` asks for a metric that none has.
-
-    Args:
-        manifests: The valid checkpoints of a run, in any order.
-        retention: The policy.
-    """
+    """Steps of the checkpoints that stay: all of them while `keep_best` asks for a metric that none has."""
     ordered = sorted(manifests, key=lambda manifest: manifest.step)
     steps = [manifest.step for manifest in ordered]
     if retention.keeps_all:
@@ -122,10 +117,6 @@ def retire(root: Path, retention: Retention) -> list[Path]:
 
     One rank calls it, after the new checkpoint is published. It may be killed at any point: each directory disappears
     from the list in one step, and the next call goes on.
-
-    Args:
-        root: Directory of the run's checkpoints.
-        retention: The policy.
 
     Returns:
         The paths that were removed.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from dream_trainer import file_locks
+from dream_trainer.checkpoint.files import step_directories, sync_directory
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
@@ -87,9 +88,6 @@ def is_claimed(run_dir: Path) -> bool | None:
 @contextmanager
 def without_jobs(checkpoints: Path) -> Iterator[None]:
     """Keeps jobs from starting to write to a run; a run in an object store is only checked for a job.
-
-    Args:
-        checkpoints: The directory of the run's checkpoints.
 
     Raises:
         CheckpointError: A live job writes to the run.
@@ -163,3 +161,53 @@ def _expect(run_dir: Path, token: str) -> None:
                 "Start all ranks in one directory of a file system that all hosts share."
             )
         time.sleep(0.2)
+
+
+def linked_checkpoints(link: Path, elsewhere: Path | None, world: Ranks) -> Path:
+    """The directory of a run's checkpoints, to which `link` leads from now on; every rank calls it.
+
+    Raises:
+        CheckpointError: They cannot lie there; the same on every rank.
+    """
+    directory = link.resolve() if elsewhere is None else elsewhere
+    on_all_ranks(world, "find the checkpoints", lambda: link_checkpoints(link, directory) if world.is_main else None)
+    return directory
+
+
+def link_checkpoints(link: Path, directory: Path) -> None:
+    """Makes `link` lead to `directory`, which is made if it is not there; rank 0 alone calls it.
+
+    Raises:
+        CheckpointError: The run has checkpoints in another place, which would be lost sight of, or that place is gone.
+    """
+    directory = directory.absolute()
+    if link.is_symlink() and not link.exists():
+        raise CheckpointError(
+            f"{link} leads to {link.readlink()}, which is not there: is that disk mounted? Remove the link if the "
+            "checkpoints are gone."
+        )
+    if link.exists() and link.resolve() == directory.resolve():
+        return
+    count = len(step_directories(link))
+    if count:
+        raise CheckpointError(
+            f"the run has {count} checkpoints in {link.resolve()}, and checkpoint_parameters.directory says "
+            f"{directory}. Move them there, or leave `directory` as it was."
+        )
+    if link.is_dir() and not link.is_symlink():
+        _remove_empty(link)
+    directory.mkdir(parents=True, exist_ok=True)
+    new = link.with_name(f".{link.name}.tmp-{secrets.token_hex(8)}")
+    new.symlink_to(directory)
+    new.replace(link)  # an older link goes in the same moment
+    sync_directory(link.parent)
+
+
+def _remove_empty(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except OSError:
+        raise CheckpointError(
+            f"{directory} is not empty, and checkpoint_parameters.directory would put a link in its place. Move what "
+            "is in it away."
+        ) from None

@@ -60,10 +60,6 @@ class MetadataUnpickler(pickle.Unpickler):
 def parse_metadata(content: bytes, file: Path) -> Metadata:
     """DCP's metadata from the content of a `.metadata` file.
 
-    Args:
-        content: The file's bytes.
-        file: Its path, for messages.
-
     Raises:
         DamagedCheckpointError: It refers to something that metadata does not consist of, is damaged, or lists entries
             that are not tensors.
@@ -87,12 +83,7 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """A DCP reader that opens the manifest's files and no others, and names the one that it could not read.
-
-    Args:
-        manifest: The checkpoint.
-        metadata: Its parsed DCP metadata.
-    """
+    """A DCP reader that opens the manifest's files and no others, and names the one that it could not read."""
 
     def __init__(self, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(manifest.path)
@@ -189,9 +180,6 @@ def read_tensors(
     Each rank reads the pieces that its own shards overlap. Names and shapes must be the checkpoint's.
 
     Args:
-        manifest: The checkpoint.
-        metadata: Its parsed DCP metadata.
-        tensors: Where to read to, by name.
         reader: A reader of this checkpoint to use again, if the checkpoint is read in several calls: a
             `VerifyingReader` compares each file once. None creates one.
 
@@ -226,12 +214,6 @@ def read_and_verify(
     """As `read_tensors`, but hashes `shards` in a thread meanwhile, so that this takes no extra time.
 
     An error of PyTorch about damaged bytes is raised only if all checksums match.
-
-    Args:
-        manifest: The checkpoint.
-        metadata: Its parsed DCP metadata.
-        tensors: Where to read to, by name.
-        shards: The files whose checksums are compared here: all of them, or this rank's share.
 
     Raises:
         DamagedCheckpointError: A shard is missing, damaged or asks for code. The tensors' values are undefined then.

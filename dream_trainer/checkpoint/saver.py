@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dream_trainer.best_value import is_better, refuse_missing
 from dream_trainer.cadence import Cadence
-from dream_trainer.checkpoint.branch import leave_branch
+from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Saving
@@ -26,8 +26,19 @@ from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, StepError
+
+
+def leave_branch(root: Path, step: int, world: Ranks) -> None:
+    """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now; a collective."""
+    set_aside = on_all_ranks(
+        world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
+    )
+    if set_aside:
+        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
+
 
 logger = logging.getLogger("dream_trainer")
 
@@ -45,20 +56,10 @@ class Saver(Saving):
     """One run's saves.
 
     Args:
-        parameters: When to save, and what to do where that fails.
-        world: The ranks, on the process group of the training thread.
-        writer: What writes snapshots to the disk.
-        settle: Waits until the state is that of a finished step, and returns which step that is; a collective.
         snapshot: Returns the state at this moment; a collective. It gets the metrics of a validation of this step, and
             where to copy tensors to (None: they are not copied). CheckpointError if the state cannot be saved.
         warm: What to run in a thread after the first step, so that the first save takes no longer than later ones; a
             collective. CheckpointError if the state cannot be saved.
-        on_save: Called with the directory of each complete checkpoint.
-        on_lost: Called when a save that was begun could not be written.
-        patience: A context for waits for the disk, which may take long.
-        say_once: Logs a message, once per key.
-        clock: Seconds from any origin.
-        only_when_called: Whether only `save` saves.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class Saver(Saving):
             self._finish(self._parameters.on_save_error)
 
     def save_after_exception(self, step: int) -> None:
-        if self._only_when_called:
+        if self._only_when_called or not self._parameters.save_on_exception:
             return
         try:
             self._finish("warn")

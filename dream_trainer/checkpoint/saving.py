@@ -40,14 +40,7 @@ class Saving:
         """A validation after `step` gave `metrics`."""
 
     def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:
-        """Saves a checkpoint when one is due.
-
-        Args:
-            step: Optimizer steps completed, if the window counted as one.
-            epoch: Epochs completed, if one just ended.
-            is_last: Whether the run ends here. Then it waits until everything is on the disk.
-            requested: Whether a save was asked for, as all ranks know.
-        """
+        """Saves a checkpoint when one is due."""
 
     def flags(self) -> tuple[bool, bool, bool]:
         """For the pulse: whether a save is due by rank 0's clock, whether this rank is writing one, and whether that
@@ -83,15 +76,7 @@ class Saving:
         self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool, is_local: bool = False
     ) -> None:
         """A checkpoint was loaded: what this run saved after it belongs to a branch that it leaves once it trains on or
-        saves; where it is another run's, once it saves.
-
-        Args:
-            step: Where the run goes on.
-            metrics: Of a validation at that step, if there was one.
-            is_own: Whether the checkpoint is this run's, and not another one's.
-            has_pending_work: Whether something was still to be done after its last window.
-            is_local: Whether this run's hosts alone have this state, and it is none of the run's checkpoints.
-        """
+        saves; where it is another run's, once it saves."""
 
     def begin_training(self) -> None:
         """Training goes on from where the run is; a collective.

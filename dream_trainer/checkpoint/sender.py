@@ -43,17 +43,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 class Sender:
-    """Sends what `put` names, one checkpoint after the other. Every rank has one, and puts the same.
-
-    Args:
-        remote: Directory of the run's checkpoints in the store.
-        retention: Which of them stay there.
-        rank: This rank.
-        world_size: Number of ranks.
-        notes: Keys that the ranks share, on a connection for this thread alone.
-        ownership: Rank 0's claim on the run.
-        after_each: Called on rank 0 in its thread when a checkpoint is in the store; it may raise OSError.
-    """
+    """Sends what `put` names, one checkpoint after the other. Every rank has one, and puts the same."""
 
     def __init__(
         self,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from dream_trainer.checkpoint.background import Background
 from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.retention import Retention, retire
@@ -23,13 +24,6 @@ logger = logging.getLogger("dream_trainer")
 
 class SnapshotWriter:
     """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept.
-
-    Args:
-        directory: Of the run's checkpoints.
-        retention: Which of them stay.
-        world: The ranks, on a process group that nothing else uses (`World.beside`).
-        copies: Where snapshots were copied to; None if they are the tensors that train, which then have to wait.
-        local: What each host keeps of the newest state; None for nothing.
 
     Attributes:
         directory: Of the run's checkpoints.
@@ -81,12 +75,7 @@ class SnapshotWriter:
         self._warming.collect()
 
     def start(self, snapshot: Snapshot, *, replace: bool) -> None:
-        """Begins to write; the last outcome must have been collected.
-
-        Args:
-            snapshot: This rank's part.
-            replace: Whether to replace a complete checkpoint of the same step.
-        """
+        """Begins to write; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
         self._writing.start(partial(self._write, snapshot, replace=replace))
 
@@ -144,3 +133,59 @@ class SnapshotWriter:
         if self.local is not None:
             self.local.write(snapshot)
         return path
+
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """Runs a task in a thread that ends with the task. The interpreter waits for it before it exits."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last task has ended with an exception that nobody has collected."""
+        return not self.is_busy and self._error is not None
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether there is neither a task nor an outcome."""
+        return self._thread is None
+
+    def start(self, task: Callable[[], T]) -> None:
+        """Starts `task`. The last one's outcome must have been collected."""
+        if self._thread is not None:
+            raise RuntimeError(f"{self._name}: a task is running, or its outcome was not collected.")
+        self._thread = threading.Thread(target=self._run, args=(task,), name=self._name)
+        self._thread.start()
+
+    def collect(self) -> T | None:
+        """Waits for the task and returns what it returned; None if there is none.
+
+        Raises:
+            BaseException: What the task raised, with its own traceback.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        result, error = self._result, self._error
+        self._thread = self._result = self._error = None
+        if error is not None:
+            raise error
+        return result
+
+    def _run(self, task: Callable[[], T]) -> None:
+        try:
+            self._result = task()
+        except BaseException as error:
+            self._error = error

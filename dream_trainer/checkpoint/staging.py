@@ -41,7 +41,6 @@ class HostCopies:
         Until `wait_before_update` nothing may change the originals, except those in `at_once`.
 
         Args:
-            tensors: Plain ones and DTensors, on any device.
             at_once: Names of those that a forward may change, such as the statistics of batch norm: they are copied in
                 order with the device's other work.
         """

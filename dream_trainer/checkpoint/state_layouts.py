@@ -52,11 +52,6 @@ def place_of(parameter: nn.Parameter) -> list[Any] | None:
 def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
     """How a state tensor lies, if that does not follow from its parameter.
 
-    Args:
-        tensor: The state.
-        parameter: The parameter that it belongs to; None if that is not known.
-        mesh: That of the optimizer's sharded parameters.
-
     Raises:
         CheckpointError: It is a DTensor of another mesh, or a sum that is still to be made.
     """
@@ -83,16 +78,7 @@ def allocate(
     like: Tensor | None,
     mesh: DeviceMesh | None,
 ) -> Tensor:
-    """Memory for a state tensor.
-
-    Args:
-        shape: Of the whole tensor.
-        dtype: Its type.
-        device: Where this rank's part lies.
-        noted: From `layout_to_note`.
-        like: It lies as this one if both have one shape and nothing is noted.
-        mesh: That of the optimizer's sharded parameters now; None if they are plain.
-    """
+    """Memory for a state tensor."""
     if isinstance(noted, Mapping) and mesh is not None:
         from torch.distributed.tensor import Replicate, Shard, empty
 

@@ -80,11 +80,6 @@ def write_checkpoint(
     the step already and its checksums match, its path is returned and nothing is written; a damaged one is replaced.
 
     Args:
-        root: Directory of the run's checkpoints; created if missing. The same file system on every rank.
-        snapshot: This rank's part. Nobody may change its tensors meanwhile.
-        world: The ranks.
-        replace: Whether an undamaged checkpoint of the step is replaced too.
-        known: Kept from save to save, so that only the first one is planned; None plans this one.
         job: All ranks, where `world` are those of one host, which write what this host's ranks hold, and so need to go
             on; None: `world` are all.
 
@@ -142,11 +137,7 @@ def write_checkpoint(
 
 
 def _offered(snapshot: Snapshot, world: Ranks) -> dict[str, Tensor]:
-    """What this rank could write for all; a collective.
-
-    DCP saves the value of the rank that has the least to write, so a rank with a value of its own does not offer it,
-    unless all on its host have one: then each loads its own over it.
-    """
+    """What this rank could write for all; a collective."""
     own = {name for name in snapshot.tensors if name in snapshot.rank_tensors}
     of_some = set().union(*world.all_gather_object(own))
     if of_some:

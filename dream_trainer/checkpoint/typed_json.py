@@ -40,10 +40,6 @@ _NUMPY_KINDS = "biufcSUmM"
 def dumps(obj: Any, *, name: str = "") -> str:
     """Writes a nested structure as typed JSON.
 
-    Args:
-        obj: The structure.
-        name: What error messages call it; the path inside follows, as in `callbacks.ema.model`.
-
     Raises:
         TypeError: A value's type is not supported; the message names its path.
     """

@@ -70,12 +70,7 @@ def causal_to_the_last_key(queries: int, keys: int) -> CausalBias:
 
 
 def same_document_mask(documents: Tensor, causal: bool) -> BlockMask:
-    """FlexAttention's mask for packed rows.
-
-    Args:
-        documents: Which document each token is of, shape `(rows, row_length)`, on the device to compute on.
-        causal: Whether a token sees none that come after it.
-    """
+    """FlexAttention's mask for packed rows."""
     num_rows, length = documents.shape
 
     def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -86,14 +81,7 @@ def same_document_mask(documents: Tensor, causal: bool) -> BlockMask:
 
 
 def part_of_document_mask(documents: Tensor, positions: Tensor, whole: Tensor, causal: bool) -> BlockMask:
-    """FlexAttention's mask for queries at some positions of packed rows, and all keys.
-
-    Args:
-        documents: Of the queries, `(rows, queries)`.
-        positions: Of the queries in the row, `(queries,)`.
-        whole: The documents of the rows, `(rows, row_length)`.
-        causal: Whether a token sees none that come after it.
-    """
+    """FlexAttention's mask for queries at some positions of packed rows, and all keys."""
 
     def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_same = documents[row, query] == whole[row, key]
@@ -110,16 +98,7 @@ def attend_flexibly(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) 
 
 
 def attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, causal: bool) -> Tensor:
-    """Attention `(tokens, heads, width)` within each sequence, in float16 or bfloat16 on CUDA.
-
-    Args:
-        query: Shape `(tokens, heads, width)`.
-        key: The same.
-        value: The same.
-        cu_seqlens: Where sequences begin, and the number of tokens: int32, shape `(sequences + 1,)`.
-        longest: Tokens of the longest sequence, or more.
-        causal: Whether a token sees none that come after it.
-    """
+    """Attention `(tokens, heads, width)` within each sequence, in float16 or bfloat16 on CUDA."""
     window = (-1, 0) if causal else (-1, -1)
     attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
     return cast(Tensor, attended)

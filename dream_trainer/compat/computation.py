@@ -24,9 +24,6 @@ class Computation(TorchDispatchMode):
     Numbers of random draws are those of the operation: two of the same tensor are one. What is written into a part of a
     tensor is not seen in the whole.
 
-    Args:
-        where: Called with each operation: the place that it comes from, such as a line.
-
     Attributes:
         operations: The operation that first gave each number and its place, by number, in order.
     """

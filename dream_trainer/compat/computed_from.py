@@ -19,13 +19,7 @@ def viewed(tensor: Tensor) -> Tensor:
 
 
 def is_computed_from(tensor: Tensor, fits: Callable[[torch.Size], bool], most: int = 2000) -> bool:
-    """Whether a shape that fits is among those of what `tensor` was computed from, as far as autograd knows.
-
-    Args:
-        tensor: Without a graph, nothing is known of it.
-        fits: Is asked of a shape.
-        most: Operations that are looked at, the nearest first.
-    """
+    """Whether a shape that fits is among those of what `tensor` was computed from, as far as autograd knows."""
     waiting = deque([tensor.grad_fn])
     seen: set[object] = {None}
     while waiting and len(seen) <= most:

@@ -90,12 +90,7 @@ def _with_dtype(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 def write_rows(parameter: Any, values: Tensor) -> None:
-    """Writes this rank's rows of a whole parameter's values to its shard, where they are others.
-
-    Args:
-        parameter: PyTorch's `FSDPParam`.
-        values: Laid out as the gathered parameter; in half precision what has not changed keeps its full precision.
-    """
+    """Writes this rank's rows of a whole parameter's values to its shard, where they are others."""
     mesh, shard = parameter.mesh_info, parameter._sharded_local_tensor
     parts = torch.chunk(local_tensor(values), mesh.shard_mesh_size, dim=parameter.fsdp_placement.dim)
     if mesh.shard_mesh_rank < len(parts):
@@ -209,11 +204,7 @@ class DifferentiableGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def write_back(self, *, also_unseen: bool) -> None:
-        """Gives the shards what was written to gathered parameters.
-
-        Args:
-            also_unseen: Whether also what was written through `data`, which PyTorch does not count.
-        """
+        """Gives the shards what was written to gathered parameters."""
         if not self.is_unsharded:
             return
         if self.is_stale:
@@ -544,11 +535,6 @@ def reduce_what_waits(
     """Reduces now the gradients among `parameters` that no backward has reduced; a collective, if there are any.
 
     There are some if a model had no part in the window's last micro-batch, in which gradients are reduced.
-
-    Args:
-        modules: All that `fully_shard` wrapped, also what is around those that have parameters.
-        parameters: Of an optimizer.
-        local_gradients: What waits.
     """
     groups: set[Any] = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
     if not groups:
@@ -566,11 +552,7 @@ def reduce_what_waits(
 
 def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
     """After a backward: reduces the gradients of what is held, as the end of a backward does; and those that came late
-    wait for the step.
-
-    Args:
-        groups: All of them.
-    """
+    wait for the step."""
     held = [group for group in groups if group.is_held]
     for group in groups:
         group.settle()
@@ -586,12 +568,7 @@ def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
 
 @contextmanager
 def as_one_backward(modules: Sequence[FSDPModule], *, reduces: bool) -> Iterator[None]:
-    """Inside, backwards leave `modules` gathered and their gradients where they are; the end is that of them all.
-
-    Args:
-        modules: The outermost that `fully_shard` wrapped of what the backwards go through.
-        reduces: Whether gradients are reduced at the end, a collective, and parameters given back.
-    """
+    """Inside, backwards leave `modules` gathered and their gradients where they are; the end is that of them all."""
     _reduce_after_backwards(modules, enabled=False)
     yield
     if reduces:

@@ -60,12 +60,7 @@ def peft_model(model: nn.Module) -> PeftModel | None:
 
 
 def base_names(model: PeftModel, names: Iterable[str]) -> dict[str, str]:
-    """The name that the base's author gave each tensor, to its name in the model; adapters' are left out.
-
-    Args:
-        model: The wrapped model.
-        names: Those of its `state_dict()`.
-    """
+    """The name that the base's author gave each tensor, to its name in the model; adapters' are left out."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -142,15 +137,7 @@ def describe_adapters(
     base_class: type[nn.Module],
     base_path: str | None,
 ) -> Adapters:
-    """The active adapter of `model`.
-
-    Args:
-        model: The wrapped model; it may be sharded, or a part of one.
-        names: Those of its `state_dict()`, a tied tensor under its first name alone.
-        tied: All names in the whole model of what other parts have copies of, by that which it has here.
-        base_class: The class of the base as it was written, before it was sharded.
-        base_path: Where the base was loaded from, if known.
-    """
+    """The active adapter of `model`."""
     from peft import get_peft_model_state_dict
 
     names, active = list(names), model.active_adapters

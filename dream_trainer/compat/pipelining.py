@@ -48,16 +48,8 @@ class ScheduledStage(PipelineStage):
     """A stage that runs what it is told, and leaves reductions over data-parallel ranks to others.
 
     Args:
-        module: The layers.
         run: Runs them with what the stage before gives, and the number of a micro-batch; of the last stage, gives its
             loss.
-        place: Its number and that of all stages.
-        inputs: Tensors like its inputs; of the first stage a tensor of one number.
-        outputs: Tensors like its outputs.
-        device: Where it computes.
-        group: The ranks of the pipeline.
-        backward_context: What backwards run in.
-        may_split: Whether a backward from what it gave may be one for its inputs, and a later one for its weights.
     """
 
     def __init__(
@@ -127,11 +119,7 @@ class ScheduledStage(PipelineStage):
 
 
 class _Weights(nn.Module):
-    """The parameters of a stage, and none of its modules.
-
-    Of what `fully_shard` wrapped a schedule would reduce gradients itself, of each stage of a rank, though they may
-    have a root in common, and when it begins drop those that wait for others.
-    """
+    """The parameters of a stage, and none of its modules."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -166,11 +154,7 @@ def _as_given(received: Tensor, like: Tensor) -> Tensor:
 
 
 def _part_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether all that needs a gradient and no input is used once, by what leads from `outputs` to one of `inputs`.
-
-    PyTorch computes gradients of weights from where they part from those of inputs. Of an output that no input leads to
-    it would leave them out; of what parts in two places it would go back twice, through what it has let go of.
-    """
+    """Whether all that needs a gradient and no input is used once, by what leads from `outputs` to one of `inputs`."""
     ends = {get_gradient_edge(value).node for value in inputs if value.requires_grad}
     roots = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
     users: dict[Node, list[Node]] = {root: [] for root in roots}
@@ -195,10 +179,7 @@ def _part_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Has the gradients of weights be their own: PyTorch gives some the same tensor, to which it would add for each.
-
-    It sets `grad` by itself, so hooks on it are called here.
-    """
+    """Has the gradients of weights be their own: PyTorch gives some the same tensor, to which it would add for each."""
     weights = [node.variable for group in groups for node in group["params"]]
     before = [weight.grad for weight in weights]
     for weight in weights:
@@ -256,11 +237,6 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[bool, bool], None]:
     """A schedule of `stages`, to be called with whether this rank has the first stage and the last, whose output is a
     micro-batch's loss.
-
-    Args:
-        name: One of `SCHEDULES`.
-        stages: Those of this rank.
-        microbatches: Their number.
 
     Raises:
         ValueError: The schedule cannot have so many; the same on all ranks.

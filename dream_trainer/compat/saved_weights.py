@@ -25,9 +25,6 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
 
     `fully_shard` gathers a block for backward when the gradient of its output comes. A loss of what the block kept
     alone has no such gradient, and its backward would read memory that was given back.
-
-    Args:
-        owners: The group by the storage that its gatherings fill, the same one for good.
     """
 
     def __init__(self, owners: dict[int, Owner]) -> None:

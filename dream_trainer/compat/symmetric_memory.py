@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 def why_memory_is_not_shared(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Lets the ranks of `group` read each other's memory; a collective on GPUs.
 
-    Args:
-        group: Ranks that split layers.
-        device: This rank's.
-
     Returns:
         Why they cannot; None if they can from now on.
     """
@@ -40,11 +36,7 @@ def why_memory_is_not_shared(group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def options_of_overlap(mode: str | None) -> dict[str, Any]:
-    """What `torch.compile(options=...)` has to be told, which takes no `mode` beside it.
-
-    Args:
-        mode: The mode of inductor that is wanted besides.
-    """
+    """What `torch.compile(options=...)` has to be told, which takes no `mode` beside it."""
     from torch._inductor import list_mode_options
 
     return {**(list_mode_options(mode) if mode else {}), "_micro_pipeline_tp": True}

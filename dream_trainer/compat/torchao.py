@@ -23,13 +23,7 @@ MULTIPLE = 16
 
 
 def float8_config(recipe: str, *, all_gather: bool, emulate: bool) -> Float8LinearConfig:
-    """torchao's config of a recipe of its own.
-
-    Args:
-        recipe: "tensorwise" or "rowwise".
-        all_gather: Whether `fully_shard` gathers weights in float8.
-        emulate: Whether products are computed in float32.
-    """
+    """torchao's config of a recipe of its own."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     # Numbers of tokens are no multiples of 16; what fits is not padded.
     return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate, pad_inner_dim=True)

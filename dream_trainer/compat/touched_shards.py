@@ -156,10 +156,6 @@ class TouchableParameter(FSDPParam):
 class TouchableShards:
     """The sharded parameters of a trainer's models.
 
-    Args:
-        meet: Called before each gathering with the ranks and the parameter's name. It raises if a rank does not come.
-        in_stages: Whether schedules of a pipeline run backwards, which take the parameters that modules show.
-
     Attributes:
         may_be_touched: Whether code may read parameters now.
     """

@@ -81,6 +81,8 @@ class CheckpointParameters:
     """Whether to save after each validation whose `best_metric` is better than all before."""
     save_at_end: bool = True
     """Whether the last step is saved, also when a signal or a stop request ends the run."""
+    save_on_exception: bool = True
+    """Whether a single process saves its last finished step when an exception ends it."""
 
     local_directory: Directory | None = None
     """Directory on each host, such as `/dev/shm`, which is its memory: there every save leaves what this host's ranks

@@ -19,7 +19,7 @@ from dream_trainer.config.parameter_class import members
 from dream_trainer.config.short_help import short_help
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
-from dream_trainer.notebook import is_in_notebook
+from dream_trainer.screen import is_in_notebook
 
 T = TypeVar("T", bound=BaseTrainerConfig)
 _PACKAGE = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import errno
 import logging
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,11 +40,6 @@ class _Place(NamedTuple):
 
 class WindowFeed:
     """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`.
-
-    Args:
-        stream: This rank's data.
-        world: The ranks.
-        accumulation: Micro-batches in a whole window.
 
     Attributes:
         is_pass_over: Whether the window trained last was the last of its pass over the data, on all ranks.
@@ -188,11 +183,7 @@ class WindowFeed:
         return window
 
     def _refuse_open_files(self, error: OSError | RuntimeError) -> None:
-        """Says why a window needs so many open files: workers send each tensor as one, until the window is trained.
-
-        Raises:
-            DataError: In the place of the system's error.
-        """
+        """Says why a window needs so many open files: workers send each tensor as one, until the window is trained."""
         is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
         if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
             return
@@ -250,3 +241,40 @@ def _cut(window: Window, size: int) -> Window | None:
     end = DataPosition(window.end.epoch, window.end.samples, window.end.batches - (window.size - size))
     sizes = None if window.sizes is None else window.sizes[:size]
     return replace(window, size=size, batches=list(window.batches)[:size], end=end, is_last=True, sizes=sizes)
+
+
+Move = Callable[[Any, torch.device], Any]
+
+
+def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: torch.Stream | None) -> Iterator[Any]:
+    """The micro-batches of one window, moved.
+
+    Args:
+        move: Called once for each, in order; with `aside` on that stream, for the next one just before this one is
+            trained. One further batch is then on the device and no more, if the caller lets go of the one before.
+    """
+    if aside is None:
+        for batch in batches:
+            yield move(batch, device)
+        return
+    waiting = iter(batches)
+    # The window's first has nothing to go beside: its memory may be that of a batch that is still computed with.
+    current = move(next(waiting), device)
+    for batch in waiting:
+        following = _move_aside(batch, move, device, aside)
+        yield current
+        # Each stream waits for the other before it touches the same memory, which needs no `record_stream`.
+        torch.accelerator.current_stream(device).wait_stream(aside)
+        current = following
+    yield current
+
+
+def copy_stream(device: torch.device) -> torch.Stream | None:
+    """A stream for copies to `device`; None where copies are not asynchronous."""
+    return torch.Stream(device) if device.type == "cuda" else None
+
+
+def _move_aside(batch: Any, move: Move, device: torch.device, aside: torch.Stream) -> Any:
+    aside.wait_stream(torch.accelerator.current_stream(device))
+    with aside:
+        return move(batch, device)

@@ -13,12 +13,22 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch import default_generator
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from dream_trainer.compat.pytorch import shutdown_workers
-from dream_trainer.data.pass_draws import PassDraws, draws_at_start_only
+from dream_trainer.data.sample_seeds import collates_without_draws, draws_nothing
 from dream_trainer.data.worker_start import WorkerInit, workers_start
-from dream_trainer.distributed.seeds import hash_seed, seed_cpu
+from dream_trainer.distributed.seeds import WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
 
 
 @runtime_checkable
@@ -38,12 +48,7 @@ class EpochAware(Protocol):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tells the epoch to the loader and to each of its parts that wants to know.
-
-    Args:
-        loader: Any iterable of batches.
-        epoch: Number of the pass that is about to begin.
-    """
+    """Tells the epoch to the loader and to each of its parts that wants to know."""
     parts: tuple[object, ...] = (loader,)
     if isinstance(loader, DataLoader):
         parts = (loader, loader.sampler, loader.batch_sampler, loader.dataset)
@@ -65,15 +70,6 @@ def iterate(
     """One pass over `loader`, each batch with a stream of random numbers of its own, which costs about 35 us.
 
     A list, a tuple or a range draws nothing and is iterated bare.
-
-    Args:
-        loader: Any iterable of batches.
-        seed: The run's seed.
-        epoch: Number of the pass.
-        dp_rank: This rank among the data-parallel ones.
-        first: Number of the batch within the pass that comes first, for a loader that was put there by its own state.
-        draws: As in `SeededPass`.
-        drawn: As in `PassDraws`.
     """
     if type(loader) in (list, tuple, range):
         return iter(loader)
@@ -87,15 +83,6 @@ class SeededPass(Iterator[Any]):
     other batch has its own, unless it is known to draw nothing. A loader that was put into the middle of a pass by its
     own state draws that order again (then it needs the same stream) or only what belongs to the batch (then it needs
     the batch's): what it did before tells which.
-
-    Args:
-        loader: Any iterable of batches.
-        seed: The run's seed.
-        epoch: Number of the pass.
-        dp_rank: This rank among the data-parallel ones.
-        first: Number of the batch that comes first.
-        draws: Whether batches after a pass's first were seen to draw; None if none was looked at.
-        drawn: As in `PassDraws`.
 
     Attributes:
         draws: The same, with what was seen since. Not looked at any more once it is True.
@@ -216,10 +203,6 @@ def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
 
     Where torchdata finds no state in a part it iterates that part again, and draws another time, or from another
     stream, than in the first run.
-
-    Args:
-        loader: A StatefulLoader.
-        draws: As in `SeededPass`.
     """
     if draws is None:
         return False
@@ -239,3 +222,74 @@ def known_length(loader: object) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader has __len__ even over a dataset that has none
         return None
+
+
+class PassDraws:
+    """The global generators during one pass, inside the block `apart`.
+
+    Attributes:
+        drawn: Of python and numpy, those that were drawn from in this pass; torch, if the pass's first batch drew.
+        apart: Inside, the pass draws; training's generators are put back at the end.
+    """
+
+    def __init__(self, drawn: Iterable[str]) -> None:
+        self.drawn = set(drawn)
+        self.apart = preserved_random_state()
+
+    def begin(self, seed: int) -> None:
+        """Begins the pass's own stream."""
+        self._start = WatchedSeeds(seed)
+
+    def seed_batch(self, seed: int) -> None:
+        """Seeds the generators that a batch may draw from; the others go to the start of the pass's stream."""
+        self._start.seed({"python", "numpy"} - self.drawn)
+        seed_cpu(seed, self.drawn | {"torch"})
+
+    def load_apart(self, batches: Iterator[Any], seed: int) -> Any:
+        """The next of `batches`, seeded by `seed`, inside `apart`."""
+        with self.apart:
+            self.seed_batch(seed)
+            return self.load(batches)
+
+    def watch(self, batches: Iterator[Any], seed: int) -> tuple[Any, bool]:
+        """As `load_apart`; also whether the batch drew."""
+        with self.apart:
+            watched = self.drawn | {"torch"}
+            self._start.seed({"python", "numpy"} - watched)
+            seeds = WatchedSeeds(seed, watched)
+            n_drawn = len(self.drawn)
+            batch = self.load(batches)
+            return batch, len(self.drawn) > n_drawn or bool(seeds.drawn())
+
+    def load(self, batches: Iterator[Any]) -> Any:
+        """The next of `batches`, inside `apart`; sees what was drawn from since `begin` or `seed_batch`."""
+        try:
+            return next(batches)
+        finally:
+            self.notice()
+
+    def notice(self) -> None:
+        """Sees whether python's and numpy's were drawn from since `begin` or `seed_batch`; draws from them."""
+        self.drawn |= self._start.drawn({"python", "numpy"} - self.drawn)
+
+    def notice_order(self) -> None:
+        """Sees whether torch's was drawn from in the pass's first batch, as an order is."""
+        self.drawn |= self._start.drawn({"torch"})
+
+
+def draws_at_start_only(loader: object) -> bool:
+    """Whether batches after a pass's first are known to draw nothing in this process: their samples are tensors or come
+    from workers, and a sampler of torch's draws the order, or the seed of its own generator, when it begins."""
+    if type(loader) is not DataLoader:
+        return False
+    if loader.num_workers == 0 and not (draws_nothing(loader.dataset) and collates_without_draws(loader.collate_fn)):
+        return False
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return False
+    sampler = loader.sampler if batches is None else batches.sampler
+    if type(sampler) is RandomSampler:
+        return sampler.generator is not default_generator
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

@@ -37,15 +37,8 @@ class ForeignStream(TrainStream):
     once.
 
     Args:
-        source: An iterable of this rank's batches.
-        accumulation: Micro-batches in a whole window.
-        dp_rank: This rank among the data-parallel ones.
-        dp_size: Number of data-parallel ranks.
-        seed: The run's seed.
-        count: Samples of a batch; None counts none, and then a pass is read again by batches.
         keeps_state: Whether each window holds the loader's own state, if it has one. Without it a pass that was begun
             is read to its end, or not at all: not knowing what to put back, the stream cannot be sought any more.
-        whole_windows: Whether what is left at a pass's end, and fills no window, is left out.
     """
 
     def __init__(
@@ -229,8 +222,7 @@ class ForeignStream(TrainStream):
     # -- without it
 
     def _read_again(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
-        """Reads the pass from its start up to `position`, in samples where they were counted: a batch may hold another
-        number of them now."""
+        """Reads the pass from its start up to `position`, in samples where they were counted."""
         samples = self._samples_to_read(position, rank_state)
         self._begin_pass(position.epoch)
         self._say_what_is_read_again(position, samples)

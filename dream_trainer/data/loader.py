@@ -157,14 +157,7 @@ class PerRankLoader:
 
 
 class ShardReader:
-    """Reads one rank's part of a DistributedDataLoader's passes through torch's `DataLoader`, from any sample on.
-
-    Args:
-        loader: What to load and how.
-        sharding: This rank's part.
-        seed: The run's seed.
-        shuffle: Whether passes are in random order.
-    """
+    """Reads one rank's part of a DistributedDataLoader's passes through torch's `DataLoader`, from any sample on."""
 
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
         self.seed = seed
@@ -260,10 +253,6 @@ def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader 
     Rebuilt are `DataLoader`, torchdata's `StatefulDataLoader` and subclasses that add only a constructor (as PyTorch
     Geometric's `DataLoader` does) over a map-style dataset, with a `BatchSampler` of a `SequentialSampler`, a
     `RandomSampler` without replacement or a `DistributedSampler`.
-
-    Args:
-        loader: What the user gave.
-        purpose: What its data is for: "training" or "validation".
 
     Raises:
         DataError: The dataset is empty.

@@ -21,11 +21,7 @@ class LoadingTime(NamedTuple):
 
 
 class SourceClock:
-    """Adds up, in the process that loads, how long each source takes.
-
-    Args:
-        num_sources: Number of sources.
-    """
+    """Adds up, in the process that loads, how long each source takes."""
 
     __slots__ = ("_seconds",)
 
@@ -43,11 +39,7 @@ class SourceClock:
 
 
 class LoadingTimes:
-    """Adds up what the workers of one pass after another tell.
-
-    Args:
-        names: Names of the sources.
-    """
+    """Adds up what the workers of one pass after another tell."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names

@@ -126,9 +126,6 @@ def innermost(dataset: OrderedDataset) -> OrderedDataset:
 class MarkedBatches:
     """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for.
 
-    Args:
-        dataset: What the batches are of; None: there will be none.
-
     Attributes:
         marks: (end of the chunk in the pass, mark), in order.
         times: How long its sources took to load.

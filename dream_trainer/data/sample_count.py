@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.nested import leaves
 
-OVERRIDE = "Override `batch_size(self, batch) -> int` in your trainer."
+_REMEDY = "Override `batch_size(self, batch) -> int` in your trainer."
 
 
 @runtime_checkable
@@ -30,11 +30,6 @@ class GraphBatch(Protocol):
 class SampleCount:
     """Counts the samples of batches that come from a loader of the user's own.
 
-    Args:
-        own: The user's function of a batch; None guesses.
-        warn: Called with a message, once, if a guess is doubtful. None does not warn.
-        remedy: What a message advises.
-
     Attributes:
         own: The same.
     """
@@ -43,11 +38,9 @@ class SampleCount:
         self,
         own: Callable[[Any], int] | None = None,
         warn: Callable[[str], None] | None = None,
-        remedy: str = OVERRIDE,
     ) -> None:
         self.own = own
         self._warn = warn
-        self._remedy = remedy
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
         """The samples of `batch`, as on the host; `declared` is as of `guess`.
@@ -63,10 +56,6 @@ class SampleCount:
     def guess(self, batch: Any, declared: int | None = None) -> int:
         """As many as there are graphs or packed sequences, otherwise the first dimension of the first tensor.
 
-        Args:
-            batch: Any nested structure.
-            declared: Samples of a full batch, if the loader has such a number. A guess that equals it is not doubtful.
-
         Raises:
             DataError: The batch has no tensor with a dimension.
         """
@@ -74,7 +63,7 @@ class SampleCount:
         if count is None:
             raise DataError(
                 f"Cannot tell how many samples a batch of type {type(batch).__name__} holds: there is no tensor with "
-                f"a dimension in it (torch.from_numpy makes one of an array). {self._remedy}"
+                f"a dimension in it (torch.from_numpy makes one of an array). {_REMEDY}"
             )
         if is_doubtful and count != declared and self._warn is not None:
             warn, self._warn = self._warn, None
@@ -83,14 +72,13 @@ class SampleCount:
             warn(
                 f"a batch of type {type(batch).__name__} with tensors of shapes {', '.join(shapes[:4])}{more} is "
                 f"counted as {count} samples, the first tensor's first dimension, and could hold another number: means "
-                f"and samples_seen would be wrong. {self._remedy}"
+                f"and samples_seen would be wrong. {_REMEDY}"
             )
         return count
 
 
 def _guess(batch: Any) -> tuple[int | None, bool]:
-    """A batch's samples, None if nothing tells; and whether it could as well be another number: its tensors differ in
-    their first dimension, or are the parts of a list that could be one sample each."""
+    """A batch's samples, None if nothing tells."""
     counts: list[int] = []
     may_be_samples = False
     pending = [batch]

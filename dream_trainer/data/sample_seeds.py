@@ -20,9 +20,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from dream_trainer.data.order import sample_seed
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.sampler import BatchKey
+from dream_trainer.data.sampler import BatchKey, sample_seed
 from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, preserved_random_state, seed_cpu
 
 
@@ -67,8 +66,6 @@ class KeyedDataset(Dataset[Any]):
     Args:
         dataset: The user's dataset. One with `__getitems__` is seeded once per batch, from the batch's first sample;
             its draws then depend on which samples share a batch, and so on the world size.
-        collate_fn: Turns the list of samples into a batch.
-        seed: The run's seed; None leaves all generators alone.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int | None) -> None:

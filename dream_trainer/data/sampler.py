@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
-from dream_trainer.data.order import epoch_order
+from dream_trainer.distributed.seeds import hash_seed
 
 BatchKey = tuple[int, list[int]]
 """(epoch, indices): one batch of one rank, and all that its samples' random draws depend on."""
@@ -43,13 +45,7 @@ class Sharding:
 
 
 def end_without_tail(length: int, consumed: int, global_batch_size: int) -> int:
-    """Where a pass ends that drops what does not fill a global batch.
-
-    Args:
-        length: Samples in the dataset.
-        consumed: Samples of this pass that were consumed before, by all ranks.
-        global_batch_size: Samples of one optimizer step over all ranks.
-    """
+    """Where a pass ends that drops what does not fill a global batch."""
     return length - (length - consumed) % global_batch_size
 
 
@@ -64,12 +60,6 @@ class RankBatchSampler(Sampler[BatchKey]):
 
     `start` chooses the pass and the samples in it; the next iterator follows it. A position is any number of samples
     that all ranks consumed together, and starting there costs the same everywhere.
-
-    Args:
-        length: Samples in the dataset.
-        sharding: How they are dealt to ranks.
-        seed: The run's seed.
-        shuffle: Whether each epoch has a random order of its own.
     """
 
     def __init__(self, length: int, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
@@ -122,3 +112,25 @@ class RankBatchSampler(Sampler[BatchKey]):
         _, first, end = self._next_pass
         full, rest = divmod(end - first, self.sharding.chunk_size)
         return full + (self.sharding.slice_of_chunk(rest)[1] > 0)
+
+
+VALIDATION_EPOCH = -1
+"""The epoch that validation samples are seeded with: the same augmentation each time, and none that training has."""
+
+
+def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
+    """The sample indices of one epoch in the order in which they are consumed.
+
+    Returns:
+        Shape `(length,)`, int64, on the CPU.
+    """
+    if not shuffle:
+        return torch.arange(length, device="cpu")
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(hash_seed(b"order", seed, epoch))
+    return torch.randperm(length, generator=generator, device="cpu")
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """The 64-bit seed of the random draws made while loading sample `index` in `epoch`."""
+    return hash_seed(b"sample", seed, epoch, index)

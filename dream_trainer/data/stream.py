@@ -18,7 +18,7 @@ from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.loader_groups.group_place import refuse_state_of_group
-from dream_trainer.data.loader_groups.group_windows import group_stream
+from dream_trainer.data.loader_groups.group_stream import group_stream
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
 from dream_trainer.data.sample_count import SampleCount
@@ -116,15 +116,7 @@ def _stream_of_one(
 
 class ShardStream(TrainStream):
     """One rank's share of a DistributedDataLoader. All positions are arithmetic, so every rank knows every other's
-    windows.
-
-    Args:
-        loader: What to load and how.
-        sharding: This rank's part of each chunk.
-        accumulation: Micro-batches in a whole window.
-        seed: The run's seed.
-        drop_last: Whether samples that do not fill a global batch are dropped.
-    """
+    windows."""
 
     is_even = True
 

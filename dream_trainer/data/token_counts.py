@@ -16,9 +16,6 @@ def count_tokens(batch: Any) -> int | None:
 
     Known are dicts with "documents" (packed or padded rows: numbers of 0 and more), "attention_mask" (ones), or
     "labels" of whole numbers for each token (but for -100); batches of several loaders have the sum of theirs.
-
-    Args:
-        batch: On the host.
     """
     if isinstance(batch, Mapping):
         for key, count in _COUNTS.items():

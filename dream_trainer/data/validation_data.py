@@ -9,9 +9,8 @@ from typing import Any
 from dream_trainer.compat.pytorch import end_workers
 from dream_trainer.data.foreign import iterate, known_length
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
-from dream_trainer.data.order import VALIDATION_EPOCH
 from dream_trainer.data.ordered import ENDLESS
-from dream_trainer.data.sampler import Sharding
+from dream_trainer.data.sampler import VALIDATION_EPOCH, Sharding
 from dream_trainer.errors import DataError
 
 

@@ -18,12 +18,6 @@ def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, a
 
     Ranks exchange a digest of their facts, and the facts themselves only if digests differ.
 
-    Args:
-        ranks: All of them call this.
-        facts: Values by what they are the value of; compared as they are printed.
-        advice: What to do where they differ, as a sentence.
-        among: Ranks that give the same number are compared with each other.
-
     Raises:
         RanksDifferError: Some differ; the same on every rank, with each rank's value.
     """

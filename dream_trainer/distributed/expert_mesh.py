@@ -21,23 +21,12 @@ EXPERT_MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "ep")
 
 
 def expert_mesh_shape(replicate: int, shard: int, experts: int) -> tuple[int, int, int]:
-    """Sizes of a stage's dimensions: shards are cut by experts first, and copies where nothing is sharded.
-
-    Args:
-        replicate: Copies of the parameters.
-        shard: Ranks that share one.
-        experts: Ranks that share experts; divides `shard`, or `replicate` where that is 1.
-    """
+    """Sizes of a stage's dimensions: shards are cut by experts first, and copies where nothing is sharded."""
     return (replicate, shard // experts, experts) if shard > 1 else (replicate // experts, 1, experts)
 
 
 def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
-    """Lays the mesh; every rank calls it.
-
-    Args:
-        world: The ranks.
-        experts: Ranks that share experts.
-    """
+    """Lays the mesh; every rank calls it."""
     from torch.distributed.device_mesh import DeviceMesh
 
     shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)

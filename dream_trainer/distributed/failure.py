@@ -25,14 +25,7 @@ _told = False  # why this rank stops
 
 
 def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: int) -> NoReturn:
-    """Tells of this rank's failure and ends the process with status 1; its closing sockets free the other ranks.
-
-    Args:
-        exc: What ended this rank.
-        store: The job's store, under this attempt's prefix.
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """Tells of this rank's failure and ends the process with status 1; its closing sockets free the other ranks."""
     if is_lost_connection(exc) and _is_gone(store):
         first = 0  # which hosted it
     else:
@@ -51,10 +44,6 @@ def leave_lost_job(store: Store | None, rank: int) -> None:
 
     For a signal handler. torchrun tells the others to stop as soon as one rank is gone, which may be before they have
     seen that by themselves.
-
-    Args:
-        store: The job's store, under this attempt's prefix; None alone.
-        rank: This rank.
     """
     if store is None:
         return
@@ -117,12 +106,6 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
 
     The rank whose failure came first prints `report` and names it to torchrun, whose summary comes last; what the
     others see is its consequence, and they say so in one line.
-
-    Args:
-        exc: What ended this rank.
-        report: What to print if this rank was first.
-        rank: This rank.
-        first: The rank that `first_to_fail` named.
     """
     global _told
     reason = shorten(f"{type(exc).__name__}: {exc}".split("\n")[0], 200, placeholder=" ...")
@@ -155,11 +138,6 @@ def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None]
     """The rank whose failure came first, by an atomic counter; this rank if the store is gone.
 
     Sets `failed` for those that look without failing themselves.
-
-    Args:
-        store: The job's store, under this attempt's prefix; None alone. No other thread may be using this connection.
-        rank: This rank.
-        dead: Called on the rank that comes first: another one that died, and so failed before it.
     """
     if store is None:
         return rank

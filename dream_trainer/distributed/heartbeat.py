@@ -41,12 +41,6 @@ JOIN_SECONDS = 3.0
 class Heartbeat:
     """One rank's side of the heartbeat, from launch until the world is closed.
 
-    Args:
-        store: A connection of its own to the job's store, under this attempt's prefix.
-        store_of_main: The main thread's.
-        place: Of this process among the hosts.
-        limit_seconds: Silence after which a host counts as lost.
-
     Attributes:
         where: Says where training is, such as "step 12"; called from a thread.
         is_training: Whether the first step is done.

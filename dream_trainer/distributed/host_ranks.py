@@ -18,13 +18,7 @@ def ranks_of_host(world: World, host: int) -> list[int]:
 
 
 def on_host(world: World, beside: Ranks, *, timeout_seconds: float) -> Ranks:
-    """Those of `beside` that are on this host, numbered from 0, for the same thread; every rank calls it.
-
-    Args:
-        world: All ranks.
-        beside: All ranks, on a group that nothing else uses.
-        timeout_seconds: How long their collectives may take.
-    """
+    """Those of `beside` that are on this host, numbered from 0, for the same thread; every rank calls it."""
     if world.n_hosts == 1:
         return beside
     import torch.distributed as dist

@@ -131,11 +131,7 @@ def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
 
 
 def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that all ranks of this attempt have, and none of an earlier one on the same store.
-
-    Every other rank leaves a word that nobody had before where rank 0 looks for it, and reads the name where that word
-    leads. What an earlier attempt has left there leads a rank of this one nowhere.
-    """
+    """A name that all ranks of this attempt have, and none of an earlier one on the same store."""
     calls = [f"dream_trainer/call/{other}" for other in range(1, world_size)]
     if rank > 0:
         word = secrets.token_hex(8)

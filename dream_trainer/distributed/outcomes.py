@@ -26,11 +26,6 @@ def on_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> T:
 
     No rank goes on while another has failed, so none waits in a collective that the other will never enter.
 
-    Args:
-        world: The ranks; each must call this.
-        task: What is being done, for the message: "write the checkpoint".
-        function: The work of this rank. It must not communicate.
-
     Raises:
         CheckpointError: It failed on some rank; the message has every failure with its rank, the same on all ranks. A
             DamagedCheckpointError if one of them was.

@@ -55,11 +55,7 @@ class Flags(NamedTuple):
 
 
 class Pulse:
-    """One rank's side of the pulse.
-
-    Args:
-        world: The world; its `cpu_group` carries the pulse.
-    """
+    """One rank's side of the pulse."""
 
     def __init__(self, world: World) -> None:
         self._world = world

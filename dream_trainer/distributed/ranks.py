@@ -21,14 +21,6 @@ class Ranks:
 
     At world size 1 nothing is sent: every collective answers from this rank alone.
 
-    Args:
-        rank: This rank, 0-based.
-        world_size: Number of ranks.
-        cpu_group: Process group over all of them that nothing else uses meanwhile; None at world size 1.
-        data_copies: How many neighbouring ranks see the same data (tp).
-        sample_copies: How many see the same samples, or parts of them (cp x tp).
-        stages: Into how many groups of neighbouring ranks they fall that see the same data (pp).
-
     Attributes:
         rank: This rank, 0-based.
         world_size: Number of ranks.

@@ -34,12 +34,7 @@ _is_relaying = False
 
 @contextmanager
 def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
-    """Relays signals between the ranks inside.
-
-    Args:
-        signals: This rank's, handled at the moment.
-        store: A connection of its own to the process group's store; None at world size 1, where nothing is relayed.
-    """
+    """Relays signals between the ranks inside."""
     if store is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -24,23 +24,13 @@ GENERATORS = frozenset(("torch", "python", "numpy"))
 
 
 def hash_seed(purpose: bytes, *numbers: int) -> int:
-    """A 64-bit seed that is unrelated to that of any other purpose or numbers.
-
-    Args:
-        purpose: Keeps apart seeds of different uses with the same numbers.
-        *numbers: Integers of any sign; only the lowest 64 bits of each count.
-    """
+    """A 64-bit seed that is unrelated to that of any other purpose or numbers."""
     words = [number & 0xFFFF_FFFF_FFFF_FFFF for number in numbers]
     return xxhash.xxh3_64_intdigest(purpose + struct.pack(f"<{len(words)}Q", *words))
 
 
 def seed_cpu(seed: int, generators: Collection[str] = GENERATORS) -> None:
-    """Seeds the global CPU generators of torch (1 us), python (6 us) and, if this process imported it, numpy (2 us).
-
-    Args:
-        seed: 64 bits. torch and numpy run the same generator from 32 bits of it, so each gets its own half.
-        generators: Which of `GENERATORS` to seed.
-    """
+    """Seeds the global CPU generators of torch (1 us), python (6 us) and, if this process imported it, numpy (2 us)."""
     if "torch" in generators:
         # torch.manual_seed takes 87 us, because it seeds every device, and keeps each seed with a stack of calls for
         # those that are not in use yet.
@@ -76,12 +66,7 @@ _NEXT: dict[str, Callable[[], Any]] = {
 
 
 class WatchedSeeds:
-    """Seeds the global CPU generators, and sees which of them are drawn from afterwards: the next 128 bits differ.
-
-    Args:
-        seed: As for `seed_cpu`.
-        generators: Which of `GENERATORS` to seed and to watch.
-    """
+    """Seeds the global CPU generators, and sees which of them are drawn from afterwards: the next 128 bits differ."""
 
     def __init__(self, seed: int, generators: Collection[str] = GENERATORS) -> None:
         self._seed, self._generators = seed, generators
@@ -162,9 +147,6 @@ class preserved_random_state(AbstractContextManager[None]):
 
     Seed them inside: numpy's begins with any state. Of numpy's legacy `randn`, which draws numbers in pairs, the second
     of a pair is not kept over the block.
-
-    Args:
-        device: Whose generator to put back beside the CPU's; None for the CPU alone.
     """
 
     __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_state")

@@ -69,7 +69,6 @@ class Signals:
     """SIGTERM, SIGHUP, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks.
 
     Args:
-        requests: What they ask for is noted there.
         leave_lost_job: Ends the process if the job is lost already. torchrun then sends SIGTERM to the others, which
             must not wait for a step that will never end.
 
@@ -130,7 +129,6 @@ class Signals:
         """Returns `fetch()`, which may take long; or None, if a signal ended the wait.
 
         Args:
-            fetch: Loads data. It must not communicate, and is ended by `Interrupted` raised inside.
             answer: Called when a save is asked for during the wait; returns whether to keep waiting. Without it
                 that ends the wait too.
         """

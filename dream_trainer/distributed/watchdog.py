@@ -51,12 +51,6 @@ class Watchdog:
     Args:
         where: Says where training is, such as `"step 12, batch 3"`; text that stays the same means standing still.
             Called from another thread, so it reads counters and touches no device.
-        limit_seconds: How long standing still is borne at the moment of the call.
-        patient_limit_seconds: How long it is borne inside of `patient()`.
-        directory: Where stacks are written, `rank_00000.txt` and so on; made when there are some.
-        rank: This rank.
-        world_size: Number of ranks.
-        store: A connection of its own to the job's store, under this attempt's prefix; None at world size 1.
     """
 
     def __init__(

@@ -12,29 +12,29 @@ import os
 import socket
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from dream_trainer.compat.dtensor_generators import keep_own_generators
-from dream_trainer.compat.pytorch import forget_meshes, set_group_timeout
+from dream_trainer.compat.pytorch import all_gather_flat, forget_meshes, set_group_timeout, sum_scatter_flat
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job, leave_lost_job
-from dream_trainer.distributed.gather import refuse_what_has_no_rows, rows_of_all
 from dream_trainer.distributed.heartbeat import Heartbeat
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.lost_ranks import announce
-from dream_trainer.distributed.rank_groups import make_groups
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.compat.stores import Store
@@ -61,10 +61,6 @@ def environment_ranks() -> tuple[int, int, int]:
 
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this rank.
-
-    Args:
-        name: "auto" (the accelerator torch finds, else the CPU) or a device type.
-        local_rank: Index of the accelerator on this host.
 
     Raises:
         ConfigError: The device is not on this machine, or the host has fewer than `local_rank + 1`.
@@ -470,3 +466,104 @@ def close_at_exit(world: World) -> None:
             sys.stderr.write(f"[rank {world.rank}] leaves without the others: {error}\n")
 
     atexit.register(leave)
+
+
+class _Gather(torch.autograd.Function):
+    """[n, ...] of each rank to [ranks * n, ...] of all."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = own.new_empty((group.size() * len(own), *own.shape[1:]))
+        all_gather_flat(gathered, own.contiguous(), group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _SumScatter.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _SumScatter(torch.autograd.Function):
+    """[ranks * n, ...] of each rank to the sum over ranks of this one's [n, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, every: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        summed = every.new_empty((len(every) // group.size(), *every.shape[1:]))
+        sum_scatter_flat(summed, every.contiguous(), group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _Gather.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def refuse_what_has_no_rows(values: Tensor) -> None:
+    """Raises ValueError where `values` cannot be gathered by rows, whatever the number of ranks."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(values, DTensor) or values.dim() == 0:
+        what = "a DTensor" if isinstance(values, DTensor) else "0-dim"
+        raise ValueError(
+            f"all_gather_with_gradient gathers rows, and these values are {what}. Give it a plain tensor [n, ...]: "
+            "values.full_tensor() of a DTensor, values.unsqueeze(0) of a single number."
+        )
+
+
+def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tensor:
+    """The rows of all ranks of `group`, in rank order, with gradients; a collective of all `ranks`.
+
+    Raises:
+        RanksDifferError: Sizes or dtypes differ.
+    """
+    form = f"rows of {list(values.shape[1:])} in {values.dtype}"
+    facts = ranks.all_gather(torch.tensor([len(values), zlib.crc32(form.encode())]))
+    if (facts[:, 1] != facts[0, 1]).any():
+        refuse_differences(ranks, {"values to gather": form}, "Only the number of rows may differ.")
+    lengths = facts[ranks.rank % ranks.data_copies :: ranks.data_copies, 0].tolist()
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return _apply(values, group)
+    padded = F.pad(values, (0, 0) * (values.dim() - 1) + (0, longest - len(values)))
+    parts = _apply(padded, group).split(longest)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def _apply(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered: Tensor = _Gather.apply(values, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class RankGroups(NamedTuple):
+    """Groups of this rank; None where it is all ranks, or there is no other.
+
+    Attributes:
+        data: Those that see different data, of this rank's pipeline stages.
+        step: Those over which a step averages gradients.
+        across_workers: Those that have this one's place in their groups of ranks that step on their own.
+    """
+
+    data: dist.ProcessGroup | None
+    step: dist.ProcessGroup | None
+    across_workers: dist.ProcessGroup | None
+
+
+def make_groups(world_size: int, shape: MeshShape, workers: int) -> RankGroups:
+    """Makes the groups of this rank; every rank calls it."""
+    ranks = list(range(world_size))
+    of_stage = world_size // shape.pp
+    stages = [ranks[first : first + of_stage] for first in range(0, world_size, of_stage)]
+    same_data = [stage[place :: shape.tp] for stage in stages for place in range(shape.tp)]
+    data = _own(same_data) if len(same_data) > 1 else None
+    if workers == 1:
+        return RankGroups(data, _own(stages) if shape.pp > 1 else None, None)
+    size = world_size // workers
+    within = [ranks[first : first + size] for first in range(0, world_size, size)]
+    return RankGroups(data, _own(within), _own([ranks[place::size] for place in range(size)]))
+
+
+def _own(groups: list[list[int]]) -> dist.ProcessGroup:
+    import torch.distributed as dist
+
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return cast("dist.ProcessGroup", group)

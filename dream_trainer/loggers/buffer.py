@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import reading_waits, write_count
-from dream_trainer.loggers.transfer import start_copy
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.ranks import Ranks
@@ -334,8 +333,7 @@ def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tupl
 
 
 def _mean(total: Total, values: Iterable[tuple[float, float]]) -> Total:
-    """A weighted sum and further values with their weights. From left to right, so that it is the same bits however
-    often it was interrupted."""
+    """A weighted sum and further values with their weights."""
     value, weight = total
     for new_value, new_weight in values:
         if new_weight != 0:
@@ -361,12 +359,7 @@ def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) 
 
 
 def _gather(local: dict[str, tuple[str, Total]], agreed: dict[str, str], world: Ranks) -> dict[str, list[Total]]:
-    """Every rank's totals by key, in rank order; adds keys that are new to `agreed`.
-
-    One vector crosses: for each agreed key its value and weight, and before them the number of keys this rank holds
-    that are not agreed yet, or on something else. Only where that is not zero on all ranks, a second exchange names
-    them.
-    """
+    """Every rank's totals by key, in rank order; adds keys that are new to `agreed`."""
     unknown = {name: record for name, record in local.items() if agreed.get(name) != record[0]}
     vector = [float(len(unknown))]
     for name in agreed:
@@ -386,3 +379,59 @@ def _gather(local: dict[str, tuple[str, Total]], agreed: dict[str, str], world: 
                 )
             totals_by_name.setdefault(name, []).append(total)
     return totals_by_name
+
+
+def start_copy(tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
+    """Starts to copy 0-dim tensors to the host; one stack for each dtype and one copy for each device.
+
+    On CUDA into pinned memory, so that nothing waits before the values are asked for.
+
+    Returns:
+        What gives their values, exactly and in their order; it waits for the copies.
+    """
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:  # as always but for a mixture
+        return _start([torch.stack(list(tensors))], tensors[0].device)
+    devices: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        devices.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(index)
+    parts: list[tuple[list[int], Callable[[], list[float]]]] = []
+    for device, groups in devices.items():
+        # Wide dtypes first, so that each part starts at a multiple of its own element size.
+        ordered = sorted(groups.items(), key=lambda group: -group[0].itemsize)
+        stacks = [torch.stack([tensors[index] for index in indices]) for _, indices in ordered]
+        parts.append(([index for _, indices in ordered for index in indices], _start(stacks, device)))
+
+    def values() -> list[float]:
+        values_in_order = [0.0] * len(tensors)
+        for indices, numbers in parts:
+            for index, number in zip(indices, numbers(), strict=True):
+                values_in_order[index] = number
+        return values_in_order
+
+    return values
+
+
+def _start(stacks: list[Tensor], device: torch.device) -> Callable[[], list[float]]:
+    """Starts to copy vectors of several dtypes in one go: as bytes, since no dtype holds them all exactly."""
+    if len(stacks) == 1:
+        data = stacks[0]
+    else:
+        data = torch.cat([stack.view(torch.uint8) for stack in stacks])
+    if device.type == "cuda":
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        host.copy_(data, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    else:
+        host, arrived = data, None
+
+    def numbers() -> list[float]:
+        if arrived is not None:
+            arrived.synchronize()
+        if len(stacks) == 1:
+            return [float(value) for value in host.tolist()]
+        split = host.cpu().split([stack.nbytes for stack in stacks])
+        views = [part.view(stack.dtype) for part, stack in zip(split, stacks, strict=True)]
+        return [float(value) for view in views for value in view.tolist()]
+
+    return numbers

@@ -20,11 +20,6 @@ _FAILED = object()
 class LoggerGroup:
     """Several loggers, opened when there is something to write.
 
-    Args:
-        loggers: The loggers.
-        report: Says a message once for a key.
-        strict: Whether an exception of a logger goes on to the caller; else it is reported once.
-
     Raises:
         HookError: What `configure_loggers` returned is not a list of loggers.
 

@@ -19,7 +19,6 @@ class LineFile:
     JSON has no NaN: what is not finite is one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
 
     Args:
-        path: The file; written from the first `write` on.
         resumed_step: Lines of later steps are dropped in one atomic replacement, since they will come again. None for a
             run that starts from nothing: a file that is there is kept under another name.
     """

@@ -139,12 +139,6 @@ def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
 def grid(name: str, images: Sequence[Tensor], columns: int | None = None, padding: int = 2) -> Tensor:
     """Images beside and below each other, on black.
 
-    Args:
-        name: What the error calls them.
-        images: `[channels, height, width]`, uint8, of any sizes; a grey one becomes colour beside others.
-        columns: How many are beside each other; None for as near to a square as their number allows.
-        padding: Pixels around each.
-
     Returns:
         `[channels, rows * (height + padding) + padding, columns * (width + padding) + padding]`, uint8; height and
         width are the largest there are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,47 @@ class ImageFilesLogger(Logger):
             number = f"_{index}" if len(files) > 1 else ""
             (folder / f"step_{stamp.step:08d}{number}.{suffix}").write_bytes(data)
         return True
+
+
+class MediaQueue:
+    """What rank 0 is still to write.
+
+    Attributes:
+        waiting: What training logged, with the step where that is known already; looked at after each window.
+        before_window: How many of them were logged before the running window.
+    """
+
+    __slots__ = ("_of_validation", "before_window", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[str, Media, Stamp | None]] = []
+        self.before_window = 0
+        self._of_validation: list[tuple[str, Media]] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Media, Stamp | None]]:
+        return iter(self.waiting)
+
+    def add(self, name: str, item: Media, stamp: Stamp | None) -> None:
+        """Takes what training logs; without a stamp it gets that of the running window."""
+        self.waiting.append((name, item, stamp))
+
+    def add_in_validation(self, name: str, item: Media) -> None:
+        """Takes what the running validation logs."""
+        self._of_validation.append((name, item))
+
+    def window_dropped(self) -> None:
+        """Forgets what was logged since `before_window` was set."""
+        del self.waiting[self.before_window :]
+
+    def validation_started(self) -> None:
+        """Forgets what an earlier validation logged that nobody asked for: `evaluate` and `predict` write nothing."""
+        self._of_validation.clear()
+
+    def validated(self, stamp: Stamp) -> None:
+        """The running validation counts, and gets this stamp."""
+        self.waiting += [(name, item, stamp) for name, item in self._of_validation]
+        self._of_validation.clear()
+
+    def clear(self) -> None:
+        """Forgets what training logged."""
+        self.waiting.clear()

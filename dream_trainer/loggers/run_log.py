@@ -11,7 +11,7 @@ is how many lines the step has, so that a resumed run writes the same lines, eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -26,27 +26,15 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, keep
 from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup
-from dream_trainer.loggers.history import History
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
-from dream_trainer.loggers.media_queue import MediaQueue
+from dream_trainer.loggers.media_files import MediaQueue
 
 logger = logging.getLogger("dream_trainer")
 
 
 class RunLog:
     """One run's numbers and media on this rank; every rank has one and calls it alike.
-
-    Args:
-        parameters: How often lines are written, and how many are kept in memory.
-        run_dir: Where loggers write, and where an earlier process of this run has written.
-        run: Project, group and experiment: whose log it is.
-        config: The run's config as plain data, for the loggers; called when they are opened.
-        stamp: Where the run stands now.
-        notify: Called with each line and its step, on every rank.
-        of_data: What each line says of the training data; called when it is due.
-        of_rank: What all ranks are to know of this one, beside the line; the same names on all.
-        hear: Called on every rank, in its place, with what `of_rank` gave on each of them, if it gave anything.
 
     Attributes:
         metrics: Where training's values go.
@@ -186,13 +174,7 @@ class RunLog:
         self.media.window_dropped()
 
     def window_finished(self, step: int, *, is_last: bool = False, is_stopped: bool = False) -> None:
-        """After a window and its events.
-
-        Args:
-            step: Optimizer steps completed.
-            is_last: Whether the run ends with it.
-            is_stopped: Whether it ends before its limits, so that it may go on later.
-        """
+        """After a window and its events."""
         if self._flight is not None or self.media.waiting:
             self.land()
         if is_last:
@@ -206,9 +188,6 @@ class RunLog:
         """After `land`: writes what the last events logged, as of the run's last epoch, unless a resumed run will.
 
         A collective.
-
-        Args:
-            step: Optimizer steps completed.
         """
         if not self._pending_is_saved(step):
             self._decide(None)
@@ -251,11 +230,7 @@ class RunLog:
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
         """What is logged inside is of the validation or the epoch that has just ended, and has nothing to do with
-        training's next line: written at the end. One inside may evaluate, which comes here too.
-
-        Args:
-            counts: Whether it is of the training; of another validation nothing is written.
-        """
+        training's next line: written at the end. One inside may evaluate, which comes here too."""
         before = self.own_line, self._own_line_counts
         self.own_line, self._own_line_counts = MetricBuffer(), counts
         try:
@@ -301,10 +276,8 @@ class RunLog:
         """What a checkpoint keeps, equal on all ranks; a collective.
 
         Args:
-            step: Optimizer steps completed.
             is_last: Whether the run's last window is done. What it logged is written now, and not saved to be written
                 again: a listener may save at the window's end, before `window_finished`.
-            has_failed: Whether the run broke off. What failed may be a logger, so nothing is written.
         """
         self.land()
         self._write_own_line()
@@ -363,12 +336,7 @@ class RunLog:
     # -- the end
 
     def close(self, step: int, *, has_trained: bool) -> None:
-        """Writes the rest, or says what a resumed run will write, and closes the loggers.
-
-        Args:
-            step: Optimizer steps completed.
-            has_trained: Whether this process has; without that it writes nothing.
-        """
+        """Writes the rest, or says what a resumed run will write, and closes the loggers."""
         with followed_by(self._close_loggers):
             if has_trained:
                 self.land()
@@ -391,3 +359,37 @@ class RunLog:
         if self._loggers is not None:
             ended, self._loggers = self._loggers, LoggerGroup([], lambda key, message: None, strict=False)
             ended.close()  # what is logged from here on goes nowhere
+
+
+Line = dict[str, float]
+
+
+class History(list[Line]):
+    """The last lines that were logged.
+
+    Attributes:
+        dropped: How many older lines are no longer here. metrics.jsonl has them.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self._limit = limit
+        self.dropped = 0
+
+    def append(self, line: Line) -> None:
+        """Adds the newest line."""
+        super().append(line)
+        if self._limit is not None and len(self) > self._limit:
+            del self[0]
+            self.dropped += 1
+
+    def replace(self, lines: Iterable[Line]) -> None:
+        """Has these lines and no others."""
+        self.clear()
+        self.dropped = 0
+        for line in lines:
+            self.append(line)
+
+    def __repr__(self) -> str:
+        older = f" after {self.dropped} older ones" if self.dropped else ""
+        return f"History of {len(self)} lines{older}"

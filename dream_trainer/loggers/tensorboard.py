@@ -79,16 +79,14 @@ class TensorBoardLogger(Logger):
         return self._event(wall_time=stamp.time, step=stamp.step)
 
     def _write(self, event: Event) -> None:
-        """Appends one event. In this thread: torch's SummaryWriter has one of its own, and to wait for it costs more
-        (500 us for a line of six metrics, not 15)."""
+        """Appends one event."""
         assert self._file is not None  # there is no event without `open`
         self._file.write(_record(event.SerializeToString()))
         self._file.flush()
 
 
 def _drop_later_events(path: Path, last_step: int) -> None:
-    """Replaces an event file, if there is anything to drop: events of later steps, and what follows a record that a
-    kill cut short, which nobody can read."""
+    """Replaces an event file, if there is anything to drop."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     temporary = path.with_name("earlier.tmp")  # a name that TensorBoard passes over
@@ -110,8 +108,7 @@ def _drop_later_events(path: Path, last_step: int) -> None:
 
 
 def _record(data: bytes) -> bytes:
-    """A record of the TFRecord format: length, checksum of it, data, checksum of them. TensorBoard's own writer
-    computes the checksums in Python, which takes three quarters of its time."""
+    """A record of the TFRecord format: length, checksum of it, data, checksum of them."""
     from google_crc32c import value
 
     length = struct.pack("<Q", len(data))

@@ -38,13 +38,7 @@ class Derived:
 
 
 def derivations(refs: Mapping[str, Ref], sources: Collection[str], history: RecordedCalls) -> dict[str, Derived]:
-    """How each tensor of `refs` got its first values, as far as these come from those of `sources`.
-
-    Args:
-        refs: Tensors by name.
-        sources: Names among them.
-        history: The recorded calls.
-    """
+    """How each tensor of `refs` got its first values, as far as these come from those of `sources`."""
     readable: dict[int, list[tuple[str, Ref]]] = {}
     for name in sources:
         for ref in _before_casts(refs[name], history):

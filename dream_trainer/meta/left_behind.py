@@ -37,9 +37,6 @@ def refuse_hidden(roots: Mapping[str, Any]) -> None:
 
     Looks into lists, tuples, dicts and sets, `functools.partial`, methods, closures and the attributes of objects.
 
-    Args:
-        roots: Models, and what else may lead to them, by name.
-
     Raises:
         InitError: There is one; the message says where.
     """

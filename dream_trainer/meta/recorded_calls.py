@@ -164,10 +164,6 @@ class RecordedCalls:
     ) -> tuple[torch.UntypedStorage, bool]:
         """Runs the calls that made a storage what it is now.
 
-        Args:
-            ref: The storage.
-            given: Storages that are taken as they are here, instead of being made by their calls.
-
         Returns:
             The real storage in CPU memory, and whether uninitialised memory went into any of those calls.
         """
@@ -215,11 +211,7 @@ class RecordedCalls:
         )
 
     def _needed(self, storage: int, given: Collection[int] = ()) -> list[int]:
-        """Numbers, ascending, of the calls that the storage's present values depend on.
-
-        Walks from writes to what they read; every storage keeps its own list of writers, so the cost is that of the
-        answer and not of the whole history.
-        """
+        """Numbers, ascending, of the calls that the storage's present values depend on."""
         needed: set[int] = set()
         seen: set[tuple[int, int]] = set()
         pending = [(storage, len(self.ops))]

@@ -15,16 +15,37 @@ What cannot be seen at this level, and is therefore not deferred or not replayed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from sys import _getframe
+from types import FrameType
+from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from dream_trainer.compat.pytorch import without_torch_function
+from dream_trainer.compat.pytorch import of_class_of, storage_id, without_torch_function, write_count
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
-from dream_trainer.meta.recorded_calls import RecordedCalls
-from dream_trainer.meta.recorder import Recorder
+from dream_trainer.errors import InitError
+from dream_trainer.meta.functions import (
+    EMPTY,
+    FILLED,
+    METADATA,
+    OVERWRITES,
+    QUIET_WRITES,
+    READS,
+    map_leaves,
+    name_of,
+    property_of,
+    split_move,
+    targets,
+    tensor_leaves,
+)
+from dream_trainer.meta.recorded_calls import GeneratorState, Op, RecordedCalls, Ref
 
 
 class Tape:
@@ -95,3 +116,331 @@ class Tape:
                 return tensor
             ref = self.history.ref(tensor)
             return ref.view(self.history.replay(ref)[0])
+
+
+LARGE = 1 << 20
+"""Elements from which on a filled factory's result is deferred: 4 MB in fp32."""
+
+
+class Recorder(TorchFunctionMode):
+    """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need."""
+
+    def __init__(self, history: RecordedCalls, initialised: WeakSet[nn.Module]) -> None:
+        super().__init__()
+        self.history = history
+        self._initialised = initialised
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = [*tensor_leaves(args), *tensor_leaves(kwargs)]
+        if any(_is_opaque(leaf) for leaf in leaves):
+            return func(*args, **kwargs)
+        if name_of(func) in EMPTY or name_of(func) in FILLED:
+            return self._factory(func, args, kwargs)
+        if any(leaf.is_meta for leaf in leaves):
+            return self._tracked(func, args, kwargs)
+        result = func(*args, **kwargs)
+        is_new_on_meta = isinstance(result, Tensor) and result.is_meta and ("device" in kwargs or not leaves)
+        if is_new_on_meta and not _is_empty(result):
+            self._append(func, args, {**kwargs, "device": "cpu"}, result, [])  # made under torch.device("meta")
+        return result
+
+    def _factory(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Defers a factory's result if it is empty or large, and meant for the CPU."""
+        name, like = (
+            name_of(func),
+            next(iter((*tensor_leaves(args), *tensor_leaves(kwargs))), None),
+        )
+        is_tracked = like is not None and like.is_meta
+        device = torch.device(kwargs.get("device") or (torch.get_default_device() if like is None else like.device))
+        is_strided = kwargs.get("layout", torch.strided if like is None else like.layout) is torch.strided
+        takes_values = name in ("normal", "full") and like is not None
+        if takes_values or not is_strided or device.type not in ("cpu", "meta") or kwargs.get("out") is not None:
+            return self._tracked(func, args, kwargs) if is_tracked else func(*args, **kwargs)
+        on_meta = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
+        result = func(
+            *map_leaves(_to_meta, args[:1]),
+            *args[1:],
+            **map_leaves(_to_meta, {**on_meta, "device": "meta"}),
+        )
+        is_asked_for = is_tracked or device.type == "meta"
+        if name in FILLED and result.numel() < LARGE and not is_asked_for:
+            return func(*args, **kwargs)
+        if name in EMPTY:
+            self.history.append_source(result)
+            if result.numel() == 0 and not is_asked_for:
+                return func(*args, **kwargs)  # `torch.load` points it to what it has read, which nobody can record
+            return result
+        on_cpu = {**kwargs, "device": "cpu"}
+        on_cpu.pop("pin_memory", None)
+        self._append(func, args, self._with_generators(func, args, on_cpu), result, [])
+        return result
+
+    def _tracked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call that some meta tensor takes part in."""
+        name = name_of(func)
+        if name in ("__get__", "__set__"):
+            return self._property(func, args)
+        if name in READS or name in QUIET_WRITES:
+            return self._read(func, args, kwargs)
+        if name in ("to", "cpu") and (moved := split_move(name, args, kwargs)) is not None:
+            device, args, kwargs = moved
+            if not args[0].is_meta or (device is not None and device.type != "cpu"):
+                return self._read(func, (args[0], device, *args[1:]), kwargs)
+            if len(args) == 1 and not kwargs:
+                return args[0]
+        if name == "cuda":
+            return self._read(func, args, kwargs)
+        if name == "__deepcopy__":
+            return self._deepcopy(*args)
+        if name in ("data_ptr", "const_data_ptr"):
+            return storage_id(args[0]) + args[0].storage_offset() * args[0].element_size()
+        if name == "get_device":
+            return -1
+        if name == "backward":
+            raise InitError(
+                "backward() cannot run while a model is built on the meta device. Compute gradient-based initial "
+                "values in `load_pretrained`, where parameters are real."
+            )
+        if name in METADATA:
+            return func(*args, **kwargs)
+        written = targets(func, args, kwargs)
+        if name.startswith("_foreach_") and name.endswith("_"):
+            return self._one_by_one(func, args, kwargs)
+        if any(not target.is_meta for target in written):
+            return self._read(func, args, kwargs, written)
+        return self._record(func, args, kwargs, written)
+
+    def _property(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Properties alias or describe; those of the device tell what the code would see without the tape."""
+        name, tensor = property_of(func), args[0]
+        if name_of(func) == "__set__":
+            if name == "data" and args[1].is_meta and not tensor.is_meta and _has_no_elements(tensor):
+                return _become(tensor, args[1])
+            if name == "data" and tensor.is_meta != args[1].is_meta:
+                value = self._real(args[1]) if args[1].is_meta else self._given(args[1])
+                return func(tensor, value)
+            return func(*args)
+        # An empty one that is not recorded asks whether `torch.device("meta")` is on, as transformers does.
+        if tensor.is_meta and not (_is_empty(tensor) and not self.history.knows(tensor)):
+            answers = {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}
+            if name in answers:
+                return answers[name]
+        return func(*args)
+
+    def _given(self, real: Tensor) -> Tensor:
+        """A recorded meta tensor that will replay as a copy of `real`."""
+        result: Tensor = _to_meta(real.detach())
+        self._append(torch.clone, (real,), {}, result, [])
+        return result
+
+    def _real(self, leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.is_meta):
+            return leaf
+        ref = self.history.ref(leaf)
+        self.history.asked[ref.storage] = len(self.history.ops)
+        return ref.view(self.history.replay(ref)[0])
+
+    def _read(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[Tensor] = (),
+    ) -> Any:
+        """Runs a call for real, on replayed values; nothing of it is recorded."""
+        if any(target.is_meta for target in written):
+            raise InitError(
+                f"torch.{name_of(func)} writes to a deferred and to a real tensor at once, which cannot be replayed. "
+                "Split it into one call for each."
+            )
+        result = func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
+        if name_of(func) in ("numpy", "__array__"):
+            result.setflags(write=False)
+        return result
+
+    def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                copied = self._record(torch.Tensor.clone, (tensor,), {}, [])
+            copied.requires_grad_(tensor.requires_grad)
+            vars(copied).update(deepcopy(vars(tensor), memo))
+            memo[id(tensor)] = copied
+        known: Tensor = memo[id(tensor)]
+        return known
+
+    def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Splits a `_foreach_` call, so that one tensor's replay does not need all the others."""
+        for index in range(len(args[0])):
+
+            def only(value: Any, index: int = index) -> Any:
+                is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])
+                return [value[index]] if is_list else value
+
+            one = tuple(map(only, args))
+            one_kwargs = {key: only(value) for key, value in kwargs.items()}
+            if one[0][0].is_meta:
+                self._record(func, one, one_kwargs, list(one[0]))
+            else:
+                self._read(func, one, one_kwargs)
+
+    def _record(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+    ) -> Any:
+        """Runs a call on meta and appends it, unless it turns out to be a view, a question or a read."""
+        stand_ins: list[Tensor] = []
+
+        def meta(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Generator):
+                return None
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                stand_ins.append(_to_meta(leaf))
+                return stand_ins[-1]
+            return leaf
+
+        tracked = [leaf for leaf in (*tensor_leaves(args), *tensor_leaves(kwargs)) if leaf.is_meta]
+        for leaf in tracked:
+            self.history.ref(leaf)
+        counts = [write_count(leaf) for leaf in tracked]
+        try:
+            result = func(*map_leaves(meta, args), **map_leaves(meta, kwargs))
+        except NotImplementedError:
+            if not written:
+                return self._read(func, args, kwargs)
+            result = None if name_of(func) == "__setitem__" else args[0]
+        except (RuntimeError, TypeError):
+            if written:
+                raise
+            return self._read(func, args, kwargs)  # needs values; a real mistake raises again, in its own words
+        if any(write_count(stand_in) for stand_in in stand_ins) or _aliases(result, stand_ins):
+            return self._read(func, args, kwargs)
+        also = [leaf for leaf, count in zip(tracked, counts, strict=True) if write_count(leaf) != count]
+        writes = [*written, *also]
+        if writes or any(not self.history.knows(leaf) for leaf in tensor_leaves(result) if leaf.is_meta):
+            self._append(func, args, self._with_generators(func, args, kwargs), result, writes)
+        return result
+
+    def _with_generators(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Replaces a user's generator by its state, and advances it as the call would have."""
+        if any(isinstance(value, torch.Generator) for value in args):
+            raise InitError(f"torch.{name_of(func)} got a generator by position. Pass it as `generator=`.")
+        generator = kwargs.get("generator")
+        if generator is None:
+            return kwargs
+        if generator.device.type != "cpu":
+            raise InitError(
+                f"generator= is on {generator.device}, and initial weights are drawn on the CPU. "
+                "Use torch.Generator() so that every device gets the same bits."
+            )
+        state = GeneratorState(generator.get_state())
+        with torch.no_grad():
+            func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
+        return {**kwargs, "generator": state}
+
+    def _append(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        writes: list[Tensor],
+    ) -> None:
+        new, outputs = [], []
+        for position, leaf in enumerate(tensor_leaves(result)):
+            if leaf.is_meta and not self.history.knows(leaf):
+                new.append(leaf)
+                outputs.append(self.history.output(position, leaf))
+
+        def captured(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return self.history.ref(leaf) if leaf.is_meta else leaf.detach().clone()
+
+        args, kwargs = map_leaves(captured, args), map_leaves(captured, kwargs)
+        refs: list[Ref] = []
+        map_leaves(
+            lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None,
+            [args, kwargs],
+        )
+        overwrites = _overwritten(func, refs, writes)
+        reads = tuple({ref.storage for ref in refs} - {overwrites})
+        written = tuple({storage_id(target) for target in writes})
+        op = Op(
+            func,
+            args,
+            kwargs,
+            tuple(outputs),
+            written,
+            reads,
+            overwrites,
+            torch.get_default_dtype(),
+        )
+        self.history.append(op, new)
+        if writes:
+            self._initialised.update(_initialising())
+
+
+def _initialising() -> Iterator[nn.Module]:
+    """The modules whose `init_weights()` is running: looked up on the stack, since nothing of theirs is replaced."""
+    frame: FrameType | None = _getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "init_weights" and frame.f_code.co_argcount > 0:
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(owner, nn.Module):
+                yield owner
+        frame = frame.f_back
+
+
+def _overwritten(func: Callable[..., Any], refs: list[Ref], writes: list[Tensor]) -> int | None:
+    """The storage that a call fills completely without having read it."""
+    if name_of(func) not in OVERWRITES or len({storage_id(target) for target in writes}) != 1:
+        return None
+    target = writes[0]
+    is_whole = target.is_contiguous() and target.numel() * target.element_size() == target.untyped_storage().nbytes()
+    is_read_too = sum(ref.storage == storage_id(target) for ref in refs) > 1
+    return storage_id(target) if is_whole and not is_read_too else None
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor without elements; a parameter of a lazy module cannot be asked."""
+    return type(tensor) is Tensor and tensor.numel() == 0
+
+
+def _has_no_elements(tensor: Tensor) -> bool:
+    """Whether nothing is in it; a parameter of a lazy module, which cannot be asked, has none."""
+    return is_lazy(tensor) or tensor.numel() == 0
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is left alone."""
+    cls: Any = type(tensor)
+    plain: Any = Tensor
+    return cls.__torch_dispatch__ is not plain.__torch_dispatch__
+
+
+def _become(tensor: Tensor, recorded: Tensor) -> None:
+    """`tensor.data = recorded` for a real tensor without elements, such as the parameter of a lazy module."""
+    torch.utils.swap_tensors(tensor, of_class_of(tensor, recorded))
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.detach().to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def _aliases(result: Any, stand_ins: list[Tensor]) -> bool:
+    if not stand_ins:
+        return False
+    storages = {storage_id(stand_in) for stand_in in stand_ins}
+    return any(leaf.is_meta and storage_id(leaf) in storages for leaf in tensor_leaves(result))

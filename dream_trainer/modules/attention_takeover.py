@@ -26,9 +26,8 @@ from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.errors import StepError
 from dream_trainer.modules.context_attention import ContextAttention
 from dream_trainer.modules.hidden_backward import refuse_hidden_backward
-from dream_trainer.modules.position_checks import PositionChecks
+from dream_trainer.modules.position_checks import PositionChecks, is_spanning, name_in_pytorch
 from dream_trainer.modules.shared_draws import RandomFunction, is_draw
-from dream_trainer.modules.spanning_functions import is_spanning, name_in_pytorch
 
 Handler = Callable[..., Any]
 
@@ -50,11 +49,6 @@ _COMPILED = (
 
 class AttentionTakeover(TorchFunctionMode):
     """Inside, functions of PyTorch and of ours are replaced by their handlers.
-
-    Args:
-        attention: What attention goes to.
-        further: Gives handlers of further functions that take part in PyTorch's override protocol.
-        warn: Told once, under a key, of what may be wrong.
 
     Attributes:
         attention: What attention goes to.

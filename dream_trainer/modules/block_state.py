@@ -40,13 +40,7 @@ class Moves:
 
 
 class BlockState:
-    """The state of a block, as it is now.
-
-    Args:
-        block: A module, with all that is in it.
-        given: What its forward is given.
-        moves: What it writes into; becomes more by `look`.
-    """
+    """The state of a block, as it is now."""
 
     def __init__(self, block: nn.Module, given: Any, moves: Moves) -> None:
         self._moves = moves
@@ -80,9 +74,6 @@ class BlockState:
 
     def look(self, block: str) -> None:
         """Notes what the forward since then has written into; waits for the device if that is not known yet.
-
-        Args:
-            block: The block's name in errors.
 
         Raises:
             StepError: It wrote into a tensor for the first time, after its first calls.

@@ -23,14 +23,7 @@ _classes: dict[tuple[type[Changed], type[nn.Module], Any], type[nn.Module]] = {}
 
 
 def change_class(module: nn.Module, change: type[Changed], key: Any = None, **attributes: Any) -> None:
-    """Puts `change` before the class of `module`, whose methods it reaches by `super()`; once, where it is done again.
-
-    Args:
-        module: Changed in place.
-        change: What is put before.
-        key: Hashable; modules of one class changed under equal keys have the same `attributes`.
-        **attributes: Class attributes of the changed class.
-    """
+    """Puts `change` before the class of `module`, whose methods it reaches by `super()`; once for each module."""
     cls = type(module)
     if any(_classes.get((change, base, key)) in cls.__mro__ for base in cls.__mro__):
         return  # two models have it

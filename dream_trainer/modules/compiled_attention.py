@@ -144,25 +144,14 @@ def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, b
 
 
 def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
-    """Compiles the forward of `module`, each shape by itself, for whole sequences and for such that ranks share.
-
-    Args:
-        module: Changed in place.
-        backend: Name of the compiler's backend.
-        mode: Of the backend.
-        options: Of the backend, in place of a mode.
-    """
+    """Compiles the forward of `module`, each shape by itself, for whole sequences and for such that ranks share."""
     whole = torch.compile(type(module).forward, backend=backend, mode=mode, options=options, dynamic=False)
     of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}
     change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
 
 
 def _share(in_graphs: _InGraphs, call: Call) -> None:
-    """Has a call of attention go to ours; what else steps check is checked of other calls, too.
-
-    Raises:
-        StepError: It would see this rank's positions alone.
-    """
+    """Has a call of attention go to ours; what else steps check is checked of other calls, too."""
     handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
     if isinstance(handler, RandomFunction):
         handler.refuse_in_graph(call.result, *call.args, **call.kwargs)

@@ -29,9 +29,6 @@ Masked = Callable[..., Tensor]
 class ContextAttention(ABC):
     """What all ways have in common.
 
-    Args:
-        parts: Who has which positions.
-
     Attributes:
         parts: Who has which positions.
         lengths: This rank's positions of the sequences that the running batch was cut in; a batch may have several.
@@ -182,12 +179,6 @@ class UlyssesAttention(ContextAttention):
 
     def attend_with_own_heads(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         """`attend` over all positions with this rank's heads.
-
-        Args:
-            query: Of this rank's positions, `[batch, heads, length, width]`.
-            key: The same, maybe of fewer heads.
-            value: The same.
-            attend: Called once, with all positions.
 
         Returns:
             All heads of this rank's positions.

@@ -38,14 +38,7 @@ def is_held(name: str, names: Collection[str]) -> bool:
 
 
 def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence[int], own_rank: int) -> list[Tie]:
-    """The parameters of `model`, which is still whole, that more than one rank will have.
-
-    Args:
-        model: The model.
-        stages: The names that each stage holds.
-        ranks: Which rank has each stage.
-        own_rank: This one.
-    """
+    """The parameters of `model`, which is still whole, that more than one rank will have."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExpertBalance:
-    """The mixtures of a trainer's models.
-
-    Args:
-        models: By name.
-        world: The ranks.
-        log: Takes numbers by name; None where nothing is logged.
-    """
+    """The mixtures of a trainer's models."""
 
     def __init__(
         self, models: Mapping[str, nn.Module], world: World, log: Callable[[dict[str, Tensor]], None] | None

@@ -43,11 +43,6 @@ def keep_out_of_graphs(models: Iterable[nn.Module]) -> None:
 def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:
     """Wraps experts that are to be sharded beyond the ranks that share them, in groups of their own.
 
-    Args:
-        models: By name.
-        mesh: From `lay_expert_mesh`.
-        config: Keyword arguments of `fully_shard`, without a mesh.
-
     Raises:
         ConfigError: The ranks cannot share a weight evenly.
     """

@@ -56,12 +56,7 @@ def sizes_fit(linear: nn.Linear) -> bool:
 
 
 def compute_in_float8(linear: nn.Linear, config: Any) -> None:
-    """Makes `linear` multiply in float8.
-
-    Args:
-        linear: Changed in place, on meta or real, split by `parallelize_module` or not.
-        config: torchao's.
-    """
+    """Makes `linear` multiply in float8."""
     change_class(linear, Float8, key=config, **attributes(config))
 
 

@@ -12,11 +12,7 @@ from torch import Tensor
 
 
 class ForwardState:
-    """As it is now, to be put back.
-
-    Args:
-        models: Modules, with all that is in them.
-    """
+    """As it is now, to be put back."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = dict.fromkeys(module for model in models for module in model.modules())

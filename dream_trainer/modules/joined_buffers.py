@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
+import xxhash
 from torch import Tensor
 
 from dream_trainer.compat.module_buffers import is_persistent
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, storage_id
 from dream_trainer.distributed.equality import differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.equal_weights import digest_of
 from dream_trainer.modules.mixture_of_experts import MoE
 
 if TYPE_CHECKING:
@@ -71,18 +71,16 @@ class JoinedBuffers:
     """The buffers of a trainer's models.
 
     Args:
-        models: By name.
         policies: Policies by regular expression, searched for in `<model>.<name>`; the first that matches counts.
             Running statistics of batch and instance norms that none matches are averaged over the ranks on which the
             layer trains, and counts of their batches are left as they are.
-        given_by: Where the user writes policies, for messages.
 
     Raises:
         ConfigError: A pattern or policy is not understood, or matches no buffer, or "mean" matches integers.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy], given_by: str) -> None:
-        self._models, self._given_by = models, given_by
+    def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy]) -> None:
+        self._models = models
         self._policies: dict[str, BufferPolicy] = dict(policies)
         self._joined: list[_Buffer] | None = None
         self._shapes: list[torch.Size] = []
@@ -136,7 +134,7 @@ class JoinedBuffers:
             if not any(re.search(pattern, buffer.name) for buffer in named):
                 names = ", ".join(buffer.name for buffer in named[:10]) or "none"
                 raise ConfigError(
-                    f"{self._given_by} has {pattern!r}, which matches no buffer. The buffers are: {names}."
+                    f"buffer_policies() has {pattern!r}, which matches no buffer. The buffers are: {names}."
                 )
         self._check_types(named)
 
@@ -145,14 +143,14 @@ class JoinedBuffers:
         for pattern, policy in self._policies.items():
             if policy not in get_args(BufferPolicy):
                 raise ConfigError(
-                    f"{self._given_by} has {policy!r} for {pattern!r}. Use one of "
+                    f"buffer_policies() has {policy!r} for {pattern!r}. Use one of "
                     f"{', '.join(map(repr, get_args(BufferPolicy)))}."
                 )
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"{self._given_by} has {pattern!r}, which is not a regular expression ({error}). Escape literal "
+                    f"buffer_policies() has {pattern!r}, which is not a regular expression ({error}). Escape literal "
                     "characters with a backslash."
                 ) from error
         return bool(self._policies)
@@ -162,8 +160,8 @@ class JoinedBuffers:
             dtype = buffer.value.dtype
             if buffer.policy == "mean" and not (dtype.is_floating_point or dtype.is_complex):
                 raise ConfigError(
-                    f'{self._given_by} has "mean" for {buffer.name}, which is {dtype} and has no mean. Use "rank 0" or '
-                    '"as is".'
+                    f'buffer_policies() has "mean" for {buffer.name}, which is {dtype} and has no mean. Use "rank 0" '
+                    'or "as is".'
                 )
 
     @torch.no_grad()
@@ -171,10 +169,6 @@ class JoinedBuffers:
         """Makes buffers equal on the ranks of a step, as their policies say; a collective.
 
         Which buffers there are is found out the first time, when forwards have made those that they make.
-
-        Args:
-            ranks: All ranks, which compare names and shapes the first time.
-            group: The ranks of the step; None for all.
 
         Raises:
             RanksDifferError: The ranks have other buffers, or other shapes, the first time.
@@ -255,3 +249,32 @@ def batch_norms(model: nn.Module) -> list[str]:
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     norms = [(name, part) for name, part in model.named_modules() if isinstance(part, kinds)]
     return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
+
+
+def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of `models` that are not on the meta device, by name."""
+    return {
+        f"{prefix}.{name}": tensor
+        for prefix, model in models.items()
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+        if not tensor.is_meta
+    }
+
+
+@torch.no_grad()
+def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
+    """Gives all ranks rank 0's values of those that differ, and returns their names; a collective."""
+    if world.world_size == 1:
+        return []
+    digests = world.all_gather_object([digest_of(tensor) for tensor in tensors.values()])
+    differ = [name for name, *values in zip(tensors, *digests, strict=True) if len(set(values)) > 1]
+    for name in differ:
+        values = tensors[name].cpu().contiguous()
+        tensors[name].copy_(world.broadcast(values))
+    return differ
+
+
+def digest_of(tensor: Tensor) -> int:
+    """Of a tensor's bytes, not of its shape."""
+    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

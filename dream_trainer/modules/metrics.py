@@ -39,8 +39,7 @@ def updates(metric: Any) -> int:
 
 
 def _counted(part: Any) -> int:
-    """Its own updates. What wraps others may say that it was updated from the start, and leaves counting to these, but
-    for one that resets its metric after each."""
+    """Its own updates."""
     wrappers = sys.modules["torchmetrics"].wrappers
     if isinstance(part, wrappers.Running):
         return int(part._num_vals_seen)
@@ -54,11 +53,7 @@ def copied(tree: Any, metrics: Iterable[Any]) -> Any:
 
 
 class MetricStates:
-    """What metrics and collections have counted by now, to be put back into the same objects.
-
-    Args:
-        metrics: Of torchmetrics, single ones and collections.
-    """
+    """What metrics and collections have counted by now, to be put back into the same objects."""
 
     def __init__(self, metrics: Sequence[Any]) -> None:
         self._metrics = metrics
@@ -87,11 +82,6 @@ def _attributes(module: Any) -> dict[str, Any]:
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
     """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it.
 
-    Args:
-        name: Of a metric that computes one value.
-        metric: Of torchmetrics.
-        world: The ranks; of those that see the same data the first counts.
-
     Returns:
         Nothing if no rank has updated it since its reset.
     """
@@ -107,12 +97,7 @@ def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
 
 
 def higher_is_better(metrics: Mapping[str, Any], name: str) -> bool | None:
-    """What the metric behind a validation's value says of itself; None if there is none, or it does not say.
-
-    Args:
-        metrics: Metrics and collections by name.
-        name: Of the value, such as "val/accuracy" or "val/near/accuracy".
-    """
+    """What the metric behind a validation's value says of itself; None if there is none, or it does not say."""
     for own, metric in metrics.items():
         members = (
             metric.items() if isinstance(metric, sys.modules["torchmetrics"].MetricCollection) else [(own, metric)]

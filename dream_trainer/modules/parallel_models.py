@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.compat.pytorch import begin_root
 from dream_trainer.errors import StepError
 from dream_trainer.modules.sharded_model import ShardedModel
 from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
-from dream_trainer.modules.whole_optimizers import MadeOfWhole, WholeOptimizers
+from dream_trainer.nested import leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,13 +63,7 @@ class ParallelModels:
         self._is_whole = self._is_fresh = False
 
     def shard(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
-        """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real.
-
-        Args:
-            model: Its parameters become DTensors in place.
-            mesh: See `ShardedModel`.
-            check: Called before each collective; raises if only some ranks run it.
-        """
+        """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real."""
         self.whole_in_steps.append(ShardedModel(model, mesh, check))
         self.changes_in_steps = True
 
@@ -78,14 +74,7 @@ class ParallelModels:
         sync_policy: str,
         optimizers: Callable[[], Iterable[Optimizer]],
     ) -> None:
-        """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`.
-
-        Args:
-            models: The models, real.
-            world: The ranks.
-            sync_policy: When gradients of sharded models cross ranks: `TrainingParameters.sync_policy`.
-            optimizers: Returns the trainer's optimizers.
-        """
+        """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`."""
         from dream_trainer.compat.fully_shard import is_shared, watch_gradients
         from dream_trainer.compat.touched_shards import TouchableShards
 
@@ -191,12 +180,7 @@ class ParallelModels:
 
     @contextmanager
     def shards(self, optimizers: Sequence[Optimizer], *, others_may_change: bool) -> Iterator[None]:
-        """Within `whole`: inside, parameters are shards and have their part of the gradients.
-
-        Args:
-            optimizers: Those that change parameters inside.
-            others_may_change: Whether listeners may change those of other models.
-        """
+        """Within `whole`: inside, parameters are shards and have their part of the gradients."""
         if not self._is_whole or not self.whole_in_steps:
             yield
             return
@@ -291,3 +275,91 @@ class ParallelModels:
         for sharded in self.whole_in_steps:
             self._is_fresh &= sharded.leave()
         self._is_whole = False
+
+
+_OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
+
+
+class MadeOfWhole(TorchFunctionMode):
+    """Inside, notes which tensors are made of whole parameters with the same layout: copies, or zeros.
+
+    Attributes:
+        made: Each such tensor, with the parameter that it is made of.
+    """
+
+    def __init__(self, whole: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._origins = {id(parameter): parameter for parameter in whole}
+        self.made: list[tuple[Tensor, nn.Parameter]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        origins = [self._origins[id(value)] for value in leaves(args) if id(value) in self._origins]
+        for value in leaves(result) if origins else ():
+            if isinstance(value, Tensor) and id(value) not in self._origins:
+                origin = next((one for one in origins if one.shape == value.shape), None)
+                if origin is not None:
+                    self._origins[id(value)] = origin
+                    self.made.append((value, origin))
+        return result
+
+
+class WholeOptimizers:
+    """Exchanges what optimizers hold."""
+
+    def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        self._optimizers = optimizers
+        self._attributes: list[tuple[Optimizer, str]] = []
+
+    def exchange(self, others: Mapping[int, Tensor]) -> None:
+        """Exchanges parameters; lists and dicts stay the same objects."""
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                group["params"][:] = [others.get(id(p), p) for p in group["params"]]
+            for parameter in [p for p in optimizer.state if id(p) in others]:
+                optimizer.state[others[id(parameter)]] = optimizer.state.pop(parameter)
+        for optimizer, name in self._attributes:
+            setattr(optimizer, name, _Exchange(others).of(vars(optimizer)[name]))
+
+    def adopt(self, shards: Mapping[int, Tensor], parts: Mapping[int, Tensor]) -> None:
+        """Looks through optimizers that are new, after an exchange."""
+        self._attributes = []
+        for optimizer in self._optimizers():
+            _Exchange(parts).of(optimizer.state)
+            for name, value in list(vars(optimizer).items()):
+                if name not in _OF_EACH_OPTIMIZER:
+                    exchange = _Exchange({**shards, **parts})
+                    setattr(optimizer, name, exchange.of(value))
+                    if not exchange.met.isdisjoint(shards):
+                        self._attributes.append((optimizer, name))
+
+
+class _Exchange:
+    """One walk through nested values. `met` are the ids of the tensors that gave their place to others."""
+
+    def __init__(self, others: Mapping[int, Tensor]) -> None:
+        self._others = others
+        self._seen: set[int] = set()
+        self.met: set[int] = set()
+
+    def of(self, value: Any) -> Any:
+        """`value`, changed in place except for tensors and tuples."""
+        if id(value) in self._others:
+            self.met.add(id(value))
+            return self._others[id(value)]
+        if type(value) is tuple:
+            return tuple(self.of(one) for one in value)
+        if id(value) in self._seen:
+            return value
+        self._seen.add(id(value))
+        if isinstance(value, list):
+            value[:] = [self.of(one) for one in value]
+        elif isinstance(value, dict):
+            for key, one in list(value.items()):
+                new = self.of(key)
+                if new is not key:
+                    del value[key]
+                value[new] = self.of(one)
+        elif isinstance(value, Optimizer):
+            self.of(vars(value))
+        return value

@@ -15,11 +15,7 @@ from dream_trainer.errors import HookError
 
 
 class ParameterMarks:
-    """Those of whole models.
-
-    Args:
-        models: By name, as yet in one piece.
-    """
+    """Those of whole models."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         # Subclasses keep their own data there, such as quantised weights.

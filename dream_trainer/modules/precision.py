@@ -12,8 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn as nn
+from torch import Tensor
 
-from dream_trainer.compat.pytorch import tf32_products
+from dream_trainer.compat.pytorch import tf32_products, with_parameters
+from dream_trainer.modules.class_change import Changed, change_class
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -81,13 +84,7 @@ def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None
 def float32_products(
     parameters: DeviceParameters, device: torch.device, warn_once: Callable[[str, str], None]
 ) -> Iterator[None]:
-    """Inside, float32 matrix products and convolutions may use TF32, if `precision` says so; then as it was.
-
-    Args:
-        parameters: Their `precision` says so.
-        device: What is computed on. Only CUDA devices have TF32.
-        warn_once: Called with a key and a message where the device computes in float32 instead.
-    """
+    """Inside, float32 matrix products and convolutions may use TF32, if `precision` says so; then as it was."""
     if parameters.precision != "tf32":
         yield
         return
@@ -97,3 +94,29 @@ def float32_products(
         return
     with tf32_products():
         yield
+
+
+_KEEP_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_ONE_TYPE_ON_CPU = (nn.LayerNorm, nn.GroupNorm)
+
+
+class Float32Norm(Changed):
+    """Computes in float32 and returns its input's type."""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The norm's own forward on float32."""
+        raised = {name: parameter.float() for name, parameter in self.named_parameters(recurse=False)}
+        with with_parameters(self, raised):
+            result: Tensor = super().forward(input.float(), *args, **kwargs)
+        return result.to(input.dtype)
+
+
+def norms_in_float32(model: nn.Module, device: torch.device) -> None:
+    """Makes the norms of `model` that would fail on `device` compute in float32."""
+    kinds = _KEEP_STATISTICS + (_ONE_TYPE_ON_CPU if device.type == "cpu" else ())
+    for module in model.modules():
+        if isinstance(module, kinds):
+            change_class(module, Float32Norm)

@@ -59,12 +59,6 @@ class BlockCall:
     computed while a model is `frozen` and go backward later, batch norm's statistics move once, and experts count
     their tokens once.
 
-    Args:
-        block: The block.
-        forward: Its own forward.
-        given: The arguments and keyword arguments.
-        moves: What its forwards write into.
-
     Attributes:
         is_watched: Whether it is the first in these modes, whose second run has to give what the first one gave.
     """
@@ -192,11 +186,6 @@ def _are_close(expected: Sequence[tuple[Tensor, int]], found: Sequence[tuple[Ten
 
 def recompute(module: nn.Module, keep: Sequence[str] = (), name: str = "") -> None:
     """Makes `module` recompute its activations in backward.
-
-    Args:
-        module: Its forward may change attributes and buffers; a second run changes nothing.
-        keep: Operations whose outputs are kept, such as `"aten.mm.default"`; none recomputes everything.
-        name: Its name in errors.
 
     Raises:
         ValueError: PyTorch has no operation of a given name.

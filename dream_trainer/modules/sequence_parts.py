@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 class SequenceParts:
     """The parts of sequences that the ranks of a group have.
 
-    Args:
-        rank: This rank in the group.
-        size: Ranks of the group.
-        group: The group; None for arithmetic alone.
-        is_balanced: Whether a rank has two chunks, of equal causal work together, and not one.
-
     Attributes:
         size: Ranks of the group.
         n_chunks: Chunks of a sequence.

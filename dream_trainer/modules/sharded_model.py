@@ -34,16 +34,7 @@ _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One parameter of the model.
-
-    Attributes:
-        shard: What the model and the optimizer have between steps, a DTensor.
-        whole: What they have inside steps; the same object in each.
-        values: The memory of `whole`, in case user code gives it another.
-        slots: The modules that have it, with its name there.
-        start: The first row of this rank's part.
-        rows: Number of rows of this rank's part.
-    """
+    """One parameter of the model."""
 
     shard: nn.Parameter
     whole: nn.Parameter
@@ -61,11 +52,6 @@ class ShardedModel:
     """Cuts the parameters of a model over ranks, and makes them whole in steps.
 
     Parameters without a dimension, of a class of their own (quantised ones) and of TorchScript modules stay whole.
-
-    Args:
-        model: The model; its parameters become DTensors in place, on whatever device they are.
-        mesh: One dimension, or two of which the first replicates; the last one shards.
-        check: Called before each collective; raises if only some ranks run it.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
@@ -123,11 +109,7 @@ class ShardedModel:
         return sharded
 
     def connect(self, own_time: OwnTime) -> None:
-        """The shards are real: makes room for the whole parameters.
-
-        Args:
-            own_time: The clock that stops while this rank waits for others.
-        """
+        """The shards are real: makes room for the whole parameters."""
         self._own_time = own_time
         slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module, name in self._strides:
@@ -263,11 +245,7 @@ class ShardedModel:
         return with_local(of.shard, of.own_rows(tensor.detach()).clone(memory_format=torch.contiguous_format))
 
     def refuse_lost_writes(self, writes: Sequence[int]) -> None:
-        """Raises StepError if a whole parameter was written to while the shards count.
-
-        Args:
-            writes: `whole_writes` of before.
-        """
+        """Raises StepError if a whole parameter was written to while the shards count."""
         for parameter, before, now in zip(self._parameters, writes, self.whole_writes(), strict=True):
             if now != before:
                 name = next(n for n, p in self._model.named_parameters() if p is parameter.shard)

@@ -49,10 +49,6 @@ def shard_by_blocks(
     experts that ranks share; those that are sharded besides are wrapped already.
 
     Args:
-        model: The model; its class changes in place.
-        blocks: Modules of `model` that become a group each.
-        config: Keyword arguments of `fully_shard` for the blocks.
-        root: Those for the root.
         is_cut: Whether it is stages of a pipeline, whose outputs keep their type; who has the last one's makes them
             float32.
 
@@ -82,11 +78,6 @@ def shard_by_blocks(
 
 def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_wrapped: bool) -> None:
     """Refuses what gives gradients that cannot be handled.
-
-    Args:
-        models: By name.
-        world_size: Number of ranks.
-        are_wrapped: Whether `fully_shard` will wrap them.
 
     Raises:
         ConfigError: An embedding makes sparse gradients; on several ranks, it has `max_norm`; two models that are

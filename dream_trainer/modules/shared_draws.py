@@ -97,11 +97,6 @@ class PartShapes:
 class RandomFunction:
     """A function that draws, alike on ranks that share sequences where it draws nothing for positions.
 
-    Args:
-        function: Called with its arguments, among which may be a generator; then nothing is done.
-        name: Of the function, without underscores around it.
-        shapes: Of the running batch.
-
     Attributes:
         function: As given.
     """
@@ -128,11 +123,6 @@ class RandomFunction:
 
     def refuse_in_graph(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
         """Refuses a call in a compiled block, where each rank draws for its part.
-
-        Args:
-            drawn: What the call gives.
-            *args: Of the call.
-            **kwargs: Of the call.
 
         Raises:
             StepError: It draws nothing for positions.

@@ -28,15 +28,7 @@ def copied_without_values(model: nn.Module) -> nn.Module:
 def run_with_values_of(
     model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> Any:
-    """`whole(*args, **kwargs)` with the whole parameters and buffers of `model`; a collective where it is cut.
-
-    Args:
-        model: Sharded or split over ranks.
-        whole: A copy from before it was.
-        args: On `device`.
-        kwargs: Likewise.
-        device: Where it is computed. All of the model is there meanwhile.
-    """
+    """`whole(*args, **kwargs)` with the whole parameters and buffers of `model`; a collective where it is cut."""
     cut = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         place, _, own = name.rpartition(".")

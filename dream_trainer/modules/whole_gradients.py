@@ -31,11 +31,6 @@ def compare_first_gradients(optimizers: Iterable[Optimizer], models: Mapping[str
     """Before each of the first steps compares what ranks of tensor parallelism have whole, until each had a gradient.
 
     A step of these waits for the device; later ones have nothing of it.
-
-    Args:
-        optimizers: Which ranks step together.
-        models: By name.
-        world: The ranks, some of which share layers.
     """
     names = {id(p): f"{name}.{path}" for name, model in models.items() for path, p in model.named_parameters()}
     for optimizer in optimizers:

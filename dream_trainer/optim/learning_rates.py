@@ -193,14 +193,7 @@ def _by_tokens(parameters: ScheduleParameters, optimizer: Optimizer, tokens: Tok
 
 
 class _Tokens:
-    """Where a schedule by tokens begins in those of the run.
-
-    Args:
-        total: Tokens that it is built for; None where that is not known.
-
-    Attributes:
-        origin: Tokens of the run before its first; negative where the run has begun to count later.
-    """
+    """Where a schedule by tokens begins in those of the run."""
 
     __slots__ = ("origin", "total")
 

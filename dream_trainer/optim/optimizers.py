@@ -131,11 +131,7 @@ def _build(
 
 
 def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: bool | str) -> dict[str, bool]:
-    """How a group is stepped: fused, else by foreach, else (sharded and plain parameters mixed) one by one.
-
-    Always passed explicitly: on the CPU PyTorch would step one by one, which takes three times as long as the fused
-    kernel (docs/measurements.md#fused-optimizers).
-    """
+    """How a group is stepped: fused, else by foreach, else (sharded and plain parameters mixed) one by one."""
     obstacle = _obstacle(cls, parameters)
     if fused is True and obstacle is not None:
         raise ConfigError(f'fused=True: {cls.__name__} has no fused kernel for {obstacle}. Use fused="auto".')

@@ -51,22 +51,13 @@ _whole: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
 
 
 def remember_whole(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Notes the parameters of `model`, from which other stages' layers are about to be taken.
-
-    Args:
-        model: The model, still whole.
-        blocks: Its repeated blocks, lowest first.
-    """
+    """Notes the parameters of `model`, from which other stages' layers are about to be taken."""
     parameters, n_blocks = describe(model, blocks)
     _whole[model] = WholeParameters([one._replace(parameter=None) for one in parameters], n_blocks)
 
 
 def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> WholeParameters:
     """The parameters of `model`, or of what it is a stage of.
-
-    Args:
-        model: The model, or a stage of it.
-        blocks: Its repeated blocks, lowest first; None: those that sharding finds, or by which it was cut.
 
     Raises:
         ConfigError: It is a stage, and `blocks` are others than it was cut by, or a parameter is newer than that.

@@ -1,352 +1,225 @@
-"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of one's own."""
+"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of the user's own."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
+import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch.nn as nn
+from torch.optim import Optimizer
 
-from dream_trainer.callbacks.early_stopping import EarlyStopping
-from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.config.device_parameters import DeviceParameters, DeviceType, Precision
-from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
+from dream_trainer.best_value import mode_of
+from dream_trainer.callbacks.weight_average import WeightAverage
+from dream_trainer.checkpoint.retention import best_checkpoint
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
+from dream_trainer.config.device_parameters import DeviceParameters, DeviceType
+from dream_trainer.config.logger_parameters import LoggerParameters
 from dream_trainer.config.training_parameters import EvalParameters, TrainingParameters
-from dream_trainer.errors import ConfigError
+from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
-from dream_trainer.modules.joined_buffers import BufferPolicy
+from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.nested import concatenated
-from dream_trainer.screen import show
-from dream_trainer.simple.argument_names import refuse_wrong_arguments
-from dream_trainer.simple.epoch_rows import EpochRows, Row
-from dream_trainer.simple.given_data import LoaderOptions, as_loader, as_rows, can_begin_again, float_type
-from dream_trainer.simple.given_loss import GivenLoss, LossFunction, LossName
-from dream_trainer.simple.given_metrics import GivenMetrics
-from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, OptimizerPlan, check_schedule
-from dream_trainer.simple.given_record import (
-    GivenObjects,
-    ObjectsConfig,
-    batch_size_of,
-    data_in_words,
-    function_in_words,
-    model_in_words,
-    schedule_in_words,
-)
-from dream_trainer.simple.given_together import (
-    DEFAULT_MONITOR,
-    monitored,
-    refuse_both,
-    refuse_no_model,
-    refuse_no_value,
-    refuse_without_name,
-    refuse_without_validation,
-    refuse_wrong_function,
-    what_to_keep,
-)
-from dream_trainer.simple.given_values import options_of, values_digest
-from dream_trainer.simple.integers import as_int
-from dream_trainer.simple.model_calls import ModelCalls, Step
-from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
-from dream_trainer.simple.scratch import close_and_remove, scratch_directory
-from dream_trainer.trainer.limits import ending_with_the_epoch
-from dream_trainer.trainer.validation import validation_mode
+from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters
+from dream_trainer.optim.optimizer_parameters import OptimizerName, OptimizerParameters
+from dream_trainer.simple.given_data import LoaderOptions, as_loader, as_rows
+from dream_trainer.simple.model_calls import Loss, LossFunction, LossName, Metrics, ModelCalls, Step
+from dream_trainer.simple.objects_trainer import Epochs, Given, ObjectsConfig, ObjectsTrainer, Row, Scheduler, in_words
+from dream_trainer.weights.load import load_weights
 
 EpochFunction = Callable[["Trainer", int, Row], None]
+_UNNAMED = itertools.count()
 
 
 class Trainer:
-    """Trains a model that is there already; alone, or on every rank of a `torchrun`.
-
-    Inside is a DreamTrainer, `self.dream`, with the same loop as any: what is here is there under the same name or the
-    one that docs/simple.md lists. Without a `name` the run keeps no files.
+    """Trains a model in place, in one process or on every rank of a `torchrun`; `self.dream` is its DreamTrainer.
 
     Args:
-        model: The model, with its weights. It is moved to the device and trained in place; one in eval mode, as
-            `from_pretrained` gives it, is set to train mode as a whole.
-        loss: Function of `(outputs, targets)` that returns a scalar, or a name: "cross_entropy",
-            "binary_cross_entropy_with_logits", "nll", "mse", "mae" or "huber". None: the model returns its loss itself,
-            as those of Hugging Face do with "labels" in the batch.
-        optimizer: An optimizer over `model.parameters()`, its class or a function of the parameters (with `lr`, if that
-            is given), or a name or `OptimizerParameters` ("adamw" by default).
-        lr: Learning rate for a name or a class; None for its own default.
-        train: Training data. Samples, which `batch_size` and so on make batches of: a dataset, a list, arrays
-            `(*inputs, targets)` or a dict of them. Or batches: a DataLoader, an iterable, a function that makes one for
-            each epoch. A batch is `(*inputs, target)`, a dict of the model's arguments with the target under `target`,
-            or whatever `step` takes.
+        model: The model, with its weights. One in eval mode as a whole is set to train mode.
+        train: Training data. Samples: a dataset, a list, arrays `(*inputs, targets)` or a dict of them. Or batches: a
+            DataLoader, an iterable, a function that makes one for each epoch.
         val: Validation data, or a dict of them by name; None validates nothing.
-        val_every: Optimizer steps between validations; None validates after each epoch.
-        metrics: For validations: names ("accuracy", "mse", "mae"), or a dict of functions of `(outputs, targets)`,
-            whose values are averaged over samples, and torchmetrics' objects.
+        loss: Function of `(outputs, targets)` that returns a scalar, or a name: "cross_entropy",
+            "binary_cross_entropy_with_logits", "nll", "mse", "mae" or "huber". None: the model returns its loss.
+        step: Instead of `loss`, a function of `(model, batch)` that returns it, or a dict with "loss" and more values.
+        val_step: The same for validations; None is `step`.
+        target: Name of the target in batches that are dicts; of tuples it is the last part.
+        metrics: For validations: names ("accuracy", "mse", "mae"), or a dict of torchmetrics' objects and of functions
+            of `(outputs, targets)`, whose values are averaged over samples.
+        optimizer: An optimizer over `model.parameters()`, a class or function that makes one of the parameters, a name
+            or `OptimizerParameters`.
+        lr: Learning rate for a name, class or function; None is its default.
         schedule: A name ("cosine"), `ScheduleParameters`, a schedule over the given optimizer, or a function of the
-            optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`, in its mode.
-        schedule_unit: When a schedule that is an object or made by a function steps; a name goes by steps.
-        step: Function of `(model, batch)` that returns the loss, or a dict with "loss" and values to log; it takes the
-            place of `loss`.
-        val_step: The same for validations; None takes `step`.
-        target: Name of the target in batches that are dicts.
-        batch_size: Samples of one rank's batch.
-        val_batch_size: The same for `val`; None is `batch_size`.
-        shuffle: Whether each epoch of a training dataset has an order of its own; a Mixture has its order.
-        workers: Processes that load a dataset; 0 loads in this one.
-        collate: Makes a batch of a list of a dataset's samples; None is torch's.
-        count_samples: Function of a batch that returns its number of samples; None counts those that were dealt, and
-            guesses for ready batches.
-        epochs: Epochs of the whole run; with neither this nor `steps` one.
-        steps: Optimizer steps of the whole run; the first limit that is reached counts.
-        accumulate: Batches per optimizer step.
-        clip: Largest norm of the gradients; None does not clip.
-        precision: "fp32", "tf32", "bf16" or "fp16".
-        device: "auto" takes the accelerator, if there is one; "cpu", "cuda", "mps" or "xpu".
-        shard: Whether several ranks share one copy of the model (FSDP) instead of having one each.
-        compile: Whether the model's blocks are compiled.
-        seed: Of the order of a dataset's samples, and of random layers.
-        patience: Validations without an improvement of `monitor` that end the run; None does not stop early.
-        monitor: Metric that `patience`, `best` and the best checkpoint go by; with a dict of `val` such as
-            "val/clean/loss".
-        mode: Whether lower ("min") or higher ("max") is better; None asks the metric: losses and errors are better
-            low, an accuracy high, and torchmetrics' objects know it themselves.
-        callbacks: Functions `(trainer, epoch, metrics)`, called after each epoch, numbered from 0, on every rank; and
-            `dream_trainer.Callback`s.
-        name: Of the run, which then keeps its checkpoints (the newest and the best), its config and its log under
-            `<runs_dir>/<project>/<group>/<name>`, and goes on where it was when it is started again.
-        project: First part of that directory.
-        group: Second part of that directory.
-        runs_dir: Where runs lie; None: `DREAM_TRAINER_RUNS` in the environment, else "runs".
-        loggers: Where numbers go; needs `name`. None: a file, metrics.jsonl.
+            optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`.
+        schedule_unit: When a schedule steps that is not a name or parameters.
+        batch_size: Samples of one rank's batch; None is `training`'s, 32 by default.
+        shuffle: Whether each epoch of training samples has an order of its own; a Mixture has its order.
+        epochs: Epochs of the whole run; None is `training`'s, 1 without any limit.
+        seed: Of the order of samples, and of random layers.
+        monitor: Metric of validations for `best` and the best checkpoint, such as "val/accuracy", or a dict with
+            whether its "min" or "max" is best. None: `best_metric` of `checkpoints`, or "val/loss".
+        callbacks: `Callback`s, and functions `(trainer, epoch, metrics)`, called after each epoch, from 0.
+        name: Of the run, which then keeps checkpoints and numbers in `runs/simple/simple/<name>`, and resumes there; or
+            a path that ends in `<project>/<group>/<name>`. None keeps no files.
+        training: Limits, accumulation, clipping, and when to validate. None: a batch is validated before training if
+            there are metrics.
+        device: "auto" takes the accelerator if there is one, with a whole model on each rank. `DeviceParameters` has
+            precision, sharding (its default on several ranks) and compilation.
         checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch and each best
             validation, keeping the newest and the best.
-        buffers: How several ranks join buffers that forwards change: "mean", "rank 0" or "as is", by regular expression
-            on names such as "model.running". None compares them.
-        progress: Whether a line is printed after each epoch, and every ten seconds in long ones.
+        loggers: Where numbers go; needs `name`. None: metrics.jsonl.
+        progress: Whether to print a line after each epoch, and each validation of `val_every_n_steps`.
 
     Raises:
-        ConfigError: A value cannot work, alone or with another one, or there is no such argument.
+        ConfigError: A value cannot work.
         DataError: `train` or `val` is no data, or could be samples as well as batches.
-
-    Example:
-        ```python
-        trainer = Trainer(model, loss=nn.MSELoss(), optimizer="adamw", lr=1e-3, train=loader, epochs=5)
-        history = trainer.fit()
-        ```
     """
 
-    def __new__(cls, *given: Any, **named: Any) -> Self:
-        """Names an argument that there is not, before Python does."""
-        refuse_wrong_arguments(cls.__init__, given, named)
-        return super().__new__(cls)
+    _mode: Mode
 
     def __init__(
         self,
         model: nn.Module,
         *,
         train: Any,
-        loss: LossFunction | LossName | None = None,
-        optimizer: GivenOptimizer = "adamw",
-        lr: float | None = None,
         val: Any = None,
-        val_every: int | None = None,
-        metrics: Iterable[str] | Mapping[str, Any] = (),
-        schedule: GivenSchedule | None = None,
-        schedule_unit: Literal["step", "epoch"] = "step",
+        loss: LossFunction | LossName | None = None,
         step: Step | None = None,
         val_step: Step | None = None,
         target: str = "labels",
-        batch_size: int = 32,
-        val_batch_size: int | None = None,
+        metrics: Iterable[str] | Mapping[str, Any] = (),
+        optimizer: Optimizer | OptimizerName | OptimizerParameters | Callable[..., Optimizer] = "adamw",
+        lr: float | None = None,
+        schedule: ScheduleName | ScheduleParameters | Scheduler | Callable[[Any], Scheduler] | None = None,
+        schedule_unit: Literal["step", "epoch"] = "step",
+        batch_size: int | None = None,
         shuffle: bool = True,
-        workers: int = 0,
-        collate: Callable[[list[Any]], Any] | None = None,
-        count_samples: Callable[[Any], int] | None = None,
         epochs: int | None = None,
-        steps: int | None = None,
-        accumulate: int = 1,
-        clip: float | None = None,
-        precision: Precision = "fp32",
-        device: DeviceType = "auto",
-        shard: bool = False,
-        compile: bool = False,
         seed: int = 42,
-        patience: int | None = None,
-        monitor: str = DEFAULT_MONITOR,
-        mode: Literal["min", "max"] | None = None,
+        monitor: str | Mapping[str, Mode] | None = None,
         callbacks: Sequence[EpochFunction | Callback] = (),
         name: str | None = None,
-        project: str = "simple",
-        group: str = "simple",
-        runs_dir: str | None = None,
-        loggers: tuple[LoggerName, ...] | None = None,
+        training: TrainingParameters | None = None,
+        device: DeviceType | DeviceParameters = "auto",
         checkpoints: CheckpointParameters | None = None,
-        buffers: Mapping[str, BufferPolicy] | None = None,
+        loggers: LoggerParameters | None = None,
         progress: bool = True,
     ) -> None:
-        refuse_no_model(model)
-        refuse_no_value(name, lr, epochs=epochs, steps=steps)
-        refuse_both(loss, step, val_step, metrics)
-        refuse_without_name(name, loggers=loggers, checkpoints=checkpoints, runs_dir=runs_dir)
-        refuse_wrong_function("step", step, "model", "batch")
-        refuse_wrong_function("val_step", val_step, "model", "batch")
-        refuse_wrong_function("count_samples", count_samples, "batch")
-        check_schedule(schedule)
-        floats = float_type(model) if step is None else None  # a step of the user's own sees what was given
-        options = LoaderOptions(as_int(batch_size), shuffle, as_int(workers), collate, floats)
-        options_of_val = options._replace(batch_size=as_int(val_batch_size or batch_size), shuffle=False)
-        measured = GivenMetrics(metrics, model if loss is None else None)
-        loaders_of_val = None if val is None else as_loader(val, options_of_val, "val")
-        watched = None
-        if val is None:
-            refuse_without_validation(patience, monitor, val_every)
-        else:
-            watched = monitored(
-                monitor,
-                loaders_of_val,
-                measured.functions,
-                are_all=step is None and val_step is None and measured.objects is None,
-                is_needed=patience is not None or (name is not None and checkpoints is None),
-            )
-        better = "min" if watched is None else mode or measured.better(watched, named_by="monitor", set_by="mode")
+        measured = Metrics(metrics)
+        words = {"model": type(model).__name__, "loss": in_words(step or loss), "schedule": in_words(schedule)}
+        has_rate = isinstance(optimizer, Optimizer | OptimizerParameters)
+        for is_wrong, message in (
+            (not isinstance(model, nn.Module), f"the model is a {type(model).__name__}. Give an object of a Module."),
+            (loss and step, "loss= and step= both give the loss. Leave one of them out."),
+            (measured and (step or val_step), "metrics= need loss=. Return more values from step= or val_step=."),
+            (has_rate and lr is not None, f"lr={lr} is given twice: optimizer= has one. Leave lr= out."),
+            (not name and (checkpoints or loggers), "checkpoints= and loggers= are of a named run. Give name=."),
+            (monitor and val is None, f"monitor={monitor!r} is a metric of validations. Give val=."),
+            (isinstance(optimizer, list | tuple), "optimizer= is one. Several need a class: docs/several-models.md."),
+        ):
+            if is_wrong:
+                raise ConfigError(message)
+        if isinstance(schedule, str):
+            schedule = ScheduleParameters(name=schedule)  # pyright: ignore[reportArgumentType]
+        if isinstance(optimizer, str):
+            rate = OptimizerParameters.lr if lr is None else lr
+            optimizer = OptimizerParameters(name=optimizer, lr=rate)  # pyright: ignore[reportArgumentType]
+        elif lr is not None and not isinstance(optimizer, Optimizer | OptimizerParameters):
+            optimizer = functools.partial(optimizer, lr=lr)
+        checks = training is None and val is not None and (measured or val_step)
+        limits = training or TrainingParameters(num_sanity_val_steps=1 if checks else 0)
+        if batch_size is not None:
+            limits = replace(limits, train_batch_size=batch_size, val_batch_size=batch_size)
+        if epochs is not None:
+            limits = replace(limits, n_epochs=epochs)
+        # A step of the user's own sees float64 arrays as they were given.
+        floats = None if step else next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        self._options = LoaderOptions(limits.val_batch_size, shuffle=False, floats=floats)
+        loader = as_loader(train, LoaderOptions(limits.train_batch_size, shuffle, floats), "train")
+        val_loader = None if val is None else as_loader(val, self._options, "val")
+        self._metric, self._mode = _monitored(monitor, checkpoints, measured, val_loader)
         given = Given(
             model=model,
-            optimizer=OptimizerPlan(optimizer, lr, model),
-            schedule=schedule,
-            schedule_unit=schedule_unit,
-            train=as_loader(train, options, "train"),
-            val=loaders_of_val,
-            options=options_of_val,
-            calls=ModelCalls(None if loss is None else GivenLoss(loss), target),
+            train=loader,
+            val=val_loader,
+            calls=ModelCalls(None if loss is None else Loss(loss), target),
+            metrics=measured,
             step=step,
             val_step=val_step,
-            count_samples=count_samples,
-            metrics=measured,
-            monitor=watched,
-            better=better,
-            has_name=name is not None,
-            buffers=buffers or {},
+            optimizer=optimizer,
+            schedule=schedule,
+            schedule_unit=schedule_unit,
+            monitor=self._metric or "val/loss",
+            mode=self._mode,
         )
-        me: weakref.ref[Trainer] = weakref.ref(self)  # so that a trainer nobody has any more is closed at once
-        functions = [_telling(me, function) for function in callbacks if not isinstance(function, Callback)]
-        self._rows = EpochRows(functions, prints=progress)
-        watchers = [StepsSchedules(), self._rows, *(one for one in callbacks if isinstance(one, Callback))]
-        if patience is not None:
-            watchers.append(EarlyStopping(monitor, mode=better, patience=as_int(patience)))
-        scratch = scratch_directory() if name is None else None
+        self._functions = [one for one in callbacks if not isinstance(one, Callback)]
+        self._epochs = Epochs(weakref.WeakMethod(self._tell), prints=progress)  # an unreferenced trainer is closed
+        scratch = None if name else _scratch_directory()
+        *above, project, group, experiment = ("simple", "simple", *Path(name or "unnamed").parts)
+        runs_dir = scratch or (Path(*above[2:]) if above[2:] else None)
         config = ObjectsConfig(
             project=project,
             group=group,
-            experiment=name or "unnamed",
-            runs_dir=runs_dir if scratch is None else str(scratch),
-            seed=as_int(seed),
-            given_objects=GivenObjects(
-                model=model_in_words(model),
-                loss=function_in_words(step if loss is None else loss),
-                loss_options=options_of(loss),
-                schedule=schedule_in_words(schedule),
-                metrics=measured.names,
-                shuffle=shuffle,
-                train=data_in_words(given.train),
-                val=None if val is None else data_in_words(loaders_of_val),
-                train_values=values_digest(given.train),
-                val_values=values_digest(loaders_of_val),
-            ),
-            training_parameters=TrainingParameters(
-                train_batch_size=batch_size_of(given.train, options.batch_size),
-                val_batch_size=batch_size_of(loaders_of_val, options_of_val.batch_size),
-                n_epochs=as_int(epochs),
-                max_steps=as_int(steps),
-                gradient_accumulation_steps=as_int(accumulate),
-                gradient_clip_val=clip,
-                val_every_n_steps=as_int(val_every),
-                val_every_n_epochs=1 if val_every is None else None,
-                num_sanity_val_steps=1 if (measured or val_step) and can_begin_again(loaders_of_val) else 0,
-            ),
-            device_parameters=DeviceParameters(
-                device=device,
-                precision=precision,
-                dp_replicate=1 if shard else "auto",
-                dp_shard="auto" if shard else 1,
-                compile=compile,
-            ),
-            eval_parameters=EvalParameters(best_metrics={} if watched is None else {watched: better}),
-            checkpoint_parameters=what_to_keep(name, checkpoints, watched, better),
-            logger_parameters=LoggerParameters(
-                loggers=(("jsonl",) if name else ()) if loggers is None else loggers, log_every_n_steps=10
-            ),
-            callbacks=CallbackCollection(watchers),
+            experiment=experiment,
+            runs_dir=None if runs_dir is None else str(runs_dir),
+            seed=seed,
+            given_objects=words | {"metrics": [*measured.functions, *map(str, measured.objects or ())]},
+            training_parameters=limits,
+            device_parameters=DeviceParameters(device=device, dp_shard=1) if isinstance(device, str) else device,
+            eval_parameters=EvalParameters(best_metrics={self._metric: self._mode} if self._metric else {}),
+            checkpoint_parameters=checkpoints or _default_checkpoints(name, self._metric, self._mode),
+            logger_parameters=loggers or LoggerParameters(loggers=("jsonl",) if name else ()),
+            callbacks=CallbackCollection([self._epochs, *(one for one in callbacks if isinstance(one, Callback))]),
         )
         self.dream = ObjectsTrainer(config, given)
-        self._closing = weakref.finalize(self, close_and_remove, self.dream, scratch)
+        self._closing = weakref.finalize(self, _close_and_remove, self.dream, scratch)
 
     # -- training
 
     def fit(self, *, epochs: int | None = None, steps: int | None = None) -> list[Row]:
-        """Trains until the limits of the run, and returns `history`. Called again it goes on.
+        """Trains until the limits of the run, and returns `history`; called again it goes on.
 
-        Args:
-            epochs: Epochs of the whole run from now on, those that are done included.
-            steps: Optimizer steps of the whole run from now on. What of the two is not given is no limit then.
+        `epochs` and `steps` are new limits of the whole run; if one of them is given, the other is no limit.
         """
         if epochs is not None or steps is not None:
-            self.dream.set_limits(n_epochs=as_int(epochs), max_steps=as_int(steps))
-        before = self.dream.local_batches
+            self.dream.set_limits(n_epochs=epochs, max_steps=steps)
         self.dream.fit()
-        is_finished = self.dream.local_batches == before and not self.dream._agreement.stopped
-        if is_finished and self.is_main:
-            self._say_nothing_is_left()
         return self.history
-
-    def _say_nothing_is_left(self) -> None:
-        done = f"nothing to train: {self.epoch} epochs and {self.step} steps are done."
-        if self.dream.local_batches == 0 and self.step > 0:
-            # The numbers look like those of what was given now, so it is said also where no lines are printed.
-            was_there = f"{done} {self.dream.was_there_before()}"
-            show(was_there) if self._rows.prints else self.dream.warn_once("was there", was_there)
-        elif self._rows.prints:
-            show(f"{done} Raise fit(epochs=) or steps=")
 
     def train_epoch(self) -> Row:
         """Trains to the end of the epoch, or the next one, whatever the limits, and returns its row of `history`."""
-        with ending_with_the_epoch(self._started()):
-            self.dream.fit()
-        return dict(self._rows.rows[-1])
+        self.dream.fit_epoch()
+        return dict(self._epochs.rows[-1])
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
-        """The loss and the metrics over `data`, or over `val`, exact over all samples and ranks.
-
-        Args:
-            data: As `val`; None takes that.
-            batch_size: For samples; None is that of `val`.
-
-        Raises:
-            ConfigError: There is neither.
-        """
-        if data is None and self.dream._given.val is None:
-            raise ConfigError("evaluate() goes over val=, and there is none. Give val=, or evaluate(data).")
-        return self.dream.evaluate(self.dream._given.loader_of(data, batch_size))
+        """The loss and the metrics over `val`, or over `data` like it, exact over all samples and ranks."""
+        return self.dream.evaluate(None if data is None else self._loader_of(data, batch_size))
 
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
-        """What the model says of `data`, on the CPU, in the data's order, on every rank.
+        """The model's outputs for `data`, on the CPU, in the data's order, on every rank.
+
+        Tensors of all batches are joined along the first dimension, in the structure that the model returns; "logits"
+        of models that have them. If their later dimensions differ, they are a list of batches' tensors, with a warning.
 
         Args:
-            data: As `val`, or the inputs alone: an array, a list of rows of numbers, or a dataset. Of several parts in
-                a tuple the last one is the target, which is not looked at.
+            data: As `val`, or only the inputs: an array, a list of rows of numbers, or a dataset. The last of several
+                parts in a tuple is the target, which is ignored.
             batch_size: For samples; None is that of `val`.
-
-        Returns:
-            Tensors of all batches joined along the first dimension, in the structure that the model returns; of models
-            that return "logits" these. Half precision is float32, which numpy has. Where later dimensions differ
-            between batches, as of texts padded batch by batch, a list of the batches' tensors, and a warning.
         """
-        data = as_rows(data, self.dream._given.train)
-        results = self.dream.predict(self.dream._given.loader_of(data, batch_size))
-        return concatenated(results, self.dream.say_uneven)
+        uneven = "predict() returns a list of batches' tensors: later dimensions differ. Pad samples to one length."
+        batches = self.dream.predict(self._loader_of(as_rows(data), batch_size))
+        return concatenated(batches, lambda _: self.dream.warn_once("uneven", uneven))
 
     def stop(self, reason: str = "requested") -> None:
-        """Ends `fit` on all ranks; from a callback, say, after its epoch."""
+        """Ends `fit` on all ranks; from a callback, after its epoch."""
         self.dream.request_stop(reason)
-
-    # -- what came of it
 
     @property
     def history(self) -> list[Row]:
@@ -354,17 +227,17 @@ class Trainer:
 
         Training's are exact means over its samples, or labels. `pandas.DataFrame(trainer.history)` is a table of it.
         """
-        return [dict(row) for row in self._rows.rows]
+        return [dict(row) for row in self._epochs.rows]
 
     @property
     def best(self) -> float | None:
-        """The best value of `monitor` so far; None before the first validation, or of several `val` without one."""
-        return next(iter(self.dream.best.values()), None)
+        """The best value of `monitor` so far; None before the first validation, or without a monitor."""
+        return self.dream.best.get(self._metric)
 
     @property
     def model(self) -> nn.Module:
         """The model."""
-        return self.dream._given.model
+        return self.dream.given.model
 
     @property
     def epoch(self) -> int:
@@ -379,51 +252,69 @@ class Trainer:
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0; true before anything was launched."""
-        return self.dream._world is None or self.dream.world.is_main
+        return not self.dream.is_launched or self.dream.world.is_main
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks."""
-        return self.dream._world is not None and self.dream.world.world_size > 1
+        """Whether there are several ranks; false before anything was launched."""
+        return self.dream.is_launched and self.dream.world.world_size > 1
 
     # -- files
 
     def load_best(self) -> Path:
-        """Puts the weights of the best checkpoint into the model, and returns its path; the rest stays as it is.
+        """Puts the weights of the best checkpoint into the model, and returns its path.
 
-        Where that is not the one of `best`, since your `checkpoints` did not save or keep it, or a branch took its best
-        value from the run that it began from, a warning names both. Frozen weights that checkpoints are saved without
-        (`save_frozen=False`) stay as they are.
-
-        Where an average of the weights is validated, such as EMA's, it is the checkpoint's average that is put into the
-        model, and the average of now begins from it; a warning says where nothing averages any more. A `fit` that
-        trains on goes on from there, with the optimizer, schedules and counters of the last step.
+        If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
+        again from it. A later `fit` goes on from these weights, with the optimizer, schedules and counters of the last
+        step. Frozen weights that no checkpoint has (`save_frozen=False`) stay as they are.
 
         Raises:
-            CheckpointError: There is none, or it was saved without frozen weights that are others now.
+            CheckpointError: There is none.
         """
-        return self._started().take_best()
+        dream, metric = self.dream, self._metric
+        dream.start()
+        found = best_checkpoint(dream.checkpoints(), metric, self._mode)
+        if found is None:
+            raise CheckpointError(
+                f"no checkpoint has a value of {metric or 'a metric'}. load_best() needs name=, val= and a validation "
+                "that was saved: checkpoints=CheckpointParameters(save_on_best=True, keep_best=1, best_metric=...)."
+            )
+        averages = [one for one in dream.callbacks if isinstance(one, WeightAverage) and one.validate]
+        validated = {str(one["class"]) for one in found.config["callbacks"] if one.get("validate") is True}
+        lost = {name.rpartition(".")[2] for name in validated} - {type(average).__name__ for average in averages}
+        value = found.metrics[metric]
+        if lost or self.best not in (None, value):
+            why = (
+                f"it validated {', '.join(lost)}, which callbacks= lack" if lost else "this run has no checkpoint of it"
+            )
+            dream.warn_once(
+                "another best",
+                f"load_best() takes the weights of step {found.step}, with {metric} {value:.6g}, and the best was "
+                f"{self.best}: {why}. Save each best with save_on_best=True and keep_best=1, and give its callbacks.",
+            )
+        tensors = self.model.state_dict(keep_vars=True).items()
+        frozen = {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
+        with dream.changing_weights():
+            load_weights(self.model, found.path, optional=frozen, world=dream.world)
+        for average in averages:
+            average.load_as_weights(found.path)
+        return found.path
 
     def save(self, path: str | Path, *, weights: str | None = None, overwrite: bool = True) -> None:
         """Writes weights, whole, to a directory in Hugging Face's layout, or a .safetensors or .pt file.
 
-        Args:
-            path: Where to.
-            weights: None writes what `evaluate` and `predict` see: an average, such as EMA's, where one is validated,
-                else the model's. "model" writes the model's own; "ema" or "swa", or "ema.1", those of a callback.
-            overwrite: Whether to replace what is there.
+        None writes the `weights` that `evaluate` and `predict` see: an average, such as EMA's, if one is validated.
+        "model" writes the model's own; "ema" or "swa", or "ema.1", those of a callback.
         """
-        dream = self._started()
-        with validation_mode(dream) if weights is None else nullcontext():
-            dream.export(path, weights=weights or "model", overwrite=overwrite)
-
-    def _started(self) -> ObjectsTrainer:
-        with self.dream._session.failing_for_all():
-            self.dream._session.start()
-        return self.dream
+        averages = [one for one in self.dream.callbacks if isinstance(one, WeightAverage)]
+        validated = next((one for one in averages if one.validate), None)
+        if weights is None and validated is not None:
+            alike = [one for one in averages if one.export_name == validated.export_name]
+            weights = f"{validated.export_name}.{alike.index(validated)}"
+        self.dream.export(path, weights=weights or "model", overwrite=overwrite)
 
     def close(self) -> None:
-        """Closes loaders and loggers, on every rank; at the latest when nobody has the trainer, or the program ends."""
+        """Closes loaders and loggers, on every rank; also called when the trainer is unreferenced."""
         self.dream.close()
         self._closing()
 
@@ -434,13 +325,51 @@ class Trainer:
         self.dream.__exit__(kind, error, trace)
         self._closing()
 
+    def _tell(self, epoch: int, metrics: Row) -> None:
+        for function in self._functions:
+            function(self, epoch, metrics)
 
-def _telling(me: weakref.ref[Trainer], function: EpochFunction) -> Callable[[int, Row], None]:
-    refuse_wrong_function("callbacks", function, "trainer", "epoch", "metrics")
+    def _loader_of(self, data: Any, batch_size: int | None) -> Any:
+        options = self._options if batch_size is None else self._options._replace(batch_size=batch_size)
+        return as_loader(data, options, "data")
 
-    def tell(epoch: int, metrics: Row) -> None:
-        trainer = me()
-        assert trainer is not None  # it is training
-        function(trainer, epoch, metrics)
 
-    return tell
+def _monitored(
+    monitor: str | Mapping[str, Mode] | None, checkpoints: CheckpointParameters | None, metrics: Metrics, val: Any
+) -> tuple[str, Mode]:
+    """The metric that a run goes by, "" for none, and whether lower or higher is better."""
+    mode: Mode | None = None
+    if isinstance(monitor, Mapping):
+        monitor, mode = next(iter(monitor.items()))
+    elif monitor is None and checkpoints is not None:
+        monitor, mode = checkpoints.best_metric, checkpoints.best_mode
+    metric = monitor or ("" if isinstance(val, dict) else "val/loss")
+    if val is None or not metric:
+        return "", "min"
+    is_high = None if metrics.objects is None else higher_is_better({"": metrics.objects}, metric)
+    by = f"monitor={{{metric!r}: ...}}, with "
+    return metric, mode_of(metric, mode, higher_is_better=is_high, named_by="monitor", set_by=by)
+
+
+def _default_checkpoints(name: str | None, metric: str, mode: Mode) -> CheckpointParameters:
+    if not name:
+        return CheckpointParameters(save_every_n_epochs=None, save_at_end=False, save_on_exception=False)
+    if not metric:
+        return CheckpointParameters(keep_last=1)
+    return CheckpointParameters(keep_last=1, keep_best=1, save_on_best=True, best_metric=metric, best_mode=mode)
+
+
+def _scratch_directory() -> Path:
+    """A directory for an unnamed run, the same on all ranks of a host."""
+    if "MASTER_PORT" not in os.environ or "RANK" not in os.environ:
+        return Path(tempfile.mkdtemp(prefix="dream_trainer_"))
+    job = f"{os.environ.get('MASTER_ADDR')}_{os.environ['MASTER_PORT']}_{next(_UNNAMED)}"
+    return Path(tempfile.gettempdir()) / f"dream_trainer_{job}"
+
+
+def _close_and_remove(dream: ObjectsTrainer, scratch: Path | None) -> None:
+    """Several ranks are not unreferenced together: they close at the end of the program."""
+    if not dream.is_launched or dream.world.world_size == 1:
+        dream.close()
+    if scratch is not None and (not dream.is_launched or dream.world.is_main):
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -57,9 +57,6 @@ class ObjectStore:
     Every method raises FileNotFoundError, PermissionError or, for all else, ConnectionError. The message names the
     address and no secret.
 
-    Args:
-        scheme: One of `SCHEMES`.
-
     Raises:
         ConfigError: Its package is not installed.
     """

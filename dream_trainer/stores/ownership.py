@@ -55,11 +55,8 @@ class Ownership:
     """A job's claim on a run in a store, until `release`. One process of the job has it.
 
     Args:
-        run: The run's directory in the store.
         lived_here: A local directory that no other live job has. The claim leaves a word there, by which the next job
             in it knows that this one is gone.
-        lease_seconds: A claim that was not renewed for so long is another's to take.
-        renew_seconds: How often this one is.
 
     Attributes:
         token: A word that no other claim has.

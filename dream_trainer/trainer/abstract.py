@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, Unpack, cast
 
@@ -18,7 +17,6 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
-from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.events.callback import Callback, CallbackCollection, TimedCallback
 from dream_trainer.modules.metrics import updates
@@ -38,9 +36,8 @@ from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.unloaded_base import UnloadedBases
-from dream_trainer.trainer.user_class.class_checks import check_trainer
+from dream_trainer.trainer.user_class.class_checks import check_trainer, note_assignment
 from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
-from dream_trainer.trainer.user_class.taken_names import note_assignment
 from dream_trainer.trainer.window_state import ValidationState, WindowState
 
 if TYPE_CHECKING:
@@ -432,11 +429,6 @@ class AbstractTrainer(Hooks, Cooperation):
         """Raises StepError if an accumulation window is running, whose gradients are not in any state."""
         if self.accumulation_window.is_open:
             raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
-
-    def _sample_count(self) -> SampleCount:
-        """What counts the samples of batches whose loader does not know."""
-        own = None if type(self).batch_size is Hooks.batch_size else self.batch_size
-        return SampleCount(own, partial(self.warn_once, "samples of a batch"))
 
     def _notify(self, event: str, *args: Any) -> None:
         """Calls everyone who listens to `event`."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
+from dream_trainer.data.sample_count import SampleCount, whole_number
+from dream_trainer.data.stream import Window
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
+from dream_trainer.errors import DataError, StepError
 from dream_trainer.events.callback import TimedCallback
-from dream_trainer.trainer.unlike_order import refuse_unlike_order
-from dream_trainer.trainer.window_counts import count_tokens, sizes_of
 
 if TYPE_CHECKING:
     from dream_trainer.data.feed import WindowFeed
-    from dream_trainer.data.stream import Window
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 T = TypeVar("T")
@@ -27,9 +27,6 @@ logger = logging.getLogger("dream_trainer")
 
 class Agreement:
     """One rank's side of what all ranks decide together, between windows and between validation batches.
-
-    Args:
-        trainer: Its requests are sent to the other ranks.
 
     Attributes:
         requests: The requests made on this rank, to save or to stop.
@@ -76,14 +73,7 @@ class Agreement:
         return bool(self._clocks >> self._timed.index(callback) & 1)
 
     def exchange(self, *, samples: int = 0, tokens: int = 0, short: bool = False, waiting: bool = False) -> Flags:
-        """Between windows: the ranks exchange what each of them knows, and all act on it in the same way.
-
-        Args:
-            samples: Samples of this rank's next window, where not every rank knows those of all.
-            tokens: Tokens of this rank's next window.
-            short: Whether this rank cannot fill a window.
-            waiting: Whether this rank is still waiting for data.
-        """
+        """Between windows: the ranks exchange what each of them knows, and all act on it in the same way."""
         trainer, asked, schedule = self._trainer, self.requests, self._schedule
         goes_by_the_clock = schedule.goes_by_the_clock
         due, saving, save_failed = trainer._saver.flags()
@@ -227,3 +217,54 @@ class Agreement:
         self.stopped = True
         if flags.terminate or flags.interrupt:
             self.ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT
+
+
+def refuse_unlike_order(trainer: AbstractTrainer) -> NoReturn:
+    """Raises StepError; all ranks call it, once they know."""
+    step = trainer.global_step
+    if trainer.world.stages > 1:
+        stages = (
+            f"by step {step} the stages of the pipeline have called step() for other optimizers than each other, or in "
+            "another order, so that norms were mixed up; no checkpoint has that. Call it for the same optimizers on "
+            "every rank, in the same order; where a stage has nothing of one, that has an empty group."
+        )
+        if trainer.world.parameter_shape.dp_shard > 1:
+            stages += " Or the ranks of a stage have run its blocks in different orders: run the same on each."
+        raise StepError(stages)
+    raise StepError(
+        f"by step {step} the ranks have run blocks of a sharded model in different orders, or "
+        "backward through different ones, so that what they gathered and reduced was mixed up; no checkpoint has "
+        "that. Run the same blocks on every rank, in the same order, and let the loss depend on each (add "
+        "0 * output.sum() of one that is not wanted); or keep the model whole on each rank (dp_shard=1)."
+    )
+
+
+def sizes_of(window: Window | None, count: SampleCount) -> list[int]:
+    """Samples of each of a window's batches on this rank: as the user counts them, otherwise as the stream knows."""
+    if window is None:
+        return []
+    if count.own is not None:
+        return [count(batch) for batch in window.batches]
+    assert window.sizes is not None  # a trainer's stream counts
+    return window.sizes
+
+
+def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
+    """Tokens of a window on this rank; 0 where its batches do not tell.
+
+    Raises:
+        DataError: Its batches do not tell, and the run ends by tokens.
+        HookError: What a batch tells is not a whole number.
+    """
+    total = 0
+    for batch in () if window is None else window.batches:
+        tokens = trainer.batch_tokens(batch)
+        if tokens is not None:
+            total += whole_number(tokens, f"{type(trainer).__name__}.batch_tokens", batch)
+        elif trainer.config.training_parameters.max_tokens is not None:
+            raise DataError(
+                f"max_tokens={trainer.config.training_parameters.max_tokens}, and batch_tokens gives None for a batch "
+                f"of type {type(batch).__name__}: it has no documents, attention_mask or labels on the host. Override "
+                "batch_tokens(batch) in your trainer."
+            )
+    return total

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig
-from dream_trainer.data.copy_ahead import on_device
+from dream_trainer.data.feed import on_device
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
-from dream_trainer.distributed.signals import Interrupted, is_interactive
+from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted
+from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.determinism import deterministic
 from dream_trainer.modules.precision import float32_products
@@ -36,12 +38,10 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
-from dream_trainer.trainer.exit_status import exit_status
-from dream_trainer.trainer.kept_state import keeping_state
-from dream_trainer.trainer.step.nonfinite import RetryWindow
-from dream_trainer.trainer.step.rerun import MovedByForward
+from dream_trainer.trainer.event_table import keeping_state
+from dream_trainer.trainer.limits import ending_with_the_epoch
+from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
 from dream_trainer.trainer.validation import validate
-from dream_trainer.trainer.watch import watched
 
 
 class BaseTrainer(AbstractTrainer):
@@ -84,7 +84,7 @@ class BaseTrainer(AbstractTrainer):
         exception or Ctrl-C that did not end the program, it continues after the last finished step.
 
         Raises:
-            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (but see exit_status.py). Not
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (see `exit_status`). Not
                 after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or an exception left it in the middle of a step.
             CheckpointError: Another trainer of this process has trained the run on since this one did.
@@ -108,6 +108,17 @@ class BaseTrainer(AbstractTrainer):
                     self.close()
         if agreement.ended_by is not None and not returns:
             raise SystemExit(code)
+
+    def start(self) -> None:
+        """Launches, sets up and resumes now, as the first `fit`, `evaluate`, `predict` or `export` does; once."""
+        with self._session.failing_for_all():
+            self._session.start()
+
+    def fit_epoch(self) -> None:
+        """Trains to the end of the running epoch, or the next one, whatever the limits; schedules stay as planned."""
+        self.start()
+        with ending_with_the_epoch(self):
+            self.fit()
 
     def backward(
         self, loss: Tensor | None, *, weight: Tensor | float | None = None, model: nn.Module | None = None
@@ -383,11 +394,7 @@ class BaseTrainer(AbstractTrainer):
         self._tell_end("post_epoch")
 
     def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
-        """Validates; returns False if a signal ended the run before the validation was finished.
-
-        The checkpoint that is saved then says what is left to do: a resumed run validates first, and continues as this
-        one would have. After a signal that only asks for a checkpoint, the validation starts again.
-        """
+        """Validates; returns False if a signal ended the run before the validation was finished."""
         self.settle()
         self._land(is_last=False)
         agreement, schedule, loaders = self._agreement, self._schedule, self._data.validation
@@ -445,3 +452,59 @@ def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
             "self.step(model, optimizer), or with a list of optimizers."
         )
     return tuple(optimizers)
+
+
+def exit_status(trainer: AbstractTrainer) -> int:
+    """0 where no signal has ended training; after SIGTERM a collective where a job has several hosts.
+
+    Where SIGTERM came to other hosts only, and this one's torchrun may start its processes again, they end in a way
+    that makes it do so: the run is not over, and goes on without those hosts, or with them when they are back.
+    """
+    agreement, world = trainer._agreement, trainer.world
+    number = agreement.ended_by
+    if number is None:
+        return 0
+    if number != signal.SIGTERM or world.n_hosts == 1 or not may_be_restarted():
+        return exit_code(number)
+    was_told = agreement.requests.terminated and number not in agreement.signals.relayed
+    hosts = world.all_gather(torch.tensor([world.host_number if was_told else -1])).flatten().tolist()
+    return exit_code(number, restart=world.host_number not in hosts)
+
+
+SHARE = 0.9
+"""Share of the collectives' time-out after which standing still is a hang, so that stacks are written before it."""
+
+
+@contextmanager
+def watched(trainer: AbstractTrainer) -> Iterator[None]:
+    """Ends the job, with every rank's stacks in `<run_dir>/stacks`, when training makes no progress inside."""
+    devices, world = trainer.config.device_parameters, trainer.world
+    if devices.hang_timeout_seconds is None:
+        yield
+        return
+    after_start = devices.hang_timeout_seconds
+    limit = SHARE * devices.step_timeout_seconds if after_start == "auto" else after_start
+    patient_limit = max(limit, SHARE * devices.start_timeout_seconds)
+
+    def where() -> str:
+        phase = "training" if trainer.training else "validation"
+        exchanges = trainer._agreement.exchanges  # one before each window and at each validation batch
+        alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
+        stage = f", rank {world.stage_rank} of the pipeline" if world.stages > 1 else ""
+        counted = f"step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}"
+        return f"{phase}, {counted}{stage}{alone}"
+
+    trainer._session.watchdog = Watchdog(
+        where,
+        lambda: patient_limit if trainer._session.is_first_window else limit,
+        patient_limit_seconds=patient_limit,
+        directory=trainer.run_dir / "stacks",
+        rank=world.rank,
+        world_size=world.world_size,
+        store=world.connect_to_store(),
+    )
+    try:
+        with trainer._session.watchdog:
+            yield
+    finally:
+        trainer._session.watchdog = None

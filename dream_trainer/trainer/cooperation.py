@@ -6,23 +6,43 @@ mixins take part in any order; none knows of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.config.checkpoint_parameters import Mode
-from dream_trainer.trainer.log_options import refuse_unknown
 from dream_trainer.trainer.mixin_states import MixinStates
-from dream_trainer.trainer.no_rounds import NoRounds
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
     from dream_trainer.modules.attention_takeover import AttentionTakeover
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
+
+
+class NoRounds:
+    """What is asked where ranks might have weights of their own.
+
+    Attributes:
+        steps: Optimizer steps of a round.
+    """
+
+    steps = 1
+
+    def as_one_model(self) -> AbstractContextManager[None]:
+        """Wraps what speaks of the run's model, such as an export: inside, all ranks have its weights; a collective."""
+        return nullcontext()
+
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint has of `tensors`, those of models and optimizers by name, and beside them; a collective."""
+        return tensors
+
+    def tensors_to_load(self, tensors: dict[str, Tensor], saved: Collection[str], *, is_own: bool) -> dict[str, Tensor]:
+        """Where a checkpoint with the names `saved` is loaded to; it `is_own` unless this run begins from another's."""
+        return tensors
 
 
 class Cooperation:
@@ -34,13 +54,6 @@ class Cooperation:
     backward: Callable[..., None]
     # CheckpointMixin puts one here that saves.
     _saver: Saving = Saving()
-    # How to train with what this run cannot take, as the end of a sentence; `words` are those of a branch.
-    _another_run: ClassVar[str] = (
-        "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
-        "branch=BranchParameters({words})"
-    )
-    # Where policies of buffers are given, for messages.
-    _policies_in: ClassVar[str] = "buffer_policies()"
     # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
     _workers: int | Literal["hosts"] = 1
     _rounds: NoRounds = NoRounds()
@@ -77,8 +90,7 @@ class Cooperation:
         ends, which may be found out only after the window's validation."""
 
     def _land(self, *, is_last: bool) -> None:
-        """Loggers write what is on its way to them: before a validation of the training, and with `is_last`, what the
-        last events of a `fit` logged too, after them; a collective."""
+        """Loggers write what is on its way to them."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""
@@ -225,3 +237,32 @@ class Cooperation:
 
     def _say_that_nothing_is_logged(self, method: str) -> None:
         self.warn_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")
+
+
+_ELSEWHERE = {
+    "prog_bar": "the Progress callback shows what its `metrics` name",
+    "on_step": "training's values are averaged over log_every_n_steps, validation's over the validation",
+    "on_epoch": "training's values are averaged over log_every_n_steps, validation's over the validation",
+    "sync_dist": "every value is reduced over all ranks",
+    "reduce_fx": "pass reduce",
+    "batch_size": "pass weight; the default is the batch's size",
+    "step": "the step is the optimizer step that the value belongs to",
+    "commit": "a line is written every log_every_n_steps",
+}
+
+
+def refuse_unknown(options: Mapping[str, object]) -> None:
+    """Raises TypeError for options that `log` does not have, with what does their work here."""
+    for name in options:
+        raise TypeError(f"log() has no option {name!r}: {_ELSEWHERE.get(name, 'it has weight and reduce')}.")
+
+
+def unlogged(step: str, result: Mapping[str, Any]) -> str | None:
+    """What to say of a `step` that logged nothing if its result has a tensor of several elements; else None."""
+    for name, value in result.items():
+        if isinstance(value, Tensor) and value.numel() > 1:
+            return (
+                f"nothing that {step} returned is logged: {name!r} is a tensor of shape {tuple(value.shape)}. "
+                "Return tensors of one element, such as its mean()."
+            )
+    return None

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from dream_trainer.cleanup import call_each
-from dream_trainer.data.copy_ahead import copy_stream
-from dream_trainer.data.feed import WindowFeed
+from dream_trainer.data.feed import WindowFeed, copy_stream
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
+from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
+from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
+from dream_trainer.data.stream import ShardStream, TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
-from dream_trainer.trainer.data_refusals import refuse_one_order_for_both, refuse_unlike_turns
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data
 from dream_trainer.trainer.user_class.overrides import heard
 
 if TYPE_CHECKING:
     from dream_trainer.config.training_parameters import TrainingParameters
+    from dream_trainer.data.loader import ShardReader
     from dream_trainer.data.validation_data import ValidationBatches
     from dream_trainer.distributed.world import World
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -108,7 +110,8 @@ def connect_data(trainer: AbstractTrainer) -> None:
             f"the training loader's batch size {batch_size} counts, not "
             f"train_batch_size={parameters.train_batch_size}.",
         )
-    trainer._data.count = trainer._sample_count()
+    own_count = None if type(trainer).batch_size is Hooks.batch_size else trainer.batch_size
+    trainer._data.count = SampleCount(own_count, partial(trainer.warn_once, "samples of a batch"))
     _open_stream(trainer)
     trainer.val_dataloaders = _named_validation_loaders(trainer, val)
     trainer._data.validation = {
@@ -237,13 +240,7 @@ def steps_in_epoch(parameters: TrainingParameters, steps_per_pass: int | None) -
 
 
 def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, batch: int | None) -> int | None:
-    """Optimizer steps until the first limit that can be foreseen; None if there is none.
-
-    Args:
-        parameters: The limits.
-        steps_per_pass: Steps in one pass over the data, if known.
-        batch: Global batch size, if known.
-    """
+    """Optimizer steps until the first limit that can be foreseen; None if there is none."""
     per_epoch = steps_in_epoch(parameters, steps_per_pass)
     plans = [parameters.max_steps]
     if parameters.fast_dev_run:
@@ -276,3 +273,54 @@ def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, A
             "Add EvalMixin to the trainer and EvalConfigMixin to its config, or return one loader."
         )
     return dict(val)
+
+
+def refuse_unlike_turns(loader: Any) -> None:
+    """Raises where steps of one global batch would need an accumulation for each loader."""
+    if isinstance(loader, AlternatingLoaders):
+        sizes = {name: loader_batch_size(one) for name, one in loader.loaders.items()}
+        if len(set(sizes.values())) > 1:
+            raise DataError(
+                f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
+                "one batch size, or set gradient_accumulation_steps instead."
+            )
+
+
+def refuse_short_batches(trainer: AbstractTrainer, microbatches: int) -> None:
+    """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
+    assert trainer._data.stream is not None  # connected before
+    for stream in trainer._data.stream.parts.values():
+        if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end
+            continue
+        loader, sharding = stream.reader.loader, stream.reader.sampler.sharding
+        n_trained = stream.length - stream.dropped_samples
+        n_windows = n_trained // stream.global_batch_size
+        ends_before = trainer.total_steps is not None and trainer.total_steps <= n_windows
+        makes_other_rows = loader.collate_fn is not default_collate
+        if ends_before or makes_other_rows or sharding.batch_size % microbatches:
+            continue
+        last, extra = divmod(n_trained % sharding.chunk_size, sharding.dp_size)
+        if last % microbatches or extra:
+            raise DataError(
+                f"the last batch of an epoch, of {last + bool(extra)} samples, cannot be cut into microbatches="
+                f"{microbatches} of one size, as training in a pipeline needs. Use drop_last=True, a number of samples "
+                f"that is a multiple of {microbatches * sharding.dp_size}, or a collate_fn that pads it."
+            )
+
+
+def refuse_one_order_for_both(trainer: AbstractTrainer) -> None:
+    """Raises where training and validation read one OrderedDataset: each validation would begin it anew."""
+    assert trainer._data.stream is not None  # just opened
+    training = [_order_of(part.reader) for part in trainer._data.stream.parts.values()]
+    for name, batches in trainer._data.validation.items():
+        order = _order_of(batches.reader)
+        if order is not None and any(order is other for other in training):
+            raise DataError(
+                f"the training loader and the validation loader{name and f' {name!r}'} read the same "
+                f"{type(order).__name__}, which has one place: validation would begin it again in the middle of "
+                "training. Make one for each."
+            )
+
+
+def _order_of(reader: ShardReader | None) -> OrderedDataset | None:
+    return None if reader is None or reader.ordered is None else innermost(reader.ordered)

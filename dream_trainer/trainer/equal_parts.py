@@ -28,12 +28,7 @@ _NUMBERS = 64  # that ranks send of what a module is given: of each tensor its d
 
 
 class EqualParts:
-    """Compares what split modules are given, between the ranks that share them.
-
-    Args:
-        models: By name, split by a plan.
-        world: The ranks.
-    """
+    """Compares what split modules are given, between the ranks that share them."""
 
     def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
         assert world.mesh is not None  # several ranks share layers

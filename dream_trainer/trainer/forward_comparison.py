@@ -58,9 +58,6 @@ def shares_forwards(devices: DeviceParameters) -> bool:
 class ForwardComparison:
     """Compares each model once, in its first forward within a training step.
 
-    Args:
-        trainer: Its models are in one piece yet, and on the meta device.
-
     Raises:
         ConfigError: A model cannot be copied.
     """
@@ -300,15 +297,7 @@ class ForwardComparison:
 
 
 class _Outputs:
-    """What modules give, in the order in which they ran.
-
-    Args:
-        places: The modules, by what they are called.
-        look: Told of each output; None: they are kept.
-
-    Attributes:
-        of: What each place has given.
-    """
+    """What modules give, in the order in which they ran."""
 
     def __init__(self, places: Mapping[str, nn.Module], look: Callable[[str, Any], None] | None = None) -> None:
         self.of: dict[str, list[Any]] = {}

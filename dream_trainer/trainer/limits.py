@@ -97,7 +97,7 @@ def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
     """Their form follows `total_steps`; where they are in it is kept."""
     rates = trainer._rates
     states = {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()}
-    shared = rates.state() | {"schedulers": states}
+    shared: dict[str, Any] = {**rates.state(), "schedulers": states}
     optimizers = list(trainer.named_optimizers().values())
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     options = [{key: copied(value) for key, value in group.items() if key != "params"} for group in groups]
@@ -124,7 +124,7 @@ def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
         _put_back(group, kept)
     for name, scheduler in schedulers.items():
         set_token_origin(scheduler, shared["token_origins"].get(name, 0))
-    for line in rates.go_on(shared, ALL_KEPT, trainer._another_run):
+    for line in rates.go_on(shared, ALL_KEPT):
         if trainer.world.is_main:
             logger.warning("%s", line)
 

@@ -23,11 +23,6 @@ def cut(batch: Any, parts: int, rows: int) -> list[Any]:
     Lists of as many numbers, words or other objects as there are samples are cut, too, as PyTorch collates what is no
     tensor; all else goes along whole.
 
-    Args:
-        batch: Any nested structure.
-        parts: Number of micro-batches.
-        rows: Number of samples.
-
     Raises:
         DataError: A tensor's first dimension is another.
     """

@@ -87,8 +87,7 @@ class _Built(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Tensors like this rank's parts of those that a stage gets and gives; of what it gets, how it lies on the ranks,
-    and which of it the stage changes in place."""
+    """Tensors like this rank's parts of those that a stage gets and gives."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -100,19 +99,6 @@ class Pipeline:
     """Runs a model whose stages lie on the ranks of a pipeline. Each of them calls each method, with the same batch.
 
     Args:
-        model: This rank's stages; its class changes in place, and it is called as the whole model from then on.
-        stages: All of them.
-        world: The ranks.
-        name: What messages call the model.
-        schedule: Name of the order of micro-batches.
-        microbatches: Their number in training.
-        most_without_gradients: The most there are of them without.
-        backward_context: What backwards run in, between forwards that run in what the step does.
-        output_dtype: What the last stage's outputs are cast to, if they are of another floating type; None: nothing.
-        aside: Gives a context for what runs without values, in which nothing is sent to other ranks.
-        warn: Called with what users should know.
-        beside: The pipelines of all models in stages, this one among them, of which one runs at a time.
-        splits_backwards: Whether a schedule may compute gradients of weights apart.
         whole: Models that are whole on each rank. A loss that trains one goes back at once, since a schedule would
             compute gradients of stages alone.
 
@@ -217,16 +203,7 @@ class Pipeline:
         scaled: Callable[[Tensor], Tensor] | None,
         reduces: bool,
     ) -> Tensor:
-        """Adds up the gradients of a batch; returns its loss, 0-dim float64, the same on all ranks.
-
-        Args:
-            inputs: Of the model, in whole.
-            targets: Of the loss, in whole.
-            loss_fn: Gives the mean loss of a micro-batch's outputs and targets, on the last stage.
-            weights: Of each micro-batch; gradients are of the sum of losses times weights. None: of their mean.
-            scaled: Gives what to go back from instead of a micro-batch's loss; None: that.
-            reduces: Whether gradients of shards are reduced over data-parallel ranks now.
-        """
+        """Adds up the gradients of a batch; returns its loss, 0-dim float64, the same on all ranks."""
         n = self._microbatches
         built = self._built_for(inputs)
         rows = rows_of(inputs)
@@ -337,14 +314,7 @@ class Pipeline:
     def evaluate(
         self, inputs: Any, targets: Any, loss_fn: LossFunction, weight: Callable[[Any], Weight] | None
     ) -> Tensor:
-        """The loss of a batch of any size, as `train` returns it, without gradients.
-
-        Args:
-            inputs: Of the model, in whole.
-            targets: Of the loss, in whole.
-            loss_fn: As for `train`.
-            weight: That of a micro-batch, of its targets; None: its samples.
-        """
+        """The loss of a batch of any size, as `train` returns it, without gradients."""
         rows = rows_of(inputs)
         parts = min(self._most_without_gradients, rows)
         target_parts = cut(targets, parts, rows)
@@ -407,10 +377,7 @@ class Pipeline:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Inside, the model is its stage, and draws random numbers of its own: other layers must not get the same.
-
-        What steps draw themselves has to be equal on all ranks of a pipeline, so it is as if each batch drew once.
-        """
+        """Inside, the model is its stage, and draws random numbers of its own: other layers must not get the same."""
         with numbers_of_place(b"stage", self._world.stage_rank, self._world.device):
             for module in self._gathered_first:
                 module.unshard()

@@ -78,11 +78,6 @@ def _config_facts(config: BaseTrainerConfig) -> dict[str, str]:
 def refuse_different_modules(world: Ranks, kind: str, modules: Mapping[str, nn.Module]) -> None:
     """Compares the order, names and classes of modules, and the names, shapes and types of their tensors; a collective.
 
-    Args:
-        world: The ranks.
-        kind: "models" or "metrics".
-        modules: By name; whole ones, before they are changed for this rank.
-
     Raises:
         RanksDifferError: The message names the first that differ, with each rank's; the same on every rank.
     """
@@ -263,7 +258,7 @@ def warn_of_different_buffers(trainer: AbstractTrainer) -> None:
             _DIFFERENT_BUFFERS,
             f"buffers differ between data-parallel ranks: {', '.join(names[:10])}{more}. Each rank validates with its "
             "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
-            f'{trainer._policies_in}, such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
+            f'buffer_policies(), such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
             'integers, or "as is" to leave them.',
         )
 
@@ -272,10 +267,6 @@ def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, s
     """Compares state of which a checkpoint has rank 0's alone; a collective.
 
     It may be meant, as of a time that each rank takes for itself.
-
-    Args:
-        trainer: Who warns.
-        digests: Of each part of this rank's state, by what it is called. Rank 0 may have parts that others lack.
     """
     first, *others = trainer.world.all_gather_object(digests)
     lost = {name for digests in others for name, digest in digests.items() if first.get(name) != digest}

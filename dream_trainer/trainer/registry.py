@@ -96,10 +96,6 @@ def refuse_strangers(trainer: AbstractTrainer, former_name: Callable[[Tensor], s
 
     Any other gets no gradient that is reduced over ranks, and is not saved.
 
-    Args:
-        trainer: Its models are sharded and real.
-        former_name: Of what was a parameter before the models were sharded; None for others.
-
     Raises:
         HookError: One is not; the message names the optimizer and the parameter.
     """

@@ -34,10 +34,9 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered, restore_callbacks
 from dream_trainer.trainer.counters import Counters
-from dream_trainer.trainer.other_run import naming_what_changed, refuse_other_run
-from dream_trainer.trainer.saved_state import kept_name
+from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
+from dream_trainer.trainer.saved_state import CALLBACK_PREFIX, kept_name, numbered, restore_callbacks
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 
 if TYPE_CHECKING:
@@ -55,9 +54,6 @@ def restore(
     is seeded again from (seed, step, rank), with a warning.
 
     Args:
-        trainer: Between two windows.
-        manifest: Of the checkpoint.
-        form: That of the models; what training had changed of it comes back, unless counters begin again.
         begins: What goes along, where the run begins from another one's checkpoint; None where it resumes its own.
             Weights and the user's own state always go along, and of callbacks what they leave.
 
@@ -133,11 +129,7 @@ def restore(
 
 
 def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:
-    """How many workers (LocalSGDMixin) wrote the checkpoint; from the state of one, each goes on.
-
-    Raises:
-        CheckpointError: There were several, and another number now.
-    """
+    """How many workers (LocalSGDMixin) wrote the checkpoint; from the state of one, each goes on."""
     saved: int = shared.get("workers", 1)
     if saved not in (1, workers) and branch.optimizer != "new":
         raise CheckpointError(
@@ -165,7 +157,7 @@ def _restore_shared(
         own = model_extra_state(trainer.named_models())
         extra_state = {name: {f: v for f, v in extra_state[name].items() if f in own[name]} for name in own}
     load_model_extra_state(trainer.named_models(), extra_state)
-    warned, kept = trainer._rates.restore(shared, branch, trainer.progress.tokens_seen, trainer._another_run)
+    warned, kept = trainer._rates.restore(shared, branch, trainer.progress.tokens_seen)
     trainer._recorder.kept_options = [one._asdict() for one in kept]
     if trainer.world.is_main:
         for line in warned:

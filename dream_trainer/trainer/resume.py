@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dream_trainer.checkpoint.files import recover_replaced
-from dream_trainer.checkpoint.manifest import Manifest, finished_directories, list_checkpoints, verify_all_but_shards
+from dream_trainer.checkpoint.manifest import (
+    Manifest,
+    finished_directories,
+    list_checkpoints,
+    read_manifest,
+    verify_all_but_shards,
+)
 from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
+from dream_trainer.config.serialize import difference, to_dict, with_later_fields
 from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dream_trainer.stores.store_path import absolute, as_path
-from dream_trainer.trainer.branch_parent import began_at
+from dream_trainer.trainer.data_setup import global_batch_size
+from dream_trainer.trainer.resumed_rates import ANOTHER_RUN
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
 
 logger = logging.getLogger("dream_trainer")
 
@@ -26,9 +39,6 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     """Loads what `parameters.resume` asks for; every rank calls it.
 
     Args:
-        root: Directory of the run's checkpoints.
-        parameters: `resume`, `best_metric` and `best_mode` count.
-        world: The ranks.
         load: Gives a checkpoint's state, or what goes along of it, back to the trainer; a collective. Checksums of
             tensors are compared there.
 
@@ -67,12 +77,6 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
 
 def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, world: Ranks) -> Manifest | None:
     """The run's newest checkpoint, if that is what `parameters.resume` asks for; every rank calls it.
-
-    Args:
-        root: Directory of the run's checkpoints.
-        stage: Where those for an object store wait to be sent.
-        parameters: `resume` and `branch` count.
-        world: The ranks.
 
     Returns:
         None: there is none, or another one is asked for.
@@ -200,3 +204,71 @@ def _refuse_used_directory(root: Path, world: Ranks) -> None:
             f"resume=None starts from step 0, but {root} has {count} checkpoints of an earlier run. "
             'Use another experiment name, resume="auto", or move them away.'
         )
+
+
+def run_name(manifest: Manifest) -> str:
+    """Project, group and experiment of the run that wrote a checkpoint, wherever it lies now."""
+    return "/".join(str(manifest.config.get(name)) for name in ("project", "group", "experiment"))
+
+
+def began_at(parent: dict[str, Any], place: Path) -> bool:
+    """Whether a path names the checkpoint that a run began from, or the run of it: by place, or moved since."""
+    if as_path(parent["checkpoint"]).resolve().is_relative_to(place.resolve()):
+        return True
+    try:
+        if is_run := (place / "checkpoints").is_dir():
+            found = list_checkpoints(place / "checkpoints")[-1]
+        else:
+            found = read_manifest(place)
+    except (CheckpointError, IndexError):
+        return False
+    # A branch of before this name was kept has none.
+    return parent.get("run") == run_name(found) and (is_run or parent["step"] == found.step)
+
+
+# Fields that say where files lie and how this start begins: no difference between the runs.
+_OF_ONE_START = (
+    "runs_dir:",
+    "checkpoint_parameters.directory:",
+    "checkpoint_parameters.resume:",
+    "checkpoint_parameters.branch.",
+)
+
+
+def changed_fields(manifest: Manifest, trainer: AbstractTrainer) -> list[str]:
+    """Fields of the config that the checkpoint's run had otherwise, as `name: old -> new`."""
+    lines = difference(with_later_fields(manifest.config, trainer.config), to_dict(trainer.config))
+    return [line for line in lines if not line.startswith(_OF_ONE_START)]
+
+
+@contextmanager
+def naming_what_changed(manifest: Manifest, trainer: AbstractTrainer) -> Iterator[None]:
+    """What does not fit is often what the config builds otherwise."""
+    try:
+        yield
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError as error:
+        changed = changed_fields(manifest, trainer)
+        if not changed:
+            raise
+        raise CheckpointError(f"{error} The config differs from the checkpoint's: {'; '.join(changed)}.") from error
+
+
+def refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Path, *, is_own: bool) -> None:
+    """Raises CheckpointError for a checkpoint of another seed or global batch; `is_own` if the run itself wrote it."""
+    of_this_run = {"seed": trainer.config.seed, "global_batch_size": global_batch_size(trainer)}
+    for name, value in of_this_run.items():
+        if shared[name] != value:
+            raise CheckpointError(
+                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step "
+                f"would no longer be the same. Set {name}={shared[name]}, or {_other_way(trainer, name, value, is_own)}"
+            )
+
+
+def _other_way(trainer: AbstractTrainer, name: str, value: Any, is_own: bool) -> str:
+    if not is_own:
+        return 'let this run have data of its own: branch=BranchParameters(data="new").'
+    other = f"{trainer.experiment}-{name.replace('_', '-')}-{value}"
+    to_begin = ANOTHER_RUN.format(words='data="new"')
+    return f"take another name, such as experiment={other!r}: {to_begin}."

@@ -23,6 +23,12 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.optim.learning_rates import set_token_origin, token_origins
 from dream_trainer.trainer.registry import Scheduler
 
+ANOTHER_RUN = (
+    "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
+    "branch=BranchParameters({words})"
+)
+"""How to train with what a run cannot take, as the end of a sentence; `words` are those of a branch."""
+
 Options = list[dict[str, Any]]
 """Numbers of each parameter group, such as its learning rate and weight decay."""
 
@@ -49,12 +55,7 @@ class KeptOption(NamedTuple):
 
 
 class ResumedRates:
-    """Options and schedules as this config builds them, and as a checkpoint changes them.
-
-    Args:
-        optimizers: Gives the trainer's optimizers by name.
-        schedulers: Gives its schedulers by name.
-    """
+    """Options and schedules as this config builds them, and as a checkpoint changes them."""
 
     def __init__(
         self, optimizers: Callable[[], Mapping[str, Optimizer]], schedulers: Callable[[], Mapping[str, Scheduler]]
@@ -64,7 +65,7 @@ class ResumedRates:
         self._of_checkpoint: dict[Optimizer, Options] = {}
         self._scheduled: dict[Optimizer, Options] = {}  # as schedulers leave the groups before the first step
         self._built: dict[Scheduler, dict[str, Any]] = {}  # state before the first step
-        self._caps: dict[LambdaLR, list[float]] = {}
+        self._caps: dict[Scheduler, list[float]] = {}
 
     def note_options(self) -> None:
         """Notes the options that `configure_optimizers` set, once, before a schedule changes them."""
@@ -128,15 +129,9 @@ class ResumedRates:
                 )
 
     def restore(
-        self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int, another_run: str
+        self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int
     ) -> tuple[list[str], list[KeptOption]]:
         """Gives schedulers their place, and optimizers its rate, after counters and the optimizers' own state.
-
-        Args:
-            shared: What all ranks share of the checkpoint.
-            branch: What goes along.
-            tokens_seen: Tokens that the run has counted.
-            another_run: How to begin another run from a checkpoint, with a place for `words`.
 
         Returns:
             Warnings, and the options that go on although this config sets others.
@@ -155,14 +150,14 @@ class ResumedRates:
             passed = 0 if branch.schedule == "new" else then - shared.get("token_origins", {}).get(name, 0)
             set_token_origin(scheduler, tokens_seen - passed)
         kept = self._take_options(shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
-        warned = _options_in_words(kept, another_run.format(words='optimizer="moments"'))
+        warned = _options_in_words(kept, ANOTHER_RUN.format(words='optimizer="moments"'))
         if branch.schedule != "new":
-            warned += self.go_on(shared, branch, another_run)
+            warned += self.go_on(shared, branch)
         elif branch.optimizer == "keep":
             self._begin_schedules_anew()
         return warned, kept
 
-    def go_on(self, shared: Mapping[str, Any], branch: BranchParameters, another_run: str) -> list[str]:
+    def go_on(self, shared: Mapping[str, Any], branch: BranchParameters) -> list[str]:
         """Loads schedulers; gives warnings. Arguments as of `restore`."""
         warned = []
         for name, one in self._outermost():
@@ -178,7 +173,7 @@ class ResumedRates:
             one.load_state_dict(dict(saved))
             changed = [] if then is None else _changed(then["state"], self._built.get(one, {}))
             if changed:
-                anew = another_run.format(words='schedule="new"')
+                anew = ANOTHER_RUN.format(words='schedule="new"')
                 warned.append(
                     f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's goes "
                     f"on. To use this config's, {anew}."

@@ -19,7 +19,7 @@ from torch import Tensor
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
 from dream_trainer.errors import StepError
-from dream_trainer.trainer.no_rounds import NoRounds
+from dream_trainer.trainer.cooperation import NoRounds
 from dream_trainer.trainer.step.buckets import in_buckets
 
 if TYPE_CHECKING:
@@ -30,12 +30,7 @@ _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."
 
 
 class Rounds(NoRounds):
-    """One rank's side of the rounds.
-
-    Args:
-        trainer: Whose parameters are averaged: those that its optimizers have.
-        parameters: As configured.
-    """
+    """One rank's side of the rounds."""
 
     def __init__(self, trainer: AbstractTrainer, parameters: LocalSGDParameters) -> None:
         self._trainer, self._world = trainer, trainer.world
@@ -163,9 +158,7 @@ class Rounds(NoRounds):
     # -- the parts
 
     def _averaged(self) -> dict[str, Tensor]:
-        """What workers have of their own and average, by its name in checkpoints: parameters that optimizers have, and
-        buffers with a mean. Asked for each time: FSDP2 may give a parameter another local tensor at the first forward.
-        """
+        """What workers have of their own and average, by its name in checkpoints."""
         trainer, models = self._trainer, self._trainer.named_models()
         groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
         owned = {id(parameter) for group in groups for parameter in group["params"]}

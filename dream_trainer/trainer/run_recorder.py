@@ -41,9 +41,6 @@ LONGEST_ERROR = 20_000
 class RunRecorder:
     """One trainer's record of its run.
 
-    Args:
-        trainer: Nothing is written for one that only evaluates, or under `fast_dev_run`.
-
     Attributes:
         parent: Of a branch, what it began from, as `RunRecord.parent`.
         resumed_from: As `RunRecord.resumed_from`.
@@ -173,8 +170,7 @@ class RunRecorder:
             self._write("finished")
 
     def _failed(self, exc: BaseException) -> None:
-        """Any rank may fail, and rank 0 may not live to hear of it. The first failure is the one to tell, and that a
-        connection was lost only where no rank tells why."""
+        """Any rank may fail, and rank 0 may not live to hear of it."""
         trainer = self._trainer
         if trainer._world is None or not trainer._agreement.trains or isinstance(exc, SystemExit):
             return

@@ -8,7 +8,9 @@ tensors: parameters, buffers, optimizer state and what callbacks keep, sharded a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +32,19 @@ from dream_trainer.checkpoint.model_state import (
 from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_state
 from dream_trainer.checkpoint.random_state import random_state
 from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.mixin_states import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
-from dream_trainer.weights.adapter_record import whole_adapters
-from dream_trainer.weights.origins import origin_of
+from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.staging import HostCopies
     from dream_trainer.distributed.world import World
+    from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -56,10 +58,6 @@ def snapshot(
     """The trainer's complete state at this moment; a collective.
 
     Args:
-        trainer: Between two windows, the same step on every rank.
-        form: That of the models.
-        frozen: What is left out where it has not changed since the setup; None leaves out nothing.
-        metrics: Those of a validation at this step, for the manifest.
         copies: Where to copy tensors to, so that training can continue while they are written; None: they are not
             copied.
 
@@ -167,8 +165,7 @@ def kept_name(optimizer: str, worker: int) -> str:
 
 
 def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world: World) -> dict[str, dict[str, str]]:
-    """What a checkpoint has instead of each of these parameters: its digest, and where it was loaded from if known; a
-    collective where there are several stages."""
+    """What a checkpoint has instead of each of these parameters."""
     about = {name: {"digest": digest} for name, digest in digests.items()}
     for name, parameter in model_parameters(models).items():
         origin = origin_of(parameter) if name in about else None
@@ -228,10 +225,6 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
 def check(trainer: AbstractTrainer, *, saves: bool) -> None:
     """Finds state that cannot be saved before the first step, and not after hours of training; a collective.
 
-    Args:
-        trainer: Set up.
-        saves: Whether checkpoints are to be saved, so that models and optimizers are looked at too.
-
     Raises:
         CheckpointError: A model or an optimizer has state that cannot be saved; the same on every rank.
         TypeError: A state contains something of a type that a checkpoint does not support; the message says where.
@@ -241,3 +234,40 @@ def check(trainer: AbstractTrainer, *, saves: bool) -> None:
     typed_json.dumps(state)
     if saves:
         _tensors(trainer)
+
+
+logger = logging.getLogger("dream_trainer")
+
+CALLBACK_PREFIX = "callbacks."
+"""Tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`."""
+
+
+def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:
+    """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        yield name, f"{CALLBACK_PREFIX}{name}.{counts[name]}.", callback
+        counts[name] += 1
+
+
+def restore_callbacks(
+    trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str], begins: BranchParameters | None
+) -> None:
+    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
+    left = list(saved)
+    for class_name, prefix, callback in numbered(trainer.callbacks):
+        match = next((entry for entry in left if entry["class"] == class_name), None)
+        if match is not None:
+            left.remove(match)
+        lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
+        if match is None or lacks_tensors:
+            if (callback.state_dict() or lacks_tensors) and trainer.world.is_main:
+                logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
+            continue
+        callback.load_state_dict(match["state"])
+        if begins is not None:
+            callback.begin_branch(new_counters=begins.counters == "new", new_data=begins.data == "new")
+    lost = [entry["class"] for entry in left if entry["state"]]
+    if lost and trainer.world.is_main:
+        logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))

@@ -14,11 +14,6 @@ from dream_trainer.trainer.counters import Counters, Owed
 class Schedule:
     """A run's limits and what is due between its windows.
 
-    Args:
-        parameters: As configured.
-        progress: The run's counters, which it reads; of them it writes `owed` and `elapsed_seconds`.
-        clock: Seconds from any origin; tests pass their own.
-
     Attributes:
         goes_by_the_clock: Whether anything is due by the clock.
         epoch_steps: Windows that end an epoch whatever the data holds; None: the end of the data does.
@@ -137,13 +132,7 @@ class Schedule:
         return self._validations.is_due_by_the_clock()
 
     def validation_is_due(self, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
-        """Whether to validate after the window just counted.
-
-        Args:
-            stepped: Whether the window counted as an optimizer step.
-            epoch_ended: Whether this window ended an epoch, which `current_epoch` does not count yet.
-            by_the_clock: Whether rank 0's clock says so.
-        """
+        """Whether to validate after the window just counted."""
         if not self._validates:
             return False
         if self._parameters.fast_dev_run or by_the_clock:

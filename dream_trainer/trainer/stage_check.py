@@ -37,12 +37,7 @@ _CROSS = (
 
 
 class StageCheck:
-    """A copy of a model without values, to compare its stages with.
-
-    Args:
-        model: The whole model, before it is cut.
-        stages: The names that each stage holds.
-    """
+    """A copy of a model without values, to compare its stages with."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
         self._stages = stages
@@ -54,10 +49,6 @@ class StageCheck:
 
     def run(self, inputs: tuple[tuple[Any, ...], Mapping[str, Any]], warn: Callable[[str], None]) -> None:
         """Compares, for a micro-batch.
-
-        Args:
-            inputs: Positional and named arguments of the model.
-            warn: Called with what to say if the whole model cannot run without values.
 
         Raises:
             HookError: A stage cannot run, or computes something else than the whole model.

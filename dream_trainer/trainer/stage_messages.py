@@ -34,12 +34,7 @@ dimensions they split it."""
 
 
 class StageMessages:
-    """Messages between the ranks of a pipeline.
-
-    Args:
-        world: The ranks.
-        last: Which rank of the pipeline has the last stage.
-    """
+    """Messages between the ranks of a pipeline."""
 
     def __init__(self, world: World, last: int) -> None:
         group = world.pipeline_group()

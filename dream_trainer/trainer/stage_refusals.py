@@ -25,8 +25,7 @@ _UNWEIGHTED = (
 
 
 def _have_unequal_labels(targets: Any, microbatches: int) -> bool:
-    """Whether micro-batches have unequal numbers of -100 among integers, the label that PyTorch's losses ignore; waits
-    for the device."""
+    """Whether micro-batches have unequal numbers of -100 among integers, the label that PyTorch's losses ignore."""
     tensors = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
     integers = [leaf for leaf in tensors if leaf.ndim and len(leaf) % microbatches == 0]
     ignored = [(leaf == -100).unflatten(0, (microbatches, -1)).flatten(1).sum(1) for leaf in integers]
@@ -52,13 +51,7 @@ def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Ca
 
 
 def refuse_graphs(batch: Any, name: str, stages: int) -> None:
-    """Raises StepError if something in a batch has a graph, which would go on behind the first stage, or the last.
-
-    Args:
-        batch: Inputs and targets.
-        name: What the model is called.
-        stages: The pipeline's ranks.
-    """
+    """Raises StepError if something in a batch has a graph, which would go on behind the first stage, or the last."""
     if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
         raise StepError(
             f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "

@@ -28,12 +28,7 @@ def frozen_draws(models: Mapping[str, nn.Module], tape: Tape) -> set[str]:
 
 
 class UnloadedBases:
-    """Remembers a few values of each of those parameters, as they were drawn, until the trainer has started.
-
-    Args:
-        models: The models by name; they have just become real. By default there is nothing to remember.
-        drawn: From `frozen_draws`.
-    """
+    """Remembers a few values of each of those parameters, as they were drawn, until the trainer has started."""
 
     def __init__(self, models: Mapping[str, nn.Module] | None = None, drawn: Collection[str] = ()) -> None:
         models = models or {}

@@ -20,7 +20,7 @@ from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
-from dream_trainer.trainer.log_options import unlogged
+from dream_trainer.trainer.cooperation import unlogged
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 
 if TYPE_CHECKING:
@@ -39,12 +39,6 @@ def validate(
     agreement: Agreement | None = None,
 ) -> dict[str, float]:
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`.
-
-    Args:
-        trainer: The trainer; its modes, random state, gradients and counters are as before when this returns.
-        loaders: Batches of this rank by loader name.
-        max_batches: Batches per rank and loader; None for all.
-        agreement: In training, exchanges signals between the batches; None: signals are ignored.
 
     Raises:
         HookError: The step did not return a dict.

@@ -22,14 +22,7 @@ from dream_trainer.trainer.registry import is_metric
 
 
 class ValidationMetrics:
-    """The metrics of one trainer.
-
-    Args:
-        metrics: All of them by name, as they are now.
-        attributes: The trainer's own, where they are held.
-        world: The ranks.
-        say_once: Says a message once for a key.
-    """
+    """The metrics of one trainer."""
 
     def __init__(
         self,

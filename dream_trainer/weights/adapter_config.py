@@ -50,11 +50,8 @@ def refuse_other_adapters(
     What training alone looks at, such as dropout, may differ, and is said.
 
     Args:
-        path: The checkpoint, for messages.
-        models: The models by name.
         saved: What the checkpoint says of the adapters of each model that has some; None if it is an older one that
             says nothing of any.
-        world: The ranks.
 
     Raises:
         CheckpointError: A model's adapters are others; the same on every rank.
@@ -94,12 +91,6 @@ def refuse_other_adapters(
 
 def refuse_other_config(path: Path, adapters: Adapters, may_differ: Collection[str], world: Ranks) -> None:
     """Compares the `adapter_config.json` of a directory of peft, or beside a file of one, with a model's adapters.
-
-    Args:
-        path: The directory or file.
-        adapters: The model's.
-        may_differ: Fields that are not compared.
-        world: The ranks; the main one says where nothing can be compared.
 
     Raises:
         CheckpointError: They differ in what the function of the weights depends on.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from dream_trainer.checkpoint.model_state import model_parameters, model_tensors
 from dream_trainer.compat.peft import Adapters, LowRank, base_names, describe_adapters, peft_model
+from dream_trainer.compat.weak_tensors import OfTensors
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.modules.cut_models import is_cut, names_in_whole
-from dream_trainer.weights.origins import origin_of
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:
@@ -64,3 +64,25 @@ def adapters_from(record: Mapping[str, Any]) -> Adapters:
     """What `dataclasses.asdict` made of adapters for a checkpoint."""
     low_rank = {name: LowRank(**values) for name, values in record["low_rank"].items()}
     return Adapters(**{**record, "low_rank": low_rank})
+
+
+class Origin(NamedTuple):
+    """A tensor in a file."""
+
+    path: str
+    """What was loaded, as an absolute path."""
+    name: str
+    """The tensor's name there."""
+
+
+_origins = OfTensors[Origin]()
+
+
+def remember_origin(tensor: Tensor, origin: Origin) -> None:
+    """Remembers that `tensor` was filled from there."""
+    _origins.set(tensor, origin)
+
+
+def origin_of(tensor: Tensor) -> Origin | None:
+    """Where `tensor` was filled from last; None if not by `load_weights`."""
+    return _origins.get(tensor)

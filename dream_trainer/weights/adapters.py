@@ -147,10 +147,6 @@ def _exactly(names: Mapping[str, str]) -> dict[str, str]:
 def merged_reader(adapters: Adapters, read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     """Reads tensors of the base, by the names of `adapters.base`, with the adapters added.
 
-    Args:
-        adapters: What is added to what.
-        read: Reads a whole tensor of the model by its name; called in the same order on every rank.
-
     Raises:
         CheckpointError: These adapters cannot be merged here.
     """

@@ -6,6 +6,7 @@ first name, as transformers expects them. How the files are named and published 
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dream_trainer.checkpoint.digests import value_digests
 from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.model_state import model_tensors
 from dream_trainer.compat.peft import Adapters
@@ -32,9 +34,9 @@ from dream_trainer.weights.export_files import (
     plan_files,
     write_files,
 )
-from dream_trainer.weights.left_out import LeftOutWeights
-from dream_trainer.weights.safetensors_file import TensorSpec
-from dream_trainer.weights.stage_tensors import StageTensors
+from dream_trainer.weights.reading import WeightFiles
+from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec
+from dream_trainer.weights.weight_files import open_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,20 +67,13 @@ def export_checkpoint(
     (BatchNorm statistics), rank 0's are exported.
 
     Args:
-        checkpoint: The checkpoint's directory.
         out: A directory: `model.safetensors`, or numbered shards with an index, and `config.json` if the model has a
             config. Or a file: one that ends in .safetensors, or in .pt or .pth for `torch.load`, which needs memory
             for all tensors at once.
-        model: Name of the model; may be left out if there is only one.
         weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
             What a callback does not average, such as buffers, is taken from the model.
-        dtype: Cast floating-point tensors to this; None leaves each as it is.
-        max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
         renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        merge_adapters: Export the base with its adapters added, under the base's own names.
-        base: Where frozen weights that the checkpoint left out are now, if not where the run loaded them from.
-        overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
         The files written.
@@ -180,16 +175,8 @@ def export_model(
     Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
 
     Args:
-        model: The model; the same tensors on every rank, as DTensors or plain, or the part of one that it has.
-        out: As for `export_checkpoint`.
-        world: The ranks.
-        dtype: Cast floating-point tensors to this; None leaves each as it is.
-        max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
-        config: Written as `config.json` if `out` is a directory.
         renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        merge_adapters: Export the base with its adapters added, under the base's own names.
-        overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
         The files written, on every rank.
@@ -258,12 +245,7 @@ def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> di
 
 
 def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:
-    """Names of the models in a checkpoint.
-
-    Args:
-        stored: The checkpoint's tensors.
-        shared: From `read_shared`.
-    """
+    """Names of the models in a checkpoint."""
     first_parts = (name.split(".")[1] for name in stored.specs if name.startswith("models."))
     known = shared.get("extra_state") or dict.fromkeys(first_parts)  # a model's name may have dots itself
     return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in stored.specs)]
@@ -351,3 +333,89 @@ def _config(config: Mapping[str, Any] | None, dtype: torch.dtype | None) -> dict
         return dict(config)
     cast = str(dtype).removeprefix("torch.")
     return {**config, **{key: cast for key in ("dtype", "torch_dtype") if key in config}}
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_DIGEST = re.compile(r"(\w+) (\(.*\)) [0-9a-f]{16}")
+
+
+class LeftOutWeights:
+    """Tensors by the names that the checkpoint would have for them.
+
+    Attributes:
+        specs: Shape and dtype of each.
+    """
+
+    def __init__(self, records: Mapping[str, Mapping[str, str]], base: Path | None) -> None:
+        self._records, self._base = records, base
+        self._files: dict[Path, WeightFiles] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for name, record in records.items():
+            match = _DIGEST.fullmatch(record["digest"])
+            if match is not None and match[1] in _DTYPES:
+                self.specs[name] = TensorSpec(tuple(ast.literal_eval(match[2])), _DTYPES[match[1]])
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, its digest compared.
+
+        Raises:
+            CheckpointError: It is not known where it was loaded from, or it is not there, or has other values now.
+        """
+        record, spec = self._records[name], self.specs[name]
+        if "path" not in record:
+            raise CheckpointError(
+                f"the checkpoint has no {name}, which was frozen, and does not know where it came from, since it was "
+                "not loaded by load_weights. Export from the trainer instead: trainer.export(...)."
+            )
+        path = self._base or Path(record["path"])
+        if path not in self._files:
+            self._files[path] = open_weights(path, None)
+        files = self._files[path]
+        if files.shapes.get(record["name"]) != spec.shape:
+            raise CheckpointError(
+                f"{path} has no {record['name']!r} of shape {spec.shape}, which {name} was loaded from."
+            )
+        tensor = files.read(record["name"], tuple(slice(0, size) for size in spec.shape)).to(spec.dtype)
+        if value_digests({name: tensor}, world=Ranks.alone())[name] != record["digest"]:
+            raise CheckpointError(
+                f"{record['name']!r} in {path} is not what {name} was when the checkpoint was saved. Give the file or "
+                "directory that the run loaded (base=, --base)."
+            )
+        return tensor
+
+
+class StageTensors:
+    """Brings tensors to rank 0, one at a time. Making one is a collective where there are several stages.
+
+    Attributes:
+        specs: What all ranks' tensors are written as, by name, stage after stage.
+    """
+
+    def __init__(self, own: Mapping[str, TensorSpec], read: Callable[[str], Tensor], world: Ranks) -> None:
+        self._own, self._read, self._world = own, read, world
+        self.specs = dict(own)
+        self._holders: dict[str, int] = {}
+        if world.stages == 1:
+            return
+        for rank, specs in enumerate(world.all_gather_object(dict(own))):
+            for name in specs:
+                self._holders.setdefault(name, rank)
+            self.specs = {**specs, **self.specs} if rank == 0 else self.specs | specs
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in whole, on rank 0; elsewhere whatever is there. Every rank calls this, in the same order."""
+        value = self._read(name) if name in self._own else torch.empty(0)
+        holder = self._holders.get(name, 0)
+        if holder == 0 or self._world.rank not in (0, holder):
+            return value
+        import torch.distributed as dist
+
+        # Bytes, since not every backend sends every type.
+        if self._world.rank == holder:
+            sent = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            dist.send(sent, group=self._world.cpu_group, group_dst=0)
+            return value
+        spec = self.specs[name]
+        received = torch.empty(spec.shape, dtype=spec.dtype)
+        dist.recv(received.reshape(-1).view(torch.uint8), group=self._world.cpu_group, group_src=holder)
+        return received

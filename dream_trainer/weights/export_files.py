@@ -51,12 +51,6 @@ def plan_files(
 ) -> FilePlan:
     """Divides tensors among files: in order, each file filled up to the limit. A larger tensor has a file of its own.
 
-    Args:
-        out: A directory, or a path that ends in .safetensors, .pt or .pth and is then the one file.
-        specs: The tensors by name.
-        max_shard_size: Of a directory's files, in bytes or as "5GB" (10^9 bytes, as Hugging Face counts) or "5GiB".
-        are_adapters: Whether a directory is laid out as peft does: all of them in one file.
-
     Raises:
         CheckpointError: The format has no such dtype; the tensors are listed.
         ConfigError: The size is not understood.
@@ -105,10 +99,6 @@ def parse_size(size: int | str) -> int:
 
 def check_target(out: Path, *, overwrite: bool) -> None:
     """Refuses a path to which an export must not be written.
-
-    Args:
-        out: As in `plan_files`.
-        overwrite: Whether an earlier export may be replaced; other files beside it stay.
 
     Raises:
         CheckpointError: It exists, contains directories, or is where a run looks for checkpoints.
@@ -159,14 +149,6 @@ def write_files(
     overwrite: bool,
 ) -> list[Path]:
     """Writes an export under a temporary name beside `out` and renames it when all of it is on the disk.
-
-    Args:
-        out: As in `plan_files`; its parents are created.
-        plan: From `plan_files`.
-        read: Returns each tensor, in the plan's order. Only .pt files need all tensors in memory at once.
-        config: Written into a directory.
-        config_name: The name of its file.
-        overwrite: Whether an earlier export may be replaced; other files beside it stay.
 
     Returns:
         The files, in order.

@@ -127,12 +127,6 @@ def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str |
     """The text of a model card: what the files are, how far they were trained, and what a validation found.
 
     Paths of this machine are not in it.
-
-    Args:
-        directory: The export.
-        repo: The name to use as a title.
-        manifest: Of the checkpoint.
-        base_model: The base's name on the hub, if there is one.
     """
     from huggingface_hub import ModelCardData
 

@@ -25,8 +25,8 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.modules.cut_models import names_in_whole
 from dream_trainer.modules.shards import local_indices
 from dream_trainer.stores.store_path import as_path
+from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
-from dream_trainer.weights.origins import Origin, remember_origin
 from dream_trainer.weights.reading import Box, WeightFiles
 from dream_trainer.weights.weight_files import open_weights
 
@@ -183,8 +183,7 @@ def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have: the
-    tensors themselves. FSDP2 reshards by this."""
+    """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have."""
     owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -68,8 +68,6 @@ def write_safetensors(path: Path, specs: Mapping[str, TensorSpec], read: Callabl
     """Writes a new safetensors file and waits until the disk has it.
 
     Args:
-        path: A file that does not exist yet.
-        specs: The tensors by name, in the order of `file_order`.
         read: Returns a tensor of the spec's shape, on any device; called once for each name, in order. The tensor is
             cast to the spec's dtype.
 

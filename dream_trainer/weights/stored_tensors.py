@@ -28,9 +28,6 @@ class StoredTensors:
     def __init__(self, path: Path) -> None:
         """Reads the manifest and DCP's metadata.
 
-        Args:
-            path: The checkpoint's directory.
-
         Raises:
             CheckpointError: One of them is missing, damaged or refused.
         """
@@ -57,13 +54,7 @@ class StoredTensors:
 
 
 def difference_of_tensors(first: StoredTensors, second: StoredTensors, *, values: bool) -> dict[str, Any]:
-    """The tensors that only one checkpoint has, that differ in shape or dtype, and that differ in value.
-
-    Args:
-        first: One checkpoint.
-        second: The other one.
-        values: Whether to read the tensors and compare their values, one at a time.
-    """
+    """The tensors that only one checkpoint has, that differ in shape or dtype, and that differ in value."""
     common = [name for name in first.specs if name in second.specs]
     alike = [name for name in common if first.specs[name] == second.specs[name]]
     distances = {name: max_difference(first.read(name), second.read(name)) for name in alike if values}

@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, MetadataUnpickler, parse_metadata
+from dream_trainer.compat.pytorch import file_window
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
 
@@ -31,10 +40,6 @@ _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 
 def open_weights(path: Path, model_name: str | None) -> WeightFiles:
     """Opens the weights at `path`, of whatever kind they are.
-
-    Args:
-        path: A file or directory of one of the kinds in `UNDERSTOOD`.
-        model_name: Which model of a Dream Trainer checkpoint; may be None if it has only one. Ignored for other kinds.
 
     Raises:
         CheckpointError: There is nothing at `path`, or it is of an unknown kind, damaged or asks for code.
@@ -57,8 +62,6 @@ def open_weights(path: Path, model_name: str | None) -> WeightFiles:
 def _open_directory(path: Path, model_name: str | None) -> WeightFiles:
     # Imported where used: DCP loads a good part of torch.distributed.
     if (path / ".metadata").exists():
-        from dream_trainer.weights.dcp_files import open_checkpoint, open_foreign
-
         return open_checkpoint(path, model_name) if (path / MANIFEST_NAME).exists() else open_foreign(path)
     if (path / "model.safetensors").exists():
         return _SafetensorsFile(path / "model.safetensors")
@@ -172,3 +175,138 @@ class _Shards:
 
     def read(self, name: str, box: Box) -> Tensor:
         return self._file_of_name[name].read(name, box)
+
+
+_OWN_PREFIX = "models."
+
+
+def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
+    """The weights of one model in a Dream Trainer checkpoint.
+
+    Raises:
+        CheckpointError: The manifest or DCP's metadata is missing or damaged, or there is no such model.
+    """
+    manifest = read_manifest(path)
+    metadata = parse_metadata(manifest.read(METADATA_NAME), path / METADATA_NAME)
+    names = [name for name in metadata.state_dict_metadata if name.startswith(_OWN_PREFIX)]
+    models = sorted({name.split(".")[1] for name in names})
+    if model_name is None and len(models) != 1:
+        raise CheckpointError(f"{path} holds the models {models}. Say which with model_name.")
+    prefix = f"{_OWN_PREFIX}{model_name or models[0]}."
+    chosen = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    if not chosen:
+        raise CheckpointError(f"{path} holds no model {model_name!r}; it holds {models}. Give one as model_name.")
+    return DcpFiles(path, metadata, chosen, manifest)
+
+
+def open_foreign(path: Path) -> DcpFiles:
+    """All tensors of a DCP directory that somebody else wrote, under the names they have there.
+
+    Raises:
+        CheckpointError: The metadata is damaged or asks for code.
+    """
+    metadata = _foreign_metadata(path / METADATA_NAME)
+    records = metadata.state_dict_metadata
+    tensors = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
+    return DcpFiles(path, metadata, tensors, None)
+
+
+class _ForeignUnpickler(MetadataUnpickler):
+    """Also builds the record of an entry that is not a tensor; the record itself is empty."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__):
+            return BytesStorageMetadata
+        return super().find_class(module_name, global_name)
+
+
+def _foreign_metadata(file: Path) -> Metadata:
+    with blaming(file):
+        metadata = _ForeignUnpickler(file.read_bytes(), file).load()
+    if not (
+        isinstance(metadata, Metadata)
+        and isinstance(metadata.state_dict_metadata, dict)
+        and isinstance(metadata.storage_data, dict)
+    ):
+        raise DamagedCheckpointError(f"{file} contains no DCP metadata.")
+    return metadata
+
+
+class DcpFiles:
+    """Tensors of a DCP directory."""
+
+    def __init__(self, path: Path, metadata: Metadata, names: Mapping[str, str], manifest: Manifest | None) -> None:
+        self._path = path
+        self._names = names
+        self._manifest = manifest
+        self._storage: dict[Any, Any] = metadata.storage_data
+        with blaming(path / METADATA_NAME):
+            self._records = {name: _tensor_record(metadata, stored_name) for name, stored_name in names.items()}
+            self.shapes = {name: tuple(record.size) for name, record in self._records.items()}
+
+    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
+        """See `WeightFiles.checksums`."""
+        if self._manifest is None:
+            return {}
+        files = {
+            self._location(name, chunk)[0]
+            for name, box in boxes.items()
+            for chunk in self._records[name].chunks
+            if _overlap(box, chunk) is not None
+        }
+        return {file: self._manifest.entry(file.name) for file in files}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `WeightFiles.read`."""
+        block = torch.empty([cut.stop - cut.start for cut in box], dtype=self._records[name].properties.dtype)
+        filled = 0
+        for chunk in self._records[name].chunks:
+            common = _overlap(box, chunk)
+            if common is None:
+                continue
+            target = block[_shifted(common, [cut.start for cut in box])]
+            target.copy_(self._chunk(name, chunk)[_shifted(common, chunk.offsets)])
+            filled += target.numel()
+        if filled < block.numel():
+            raise DamagedCheckpointError(f"{self._path} contains only a part of {name!r}. Was a rank's file left out?")
+        return block
+
+    def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        file, location = self._location(name, chunk)
+        with blaming(file), file.open("rb") as stream:
+            saved = load_pickle(file_window(stream, location.offset, location.length), file, mmap=False)
+        if not isinstance(saved, Tensor) or saved.shape != chunk.sizes:
+            raise DamagedCheckpointError(f"{file} contains something else where {name!r} should be.")
+        return saved
+
+    def _location(self, name: str, chunk: ChunkStorageMetadata) -> tuple[Path, Any]:
+        metadata_file = self._path / METADATA_NAME
+        location = self._storage.get(MetadataIndex(self._names[name], chunk.offsets))
+        if location is None:
+            raise DamagedCheckpointError(f"{metadata_file} does not say where {name!r} is.")
+        with blaming(metadata_file):
+            if location.transform_descriptors:
+                raise CheckpointError(f"{metadata_file} names stream transforms for {name!r}, which are not applied.")
+            return inside(metadata_file, location.relative_path), location
+
+
+def _tensor_record(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    record = metadata.state_dict_metadata[name]
+    if not isinstance(record, TensorStorageMetadata):
+        raise TypeError(f"{name!r} is not a tensor")
+    if any(len(chunk.offsets) != len(record.size) or len(chunk.sizes) != len(record.size) for chunk in record.chunks):
+        raise ValueError(f"a chunk of {name!r} has another number of dimensions")
+    return record
+
+
+def _overlap(box: Box, chunk: ChunkStorageMetadata) -> Box | None:
+    """The overlap of a block and a chunk, in the full tensor's coordinates; None if they do not overlap."""
+    common = tuple(
+        slice(max(cut.start, offset), min(cut.stop, offset + size))
+        for cut, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
+    )
+    return common if all(cut.start < cut.stop for cut in common) else None
+
+
+def _shifted(box: Box, origin: Any) -> Box:
+    return tuple(slice(cut.start - at, cut.stop - at) for cut, at in zip(box, origin, strict=True))

@@ -16,8 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.callbacks.ema import EMA
-from dream_trainer.callbacks.host_average import HostAverage
+from dream_trainer.callbacks.ema import EMA, HostAverage
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters

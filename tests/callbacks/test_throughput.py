@@ -13,8 +13,7 @@ import torch
 
 import dream_trainer as dt
 from dream_trainer.callbacks import Every, Throughput
-from dream_trainer.callbacks.peak_flops import peak_flops
-from dream_trainer.callbacks.throughput import dtype_at_work
+from dream_trainer.callbacks.throughput import dtype_at_work, peak_flops
 from dream_trainer.data import DistributedDataLoader, Mixture
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.interface import Logger, Stamp

@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from dream_trainer.checkpoint.background import Background
+from dream_trainer.checkpoint.snapshot_writer import Background
 
 
 class Held:
@@ -105,7 +105,7 @@ def test_a_new_task_forgets_nothing_of_the_last_one() -> None:
 def test_an_interpreter_that_ends_waits_for_the_task() -> None:
     code = (
         "import time\n"
-        "from dream_trainer.checkpoint.background import Background\n"
+        "from dream_trainer.checkpoint.snapshot_writer import Background\n"
         "Background('name').start(lambda: (time.sleep(0.5), print('done')))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

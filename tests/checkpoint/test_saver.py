@@ -314,6 +314,13 @@ def test_after_an_exception_a_save_that_fails_is_only_said(tmp_path: Path) -> No
     assert run.saved == [2]
 
 
+def test_an_exception_does_not_save_if_the_config_says_so(tmp_path: Path) -> None:
+    with counting(tmp_path / "checkpoints", save_on_exception=False, **NOTHING) as run:
+        run.train(2)
+        run.saver.save_after_exception(2)
+    assert run.saved == []
+
+
 # -- branches and retention
 
 

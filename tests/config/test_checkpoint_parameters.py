@@ -27,6 +27,7 @@ def test_by_default_each_epoch_and_the_end_are_saved_and_everything_is_kept() ->
         "save_every_n_epochs": 1,
         "save_on_best": False,
         "save_at_end": True,
+        "save_on_exception": True,
         "local_directory": None,
         "save_local_every_n_steps": None,
         "save_frozen": True,

@@ -7,7 +7,7 @@ from typing import Any, Self
 import pytest
 import torch
 
-from dream_trainer.data.copy_ahead import copy_stream, on_device
+from dream_trainer.data.feed import copy_stream, on_device
 from tests.trainer.small import Alone, batches, make_config
 
 CPU = torch.device("cpu")

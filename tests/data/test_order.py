@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from dream_trainer.data.order import epoch_order, sample_seed
+from dream_trainer.data.sampler import epoch_order, sample_seed
 
 
 def test_an_order_holds_every_sample_once_and_differs_by_epoch_and_seed() -> None:

@@ -21,9 +21,8 @@ from torch.utils.data import (
 )
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.data.foreign import iterate
+from dream_trainer.data.foreign import draws_at_start_only, iterate
 from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.data.pass_draws import draws_at_start_only
 from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from tests.data.samples import global_states

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dream_trainer.data.order import epoch_order
-from dream_trainer.data.sampler import RankBatchSampler, Sharding, end_with_tail, end_without_tail
+from dream_trainer.data.sampler import RankBatchSampler, Sharding, end_with_tail, end_without_tail, epoch_order
 
 
 def batches(

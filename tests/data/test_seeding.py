@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.order import sample_seed
 from dream_trainer.data.sample_seeds import KeyedDataset, draws_nothing
+from dream_trainer.data.sampler import sample_seed
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.seeds import seed_cpu
 from tests.data.samples import DrawingDataset, global_states, rows

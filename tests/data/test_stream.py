@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.mixtures.mixture import Mixture
-from dream_trainer.data.order import epoch_order
+from dream_trainer.data.sampler import epoch_order
 from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
 from dream_trainer.errors import DataError
 from tests.data.samples import BrokenDataset, CountingDataset, DrawingDataset, global_states, rows

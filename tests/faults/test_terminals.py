@@ -37,7 +37,7 @@ def tell(trainer, epoch, metrics):
 
 trainer = Trainer(
     nn.Linear(3, 1), step=step, train=TensorDataset(x), val=TensorDataset(x), batch_size=8, epochs=int(sys.argv[2]),
-    name="caf\u00e9", device="cpu", loggers=("console", "jsonl"), progress=True,
+    name="caf\u00e9", device="cpu", loggers=dt.LoggerParameters(), progress=True,
     callbacks=[tell, dt.callbacks.Progress(["train/pr\u00e9cision"], refresh_seconds=0.0)],
 )
 trainer.fit()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.trainer.traffic import step_traffic
+from dream_trainer.trainer.describe import step_traffic
 from tests.faults.namespaces import enter
 
 FIRST, STEPS = 5, 13

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.data.packing.packed_rows import handlers
 from dream_trainer.modules.attention_takeover import AttentionTakeover
 from dream_trainer.modules.context_attention import GatheredAttention
 from dream_trainer.modules.sequence_parts import SequenceParts

@@ -7,7 +7,7 @@ import torch
 
 from dream_trainer.checkpoint.random_state import random_state, set_random_state
 from dream_trainer.checkpoint.staging import HostCopies
-from dream_trainer.data.copy_ahead import copy_stream, on_device
+from dream_trainer.data.feed import copy_stream, on_device
 from dream_trainer.nested import to_device
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch.nn as nn
 import dream_trainer as dt
 from dream_trainer.callbacks import Memory
 from dream_trainer.callbacks.memory import GIB
-from dream_trainer.callbacks.peak_flops import peak_flops
+from dream_trainer.callbacks.throughput import peak_flops
 from dream_trainer.loggers.formatting import format_bytes
 from tests.callbacks.recording import Logged, Recorder
 from tests.trainer.small import Alone, batches, make_config

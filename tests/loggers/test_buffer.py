@@ -17,8 +17,7 @@ from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.loggers import buffer as buffer_module
-from dream_trainer.loggers.buffer import MetricBuffer
-from dream_trainer.loggers.transfer import start_copy
+from dream_trainer.loggers.buffer import MetricBuffer, start_copy
 from tests.worlds import run_world
 
 # As on an accelerator, for which the CPU stands in; what crosses ranks, further down, is read at once as on a CPU.

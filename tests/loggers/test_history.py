@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dream_trainer.loggers.history import History
+from dream_trainer.loggers.run_log import History
 
 
 def line(step: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dream_trainer.compat.compiler import is_compiled
 from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.data.packing.packed_rows import handlers
 from dream_trainer.errors import StepError
 from dream_trainer.modules.attention_takeover import AttentionTakeover
 from dream_trainer.modules.compiled_attention import compile_with_shared_attention

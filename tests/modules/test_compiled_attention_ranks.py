@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.data.packing.packed_rows import handlers
 from dream_trainer.modules.attention_takeover import AttentionTakeover
 from dream_trainer.modules.compiled_attention import compile_with_shared_attention
 from dream_trainer.modules.context_attention import GatheredAttention

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dream_trainer.compat.attention import BlockMask
 from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.data.packing.packed_rows import handlers
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.attention_takeover import AttentionTakeover
 from dream_trainer.modules.context_attention import ContextAttention, GatheredAttention, UlyssesAttention

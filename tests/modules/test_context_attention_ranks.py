@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
-from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.data.packing.packed_rows import handlers
 from dream_trainer.modules.attention_takeover import AttentionTakeover
 from dream_trainer.modules.context_attention import GatheredAttention, UlyssesAttention
 from dream_trainer.modules.sequence_parts import SequenceParts

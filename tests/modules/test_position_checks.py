@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
-from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.data.packing.packed_rows import handlers
 from dream_trainer.errors import StepError
 from dream_trainer.modules.attention_takeover import AttentionTakeover
 from dream_trainer.modules.context_attention import GatheredAttention

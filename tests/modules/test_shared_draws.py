@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.data.packing.packed_rows import handlers
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import StepError
 from dream_trainer.modules.attention_takeover import AttentionTakeover
 from dream_trainer.modules.context_attention import GatheredAttention
+from dream_trainer.modules.position_checks import is_spanning
 from dream_trainer.modules.random_parts import declare_random_layer
 from dream_trainer.modules.recompute import recompute
 from dream_trainer.modules.sequence_parts import SequenceParts
 from dream_trainer.modules.shared_draws import is_draw, seed_for_sequence
-from dream_trainer.modules.spanning_functions import is_spanning
 
 ROWS, PART, WIDTH = 8, 4, 6
 ops = torch.ops.aten

@@ -8,9 +8,8 @@ from torch.overrides import get_overridable_functions
 
 from dream_trainer.modules.attention_takeover import _ATTENDS
 from dream_trainer.modules.context_attention import GatheredAttention
-from dream_trainer.modules.position_checks import PositionChecks
+from dream_trainer.modules.position_checks import PositionChecks, is_spanning, name_in_pytorch
 from dream_trainer.modules.sequence_parts import SequenceParts
-from dream_trainer.modules.spanning_functions import is_spanning, name_in_pytorch
 
 OF_EACH_POSITION = """
 abs absolute acos acosh add addcdiv addcmul addmv addr adjoint alias_copy align_as align_to allclose alpha_dropout and

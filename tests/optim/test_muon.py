@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.optim import Muon
-from dream_trainer.optim.matrix_exchange import deal
+from dream_trainer.optim.muon import deal
 from dream_trainer.trainer.step.gradients import guards_itself
 from tests.worlds import run_world
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dream_trainer.errors import DataError
+import dream_trainer as dt
 from dream_trainer.simple import Trainer
 from tests.simple.loops import CLASSES, classifier, samples
 from tests.worlds import run_world
@@ -20,11 +20,6 @@ from tests.worlds import run_world
 X, Y = samples(dtype=torch.float64).tensors
 # Unequal shares of labels that count, in batches of any size.
 COUNTS = torch.arange(len(Y)) % 7 < torch.arange(len(Y)) // 5
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def trainer_of(model: nn.Module, data: Any, **options: Any) -> Trainer:
@@ -78,20 +73,6 @@ def test_the_classes_of_torchs_losses_are_dimension_one() -> None:
     assert found == pytest.approx(right.double().mean().item(), rel=1e-6)
 
 
-def test_scores_of_other_shapes_are_named() -> None:
-    data = {"input_ids": torch.zeros(8, 5, dtype=torch.long), "labels": torch.zeros(8, 4, dtype=torch.long)}
-
-    class Odd(Tagger):
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-            return super().forward(input_ids) | {"loss": self.inner.weight.sum()}
-
-    with (
-        pytest.raises(DataError, match=r"and got \(4, 5, 3\) and \(4, 4\)"),
-        trainer_of(Odd(CLASSES), data, metrics=["accuracy"]) as trainer,
-    ):
-        trainer.fit()
-
-
 class Named(nn.CrossEntropyLoss):
     """As people write one to set options; it computes what torch's does."""
 
@@ -113,8 +94,9 @@ def trained(case: str, size: int, accumulate: int = 1) -> dict[str, Any]:
     loss, targets = LOSSES[case]
     model = classifier(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    options = {"loss": loss, "optimizer": optimizer, "epochs": 2, "accumulate": accumulate, "batch_size": size}
-    with trainer_of(model, (X, targets), val_batch_size=5, **options) as trainer:
+    limits = dt.TrainingParameters(gradient_accumulation_steps=accumulate, val_batch_size=5, train_batch_size=size)
+    options = {"loss": loss, "optimizer": optimizer, "epochs": 2, "training": limits, "batch_size": None}
+    with trainer_of(model, (X, targets), **options) as trainer:
         row = trainer.fit()[-1]
     return {
         "weights": [parameter.detach() for parameter in model.parameters()],

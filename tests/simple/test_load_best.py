@@ -1,100 +1,167 @@
-"""`load_best` loads what `best` is of, wherever the best validation fell, or says that it is another one."""
+"""`load_best` loads the best validation, and what is validated, such as an average, is predicted with and saved."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
+from dream_trainer.callbacks import SWA
 from dream_trainer.simple import Trainer
+from dream_trainer.weights.export import export_checkpoint
 
-ROWS, WIDTH = 80, 4
+ROWS, WIDTH = 40, 5
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, (x.sum(1) + torch.randn(ROWS, generator=generator, dtype=torch.float64))[:, None]
 
 
 def network() -> nn.Module:
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 1)).double()
 
 
-def bouncing(model: nn.Module | None = None, **options: Any) -> Trainer:
-    """Ten steps an epoch at a rate at which the loss goes up and down, so that any step may be the best."""
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    y = x.sum(1, keepdim=True).sin()
-    return Trainer(
-        network() if model is None else model,
-        loss="mse",
-        optimizer=torch.optim.SGD,
-        train=(x, y),
-        val=(x[:20], y[:20]),
-        batch_size=8,
-        progress=False,
-        device="cpu",
-        **{"name": "run", "lr": 0.9, "epochs": 4} | options,
-    )
+def overfitting(
+    callbacks: list[dt.Callback], model: nn.Module | None = None, val_every: int | None = None, **options: Any
+) -> Trainer:
+    """A run whose best validation is neither its first nor its last."""
+    if val_every is not None:
+        options["training"] = dt.TrainingParameters(val_every_n_steps=val_every, val_every_n_epochs=None)
+    given: dict[str, Any] = {"optimizer": torch.optim.Adam, "lr": 0.02, "train": rows(0), "val": rows(1)}
+    given |= {"batch_size": 10, "name": "run", "epochs": 12, "progress": False, "device": "cpu"} | options
+    return Trainer(network() if model is None else model, loss="mse", callbacks=callbacks, **given)
 
 
-@pytest.mark.parametrize("val_every", [3, 5, 7, 45])
+def loss_of(path: str) -> float:
+    model = network()
+    dt.load_weights(model, path)
+    with torch.no_grad():
+        x, y = rows(1)
+        return mse_loss(model(x), y).item()
+
+
+def loss_by_hand(trainer: Trainer) -> float:
+    with torch.no_grad():
+        x, y = rows(1)
+        return mse_loss(trainer.model(x), y).item()
+
+
+AVERAGES: dict[str, Callable[[], list[dt.Callback]]] = {
+    "none": list,
+    "validates": lambda: [dt.EMA(0.9)],
+    "on the host": lambda: [dt.EMA(0.9, device="cpu", every_n_steps=3)],
+    "beside": lambda: [dt.EMA(0.5, validate=False)],
+    "two": lambda: [dt.EMA(0.5, validate=False), dt.EMA(0.9)],
+    "swa": lambda: [SWA(start=2)],
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_what_is_validated_is_predicted_with_saved_and_loaded_as_the_best(kind: str) -> None:
+    with overfitting(AVERAGES[kind]()) as trainer:
+        losses = [row["val/loss"] for row in trainer.fit()]
+        best = min(losses)
+        assert 0 < losses.index(best) < len(losses) - 1, losses
+        x, y = rows(1)
+        assert trainer.evaluate()["val/loss"] == pytest.approx(losses[-1], rel=1e-12)
+        assert mse_loss(trainer.predict(x), y).item() == pytest.approx(losses[-1], rel=1e-12)
+        trainer.save("last.safetensors")
+        trainer.load_best()
+        assert trainer.evaluate()["val/loss"] == pytest.approx(best, rel=1e-12)
+        assert mse_loss(trainer.predict(x), y).item() == pytest.approx(best, rel=1e-12)
+        assert loss_by_hand(trainer) == pytest.approx(best, rel=1e-12)
+        trainer.save("best.pt")
+    assert loss_of("last.safetensors") == pytest.approx(losses[-1], rel=1e-12)
+    assert loss_of("best.pt") == pytest.approx(best, rel=1e-12)
+
+
+def test_which_weights_are_saved_can_be_said() -> None:
+    with overfitting([dt.EMA(0.5, validate=False), dt.EMA(0.9)]) as trainer:
+        losses = [row["val/loss"] for row in trainer.fit()]
+        for weights in ("model", "ema", "ema.1"):
+            trainer.save(f"{weights}.pt", weights=weights)
+        last = trainer.dream.checkpoints()[-1].path
+        of_model = loss_by_hand(trainer)
+    assert loss_of("model.pt") == pytest.approx(of_model, rel=1e-12)
+    assert loss_of("ema.1.pt") == pytest.approx(losses[-1], rel=1e-12)
+    export_checkpoint(last, "first", weights="ema")
+    assert len({loss_of("model.pt"), loss_of("ema.pt"), loss_of("ema.1.pt")}) == 3
+    assert loss_of("ema.pt") == loss_of("first")
+
+
+def test_training_goes_on_from_the_best_averages() -> None:
+    ema = dt.EMA(0.9, warm_up=False)
+    with overfitting([ema]) as trainer:
+        trainer.fit()
+        trainer.load_best()
+        before = {name: value.clone() for name, value in ema.averaged("model").items()}
+        trainer.fit(steps=trainer.step + 1)
+        for name, weight in trainer.model.named_parameters():
+            expected = before[name] + 0.1 * (weight.detach() - before[name])
+            torch.testing.assert_close(ema.averaged("model")[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("later", [[], [dt.EMA(0.9, validate=False)]])
+def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
+    later: list[dt.Callback], caplog: pytest.LogCaptureFixture
+) -> None:
+    with overfitting([dt.EMA(0.9, warm_up=False)]) as trainer:
+        trainer.fit()
+        trainer.load_best()
+    assert "load_best" not in caplog.text
+    with overfitting(later) as trainer:
+        step = int(trainer.load_best().name.removeprefix("step_"))
+    assert f"load_best() takes the weights of step {step}, " in caplog.text
+    assert "it validated EMA, which callbacks= lack" in caplog.text
+
+
+@pytest.mark.parametrize("val_every", [3, 45])
 @pytest.mark.parametrize("averages", [False, True])
 def test_the_best_is_saved_wherever_its_validation_falls(
     val_every: int, averages: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ema = [dt.EMA(0.3)] if averages else []
-    epochs = 5 if val_every == 45 else 4
-    with bouncing(val_every=val_every, epochs=epochs, callbacks=ema) as trainer:
+    with overfitting(ema, val_every=val_every) as trainer:
         trainer.fit()
-        best, step = trainer.best, trainer.dream._best_steps["val/loss"]
-        assert step % val_every == 0
-        assert trainer.load_best().name == f"step_{step:08d}"
+        best = trainer.best
+        assert int(trainer.load_best().name.removeprefix("step_")) % val_every == 0
         assert trainer.evaluate()["val/loss"] == pytest.approx(best, rel=1e-12)
         assert len(trainer.dream.checkpoints()) <= 2
-    with bouncing(val_every=val_every, epochs=epochs, callbacks=ema) as again:
+    with overfitting(ema, val_every=val_every) as again:
         again.load_best()
         assert (again.best, again.evaluate()["val/loss"]) == (best, pytest.approx(best, rel=1e-12))
     assert "load_best" not in caplog.text
-    assert "other arguments" not in caplog.text
+    assert "config differs" not in caplog.text
 
 
 def test_another_checkpoint_than_that_of_the_best_is_named_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = dt.CheckpointParameters(best_metric="val/loss")
-    with bouncing(val_every=5, checkpoints=checkpoints) as trainer:
+    with overfitting([], val_every=5, checkpoints=checkpoints) as trainer:
         trainer.fit()
-        best, step = trainer.best, trainer.dream._best_steps["val/loss"]
-        assert best is not None
-        assert step % 10 == 5, "the best was to fall between two checkpoints"
+        best = trainer.best
         loaded = int(trainer.load_best().name.removeprefix("step_"))
         value = trainer.evaluate()["val/loss"]
+    assert best is not None
     assert value > best
-    said = f"load_best() took step {loaded}, with val/loss {value:.6g}; the best validation, {best:.6g} at step {step}"
+    said = f"load_best() takes the weights of step {loaded}, with val/loss {value:.6g}, and the best was {best}"
     assert said in caplog.text
     assert "save_on_best=True" in caplog.text
 
 
-def test_where_no_best_is_saved_the_error_names_the_best_validation() -> None:
-    with bouncing(val_every=7, checkpoints=dt.CheckpointParameters(best_metric="val/loss")) as trainer:
-        trainer.fit()
-        step = trainer.dream._best_steps["val/loss"]
-        with pytest.raises(
-            dt.errors.CheckpointError, match=rf"was saved; the best .* at step {step}, has no checkpoint"
-        ):
-            trainer.load_best()
-
-
-def test_a_branch_that_keeps_its_counters_is_told_that_the_best_is_the_parents(
+def test_a_branch_that_keeps_its_counters_is_told_that_the_best_is_not_its_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with bouncing(name="parent", lr=0.1) as parent:
+    with overfitting([], name="parent", lr=0.1) as parent:
         parent.fit()
-        best, step = parent.best, parent.dream._best_steps["val/loss"]
     begins = dt.CheckpointParameters(
         best_metric="val/loss",
         keep_best=1,
@@ -102,14 +169,11 @@ def test_a_branch_that_keeps_its_counters_is_told_that_the_best_is_the_parents(
         resume=str(parent.dream.run_dir),
         branch=dt.BranchParameters(optimizer="new"),
     )
-    with bouncing(name="branch", lr=2.0, epochs=6, checkpoints=begins) as branch:
+    with overfitting([], name="branch", lr=2.0, epochs=14, checkpoints=begins) as branch:
         branch.fit()
-        assert branch.best == best
-        loaded = branch.load_best()
-    assert loaded.is_relative_to(branch.dream.run_dir)
-    assert f"{best:.6g} at step {step}, was of simple/simple/parent, which this run began from at step 40" in (
-        " ".join(caplog.text.split())
-    )
+        assert branch.best == parent.best
+        assert branch.load_best().is_relative_to(branch.dream.run_dir)
+    assert f"the best was {parent.best}: this run has no checkpoint of it" in " ".join(caplog.text.split())
 
 
 @pytest.mark.parametrize("callbacks", [[], [dt.EMA(0.5)]], ids=["weights", "averages"])
@@ -132,14 +196,10 @@ def test_frozen_weights_that_are_not_saved_are_there_already(kind: str, callback
     options: dict[str, Any] = {"checkpoints": dt.CheckpointParameters(
         save_frozen=False, keep_last=1, keep_best=1, best_metric="val/loss", save_on_best=True
     )}  # fmt: skip
-    with bouncing(model(), val_every=3, callbacks=callbacks, **options) as trainer:
+    with overfitting(callbacks, model(), val_every=3, **options) as trainer:
         trainer.fit()
         trainer.load_best()
         assert trainer.evaluate()["val/loss"] == pytest.approx(trainer.best, rel=1e-12)
-    with bouncing(model(), val_every=3, callbacks=callbacks, **options) as trainer:
+    with overfitting(callbacks, model(), val_every=3, **options) as trainer:
         trainer.load_best()
         assert trainer.evaluate()["val/loss"] == pytest.approx(trainer.best, rel=1e-12)
-        with torch.no_grad():
-            next(p for p in trainer.model.parameters() if not p.requires_grad).add_(1)
-        with pytest.raises(dt.errors.CheckpointError, match="saved without the frozen weights"):
-            trainer.load_best()

@@ -12,5 +12,5 @@ def test_each_way_through_the_code_is_short_and_counted_right() -> None:
     assert len(ways) == len([line for line in section.splitlines() if line.startswith("| ")]) - 2
     for way in ways:
         assert len(way.files) <= 8, way.name
-        assert way.lines() <= 1700, way.name
+        assert way.lines() <= 1800, way.name
         assert abs(way.said - way.lines()) <= 100, f"{way.name}: {way.lines()} lines; run tools/reading.py"

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.data.order import epoch_order
+from dream_trainer.data.sampler import epoch_order
 from tests.trainer.arithmetic import fill, full
 from tests.trainer.small import Config as SmallConfig
 

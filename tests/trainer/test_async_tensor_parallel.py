@@ -13,7 +13,7 @@ import torch
 import dream_trainer as dt
 from dream_trainer.compat import symmetric_memory
 from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.launch import launch
+from dream_trainer.trainer.session import launch
 from tests.overlap import overlap_on_the_cpu
 from tests.trainer.arithmetic import Case, reference
 from tests.trainer.test_tensor_parallel import Cell, Config, Trained, config_of, weights_of

@@ -17,7 +17,7 @@ from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferE
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.modules.context_attention import GatheredAttention, UlyssesAttention
 from dream_trainer.modules.sequence_parts import SequenceParts
-from dream_trainer.trainer.sequence_cut import SequenceCut
+from dream_trainer.trainer.mixins.context_parallel import SequenceCut
 from tests.trainer.sequences import Block, Case, Model, Trained, config_of
 from tests.trainer.small import run_ranks
 

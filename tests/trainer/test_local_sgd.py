@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from dream_trainer.data.loader import PerRankLoader
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.trainer.mesh_table import mesh_lines
+from dream_trainer.trainer.describe import mesh_lines
 from tests.trainer.arithmetic import full
 from tests.trainer.small import WIDTH, Batch, batches, fill
 from tests.worlds import run_world

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dream_trainer.loggers.formatting import format_bytes
-from dream_trainer.trainer.traffic import step_traffic
+from dream_trainer.trainer.describe import step_traffic
 from tests.trainer.meshes import Case, Trained, config_of
 from tests.worlds import run_world
 

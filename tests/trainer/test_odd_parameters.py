@@ -172,7 +172,7 @@ def averaged_by_hand() -> list[list[float]]:
         norm.running_mean.fill_(10 * index + world.rank)
     model[1].train(world.rank == 0)  # frozen on one rank
     model[2].eval()
-    JoinedBuffers({"model": model}, {}, "buffer_policies()").join(world, world.averaging_group())
+    JoinedBuffers({"model": model}, {}).join(world, world.averaging_group())
     found = [norm.running_mean.tolist() for norm in model]
     world.close()
     return found

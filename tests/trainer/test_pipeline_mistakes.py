@@ -21,7 +21,7 @@ from dream_trainer.data.stream import train_stream
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.forward_state import as_before
 from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
-from dream_trainer.trainer.data_refusals import refuse_short_batches
+from dream_trainer.trainer.data_setup import refuse_short_batches
 from dream_trainer.trainer.micro_batches import cut, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from tests.trainer.small import run_ranks

@@ -19,7 +19,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.pipeline_stages import even_stages, stages_of_models
-from dream_trainer.trainer.mesh_table import mesh_lines
+from dream_trainer.trainer.describe import mesh_lines
 from tests.trainer.arithmetic import full
 from tests.trainer.stages import (
     BATCH,

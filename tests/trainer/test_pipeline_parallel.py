@@ -17,7 +17,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.compat.pipelining import ranks_of_stages
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.trainer.traffic import step_traffic
+from dream_trainer.trainer.describe import step_traffic
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.stages import (
     BATCH,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
 from dream_trainer.errors import StepError
-from dream_trainer.modules.stage_lists import NumberedAsWhole
+from dream_trainer.modules.pipeline_stages import NumberedAsWhole
 from tests.worlds import run_world
 
 STEPS, SIZE, PARTS = 3, 8, 4
@@ -146,8 +146,7 @@ def test_a_critic_is_that_of_a_loop_by_hand_on_all_ranks(tmp_path: Path) -> None
 
 
 def test_a_list_of_which_others_hold_layers_keeps_its_numbers_and_its_length() -> None:
-    from dream_trainer.modules.pipeline_stages import keep_only
-    from dream_trainer.modules.stage_lists import number_lists
+    from dream_trainer.modules.pipeline_stages import keep_only, number_lists
 
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))

@@ -16,8 +16,7 @@ from torch import Tensor
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
-from dream_trainer.modules.stage_lists import number_lists
+from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only, number_lists
 from dream_trainer.optim.groups import GroupParameters, parameter_groups
 from dream_trainer.optim.whole_parameters import remember_whole
 from dream_trainer.trainer.stage_check import StageCheck

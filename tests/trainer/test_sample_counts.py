@@ -145,17 +145,10 @@ def of_simple(collate: Any, *, shard: bool, batch_size: int, accumulate: int) ->
         model,
         step=loss_of,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        train=Images(0, VAL),
-        val=Images(50, VAL),
-        val_batch_size=3,
-        metrics=(),
-        collate=collate,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        shuffle=False,
-        epochs=1,
-        device="cpu",
-        shard=shard,
+        train=DistributedDataLoader(Images(0, VAL), batch_size, drop_last=False, collate_fn=collate),
+        val=DistributedDataLoader(Images(50, VAL), 3, drop_last=False, collate_fn=collate),
+        training=dt.TrainingParameters(gradient_accumulation_steps=accumulate),
+        device=dt.DeviceParameters(device="cpu", dp_shard="auto" if shard else 1),
         progress=False,
     ) as trainer:
         row = trainer.fit()[-1]
@@ -310,17 +303,3 @@ def test_a_doubtful_guess_of_another_loaders_batch_warns_once_with_what_to_overr
 
     found = told(Own(make_config(n_epochs=1), batches, batches))
     assert (found["seen"], found["warned"]) == (TRAIN, [])
-
-
-def test_the_trainer_without_a_class_takes_a_count_of_samples_too(caplog: pytest.LogCaptureFixture) -> None:
-    samples = list(Images(50, VAL))  # type: ignore[call-overload]
-    batches = [as_lists(samples[:4]), as_lists(samples[4:])]
-    options: dict[str, Any] = {"step": loss_of, "optimizer": still, "device": "cpu", "progress": False}
-    for count in (None, lambda batch: len(batch[0])):
-        caplog.clear()
-        with Trainer(linear(), train=iter(batches), val=PerRankLoader(batches), count_samples=count, **options) as it:
-            found = it.fit()[-1]["val/loss"]
-            seen = it.dream.samples_seen
-        warned = [record for record in caplog.records if "count_samples=" in record.message]
-        right = found == pytest.approx(mean(sample_losses(50, VAL)), rel=1e-12)
-        assert (bool(right), seen == VAL, len(warned)) == ((False, False, 1) if count is None else (True, True, 0))

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from dream_trainer.data.loader import PerRankLoader
 from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.stragglers import Stragglers
+from dream_trainer.trainer.mixins.logger import Stragglers
 from tests.trainer.small import Batch, batches, network, sgd
 from tests.worlds import run_world
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dream_trainer as dt
-from dream_trainer.callbacks.peak_flops import peak_flops
+from dream_trainer.callbacks.throughput import peak_flops
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

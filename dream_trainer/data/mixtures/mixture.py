@@ -6,6 +6,8 @@ Which source a position falls to is mixture_order.py's; which of its samples, a 
 
 from __future__ import annotations
 
+import logging
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +16,16 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.loading_time import LoadingTime, SourceClock
-from dream_trainer.data.mixtures import mixture_reports as reports
-from dream_trainer.data.mixtures.mixture_checks import check_options, check_sources
 from dream_trainer.data.mixtures.mixture_order import BLOCK, Segment, draw_numbers, segments
 from dream_trainer.data.mixtures.mixture_weights import (
     Stage,
     Weights,
+    check_stages,
     checked_weights,
     weights_by_position,
 )
@@ -31,7 +33,7 @@ from dream_trainer.data.mixtures.permutation import IndexPermutation, Integers
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sources.measured import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
-from dream_trainer.errors import DataError
+from dream_trainer.errors import ConfigError, DataError
 
 
 class Drawn(NamedTuple):
@@ -138,7 +140,7 @@ class Mixture(OrderedDataset):
         self._segments: list[Segment] = []
         self._segments_of: tuple[int, list[int | None]] | None = None
         self._compile()
-        reports.warn_of_unused_sources(self._weights, self._stages)
+        warn_of_unused_sources(self._weights, self._stages)
 
     # -- the samples
 
@@ -304,12 +306,12 @@ class Mixture(OrderedDataset):
             if self._asked is None:
                 self._asked = state["asked"]
             return
-        told = reports.find_differences(before, now, changed)
+        told = find_differences(before, now, changed)
         if self._on_change == "refuse" or "num_samples" in changed:
-            reports.refuse_another_mixture(told)
+            refuse_another_mixture(told)
         if self._told_at != state["position"]:  # a run may be told several times where it goes on
             self._told_at = state["position"]
-            reports.warn_of_another_mixture(told, state["position"])
+            warn_of_another_mixture(told, state["position"])
         self._origin, self._changes = state["position"], []
         lengths = before["sources"]
         self._drawn_before = [
@@ -402,3 +404,94 @@ def _mixture_behind(loader: object) -> Mixture | None:
 
 def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int:
     return drawn if length == length_before else -(-drawn // length_before) * length
+
+
+def check_sources(sources: Mapping[str, Any]) -> None:
+    """Raises DataError where there is no source, or one has no samples by number."""
+    if not sources:
+        raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
+    for name, source in sources.items():
+        if isinstance(source, IterableDataset | OrderedDataset):
+            raise DataError(
+                f"source {name!r} ({type(source).__name__}) has no samples by number that a mixture could choose from. "
+                "Give a map-style dataset."
+            )
+        try:
+            length = len(source)
+        except TypeError as error:
+            raise DataError(
+                f"source {name!r} ({type(source).__name__}) has no length. Give a map-style dataset, which has "
+                "`__len__` and `__getitem__`."
+            ) from error
+        if length == 0:
+            raise DataError(
+                f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path, split and filters."
+            )
+
+
+def check_options(
+    names: Sequence[str],
+    unit: str,
+    stages: Sequence[Stage],
+    max_epochs: Mapping[str, float],
+    num_samples: int | None,
+    on_change: str,
+) -> None:
+    """Raises ConfigError where an option of a mixture has no meaning; as in `Mixture`."""
+    if unit not in ("samples", "tokens"):
+        raise ConfigError(f'unit={unit!r} is not "samples" or "tokens".')
+    if on_change not in ("refuse", "continue"):
+        raise ConfigError(f'on_change={on_change!r} is not "refuse" or "continue".')
+    if num_samples is not None and num_samples < 1:
+        raise ConfigError(f"num_samples={num_samples} is not positive.")
+    check_stages(stages, names)
+    for name, epochs in max_epochs.items():
+        if name not in names:
+            raise ConfigError(f"max_epochs has {name!r}, and the sources are {list(names)}.")
+        if not 0 < epochs < math.inf:
+            raise ConfigError(
+                f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit for "
+                "it."
+            )
+
+
+logger = logging.getLogger("dream_trainer")
+
+
+def find_differences(before: Mapping[str, Any], now: Mapping[str, Any], changed: Sequence[str]) -> str:
+    """What is other in a mixture than in a checkpoint's, by the names of the facts that changed."""
+    differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
+    return "; ".join(differences) or "its sources were in another order"
+
+
+def refuse_another_mixture(told: str) -> None:
+    """Raises DataError: the run's checkpoint is of another mixture."""
+    raise DataError(
+        f"the checkpoint is of another mixture ({told}). Give it what it had; or, but for num_samples, "
+        'on_change="continue" to go on with this mixture from that position.'
+    )
+
+
+def warn_of_another_mixture(told: str, position: int) -> None:
+    """Says that a run goes on with another mixture; on one rank, and not in workers."""
+    if _is_main():
+        logger.warning(
+            "The run goes on with another mixture, from position %d on: %s. Of packed rows, what was left of the block "
+            "that was begun is left out.",
+            position,
+            told,
+        )
+
+
+def warn_of_unused_sources(weights: Mapping[str, float], stages: Sequence[Stage]) -> None:
+    """Says which sources are not drawn in any stage."""
+    unused = [name for name, weight in weights.items() if not weight and not any(s.weights.get(name) for s in stages)]
+    if unused and _is_main():
+        logger.warning(
+            "The mixture never draws from %s, whose weight is 0 in all stages, unless set_weights gives one.",
+            ", ".join(unused),
+        )
+
+
+def _is_main() -> bool:
+    return get_worker_info() is None and (not dist.is_initialized() or dist.get_rank() == 0)

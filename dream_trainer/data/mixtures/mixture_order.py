@@ -102,14 +102,6 @@ def segments(
 ) -> tuple[list[Segment], int]:
     """The segments of a mixture: its weights as they change, without the sources that are used up.
 
-    Args:
-        changes: The positions at which weights begin, and these; rising.
-        drawn: How often each source was drawn before the first of them.
-        limits: How often each may be drawn in all; None: for ever.
-        end: Where the mixture ends at the latest.
-        seed: Of the slots' order.
-        known: Segments of the same limits and seed, before some of the changes: what they hold is not counted again.
-
     Returns:
         The segments, and where the mixture ends: at `end`, or where no source with a weight has samples left.
     """

@@ -75,13 +75,6 @@ def weights_by_position(
 ) -> list[tuple[int, tuple[Fraction, ...]]]:
     """From which position on each source has which weight in samples.
 
-    Args:
-        weights: At the start.
-        stages: Later ones.
-        changes: Positions at which weights were changed, and these.
-        means: Mean tokens of the sources' samples, where weights and stages count tokens.
-        first: The position to begin at; what begins before it counts if nothing later does.
-
     Returns:
         Rising positions from `first` on, with weights.
     """

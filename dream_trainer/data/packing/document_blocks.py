@@ -67,8 +67,6 @@ class DocumentBlocks(OrderedDataset):
     """Rows of documents, as an ordered dataset.
 
     Args:
-        documents: The documents in their order, with `lengths(first, last)`.
-        row_length: Tokens of the longest row.
         block_size: Documents whose rows are made together. None: as many as fill about 512 rows, judged by the first
             4096 documents, up to 65536; if they are long 1024, or as many as fill 8192 rows.
 
@@ -111,13 +109,7 @@ class DocumentBlocks(OrderedDataset):
 
     @abstractmethod
     def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
-        """The order in which a block's rows come.
-
-        Args:
-            plan: The block's rows.
-            first_row: Position of the first of them.
-            seed: The block's own.
-        """
+        """The order in which a block's rows come."""
 
     def __len__(self) -> int:
         """Rows of a pass, counted from all documents' lengths, about a microsecond for each; ENDLESS where the
@@ -224,8 +216,7 @@ class DocumentBlocks(OrderedDataset):
         return (number, first_row) if position < first_row + num_rows else (number + 1, first_row + num_rows)
 
     def _documents_begun(self, position: int, mark: Any) -> int:
-        """Documents of the blocks that were begun before `position`. Their rows stay as they are when the documents'
-        order changes, or documents would be lost or come twice."""
+        """Documents of the blocks that were begun before `position`."""
         if mark is not None and mark[1] < position < mark[1] + mark[2]:
             return int(mark[0] + 1) * self.block_size
         if not self._is_endless and position >= len(self):

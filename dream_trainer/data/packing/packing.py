@@ -58,12 +58,7 @@ class RowPlan:
 
 
 def joined(plans: Sequence[RowPlan], first_documents: Sequence[int]) -> RowPlan:
-    """The rows of several plans, one behind the other.
-
-    Args:
-        plans: Of documents that follow each other.
-        first_documents: The number of each plan's first document in all of them.
-    """
+    """The rows of several plans, one behind the other."""
     pieces = accumulate((len(plan.sizes) for plan in plans[:-1]), initial=0)
     starts = [plan.row_starts[:-1] + before for plan, before in zip(plans, pieces, strict=True)]
     num_pieces = sum(len(plan.sizes) for plan in plans)
@@ -76,12 +71,7 @@ def joined(plans: Sequence[RowPlan], first_documents: Sequence[int]) -> RowPlan:
 
 
 def pack_best_fit(lengths: NDArray[Any], row_length: int) -> RowPlan:
-    """Packs by best fit, from the longest piece to the shortest; takes about a microsecond per piece.
-
-    Args:
-        lengths: Tokens of each document, shape `(documents,)`; empty documents are left out.
-        row_length: Tokens that a row has room for.
-    """
+    """Packs by best fit, from the longest piece to the shortest; takes about a microsecond per piece."""
     documents, starts, sizes = _cut(lengths, row_length)
     by_size = np.argsort(-sizes, kind="stable")
     rows, num_rows = [], 0
@@ -105,12 +95,7 @@ def pack_best_fit(lengths: NDArray[Any], row_length: int) -> RowPlan:
 
 
 def pack_concatenated(lengths: NDArray[Any], row_length: int) -> RowPlan:
-    """Puts documents one behind the other and cuts where a row ends; only the last row can have room left.
-
-    Args:
-        lengths: Tokens of each document, shape `(documents,)`; empty documents are left out.
-        row_length: Tokens of a row.
-    """
+    """Puts documents one behind the other and cuts where a row ends; only the last row can have room left."""
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = ends - lengths
     total = int(ends[-1]) if len(ends) else 0
@@ -123,12 +108,7 @@ def pack_concatenated(lengths: NDArray[Any], row_length: int) -> RowPlan:
 
 
 def pack_one_by_one(lengths: NDArray[Any], row_length: int) -> RowPlan:
-    """Gives each piece a row of its own, longest rows first.
-
-    Args:
-        lengths: Tokens of each document, shape `(documents,)`; empty documents are left out.
-        row_length: Tokens of the longest row.
-    """
+    """Gives each piece a row of its own, longest rows first."""
     documents, starts, sizes = _cut(lengths, row_length)
     order = np.argsort(-sizes, kind="stable")
     return RowPlan(np.arange(len(sizes) + 1), documents[order], starts[order], sizes[order])

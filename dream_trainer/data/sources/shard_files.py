@@ -24,9 +24,6 @@ Paths = str | Path | Sequence[str | Path]
 class ShardFiles(ABC):
     """A map-style dataset over files of one kind, in the order of the files.
 
-    Args:
-        paths: A file, a directory (all its files of that kind, by name), or several files.
-
     Raises:
         DataError: A file is missing or damaged, or there is no sample.
     """

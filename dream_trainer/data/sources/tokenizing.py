@@ -90,7 +90,6 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     Args:
         name: "bytes": UTF-8, and 256 at a document's end. A tokenizer.json file; or a name or directory that
             transformers knows.
-        end: The token at a document's end. None: the tokenizer's own, if it says one; "bytes" takes no other.
 
     Raises:
         DataError: The file cannot be read, or has no token `end`.
@@ -133,14 +132,6 @@ def tokenize(
     done: Callable[[int], None] = lambda tokens: None,
 ) -> None:
     """Makes a shard of each task in `output`; those that are there from an earlier call are kept.
-
-    Args:
-        tasks: Of `plan_tasks`.
-        output: Directory of the shards.
-        tokenizer: As of `open_tokenizer`.
-        end: Likewise.
-        workers: Processes.
-        done: Called with a shard's tokens when it is there.
 
     Raises:
         DataError: An input cannot be read or no input has a document; or `output` has shards of other inputs or another

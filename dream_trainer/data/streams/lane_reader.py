@@ -57,14 +57,6 @@ class LaneState:
 class Lane(Iterator[Any]):
     """The samples of one lane.
 
-    Args:
-        options: How lanes are read.
-        plan: Which shards are in the lane.
-        number: The lane's.
-        seed: The run's.
-        start: Where to begin reading.
-        consumed: Samples that were consumed of those that the lane yields, some after `start`.
-
     Attributes:
         begun: The state of the last block that began, by value, until it is taken.
         calls: What was skipped.

@@ -78,12 +78,8 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
     """The plan for a source.
 
     Args:
-        num_shards: Shards of the source.
-        global_batch: Samples of one optimizer step over all ranks.
-        dp_size: Number of data-parallel ranks.
         lanes: Lanes that a step reads; None for the largest divisor of `global_batch` that there are shards for, up to
             64.
-        turns: Sets of lanes; None for as many as there are shards for, up to 4, or as deal the shards evenly.
 
     Raises:
         DataError: Shards, lanes, ranks and global batch do not fit together; the message says what would.

@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+import torch.nn as nn
 
 from dream_trainer.best_value import refuse_other_places
-from dream_trainer.checkpoint.elsewhere import linked_checkpoints
 from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.frozen_weights import FrozenWeights
+from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.manifest import Manifest, verify_all_but_shards, verify_checkpoint
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_all_but_shards, verify_checkpoint
 from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
 from dream_trainer.checkpoint.retention import Retention
+from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
 from dream_trainer.checkpoint.staging import HostCopies
@@ -40,19 +43,21 @@ from dream_trainer.config.checkpoint_parameters import (
     Mode,
 )
 from dream_trainer.distributed.host_ranks import on_host, ranks_of_host
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.averages import averages_to_export
+from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.best_mode import with_known_mode
-from dream_trainer.trainer.branch_parent import run_name
-from dream_trainer.trainer.initial_weights import any_is_loaded, load_initial_weights
-from dream_trainer.trainer.other_run import changed_fields
 from dream_trainer.trainer.restored_state import restore
-from dream_trainer.trainer.resume import newest_to_resume, resume
+from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
+from dream_trainer.trainer.user_class.overrides import definers, is_ours
+from dream_trainer.weights.adapter_config import refuse_other_adapters
+from dream_trainer.weights.adapter_record import adapters_of, origin_of
+from dream_trainer.weights.load import load_weights
 
 logger = logging.getLogger("dream_trainer")
 
@@ -204,7 +209,7 @@ class CheckpointMixin(AbstractTrainer):
             patience=self._session.patience,
             say_once=self.warn_once,
             clock=time.monotonic,
-            only_when_called=self._leaves_nothing(),
+            only_when_called=self.config.training_parameters.fast_dev_run,
         )
         if self.config.training_parameters.fast_dev_run:
             return
@@ -229,10 +234,6 @@ class CheckpointMixin(AbstractTrainer):
             beside=beside,
             host=on_host(world, beside, timeout_seconds=self.config.device_parameters.start_timeout_seconds),
         )
-
-    def _leaves_nothing(self) -> bool:
-        """Whether no checkpoint is saved but where one is called for, also not after an error."""
-        return bool(self.config.training_parameters.fast_dev_run)
 
     def _resume(self) -> None:
         super()._resume()
@@ -357,3 +358,60 @@ def _settled(trainer: AbstractTrainer) -> Moment:
     trainer.settle()
     trainer._agreement.check_order()
     return Moment(trainer.global_step, has_pending_work=trainer.progress.owed is not None)
+
+
+def with_known_mode(parameters: CheckpointParameters, trainer: AbstractTrainer) -> CheckpointParameters:
+    """These parameters with the `best_mode` that the trainer's metrics know.
+
+    Raises:
+        ConfigError: Neither they nor the metric say.
+    """
+    if parameters.best_metric is None:
+        return parameters
+    known = higher_is_better(trainer.named_metrics(), parameters.best_metric)
+    return replace(parameters, best_mode=parameters.known_best_mode(known))
+
+
+def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:
+    """Loads `parameters.init_from` into the models, if it is set; every rank calls it.
+
+    Raises:
+        ConfigError: There are several models, and `init_from` is not a checkpoint of ours that has each under its name.
+        CheckpointError: The weights are not there, damaged, or do not fit; or they are of adapters that were configured
+            otherwise.
+    """
+    if parameters.init_from is None:
+        return
+    path = as_path(parameters.init_from)
+    if len(models) > 1 and not (path / MANIFEST_NAME).exists():
+        raise ConfigError(
+            f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
+            "Call load_weights for each in load_pretrained."
+        )
+    if (path / MANIFEST_NAME).exists():
+        _refuse_other_adapters(path, models, world)
+    for name, model in models.items():
+        load_weights(
+            model,
+            path,
+            model_name=name if len(models) > 1 else None,
+            renames=parameters.init_renames,
+            strict=parameters.init_strict,
+            world=world,
+        )
+
+
+def any_is_loaded(trainer: AbstractTrainer) -> bool:
+    """Whether setup gave models weights from elsewhere: by `load_weights`, or in a `load_pretrained` of the user's."""
+    loads = any(not is_ours(part) for part in definers(type(trainer), "load_pretrained"))
+    parameters = (p for model in trainer.named_models().values() for p in model.parameters())
+    return loads or any(origin_of(parameter) is not None for parameter in parameters)
+
+
+def _refuse_other_adapters(path: Path, models: Mapping[str, nn.Module], world: Ranks) -> None:
+    """Of models that have adapters both here and there; a single one may have another name there."""
+    saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
+    if len(models) == len(saved) == 1:
+        saved = dict(zip(models, saved.values(), strict=True))
+    adapted = {name: model for name, model in models.items() if name in saved and adapters_of(model) is not None}
+    refuse_other_adapters(path, adapted, saved, world=world)

@@ -2,8 +2,8 @@
 
 The way of a number is loggers/run_log.py's: `log` -> buffer (on the device) -> flush every n steps -> `history` and
 `on_log` (on every rank) and the loggers (on rank 0). Here is what the trainer tells it: batches, windows, validations,
-saves. Images and other media go to the host when they are logged, on rank 0 (trainer/media_log.py), and wait in
-loggers/media_queue.py until their window, or their validation, is through. A sanity validation, `evaluate` and
+saves. Images and other media go to the host when they are logged, on rank 0 (trainer/mixins/logger.py), and wait in
+loggers/media_files.py until their window, or their validation, is through. A sanity validation, `evaluate` and
 `predict` write nothing. It saves what was logged and not yet flushed, so that a resumed run writes the same numbers at
 the same steps.
 """
@@ -11,9 +11,10 @@ the same steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, ClassVar, Never, cast
 
 from torch import Tensor
@@ -26,14 +27,12 @@ from dream_trainer.errors import HookError
 from dream_trainer.loggers import media
 from dream_trainer.loggers.buffer import Reduction
 from dream_trainer.loggers.group import LoggerGroup, build_logger
-from dream_trainer.loggers.history import History
 from dream_trainer.loggers.interface import Logger, Stamp
-from dream_trainer.loggers.run_log import RunLog
+from dream_trainer.loggers.media_files import MediaQueue
+from dream_trainer.loggers.run_log import History, RunLog
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.cooperation import refuse_unknown, unlogged
 from dream_trainer.trainer.event_table import anyone_listens
-from dream_trainer.trainer.log_options import refuse_unknown, unlogged
-from dream_trainer.trainer.media_log import MediaLog
-from dream_trainer.trainer.stragglers import Stragglers
 
 
 class LoggerMixin(AbstractTrainer):
@@ -389,3 +388,117 @@ class LoggerMixin(AbstractTrainer):
     def _close(self) -> None:
         with followed_by(super()._close):
             self._run_log.close(self.global_step, has_trained=self.local_batches > 0)
+
+
+class MediaLog:
+    """The media of one trainer."""
+
+    def __init__(self, trainer: AbstractTrainer, queue: MediaQueue, stamp: Callable[[], Stamp]) -> None:
+        self._trainer, self._queue, self._stamp = trainer, queue, stamp
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this rank writes what is logged now."""
+        trainer = self._trainer
+        return trainer.world.is_main and not (trainer.is_padding_batch or trainer.is_sanity_validation)
+
+    def gathered(self, name: str, value: Any) -> Tensor:
+        """`value` as a whole tensor; a collective where it is a DTensor.
+
+        Raises:
+            RuntimeError: It is one, and only rank 0 runs here.
+        """
+        world = self._trainer._world
+        if world is not None and world.forbidden is not None and world.mesh is not None:
+            from torch.distributed.tensor import DTensor
+
+            if isinstance(value, DTensor):
+                world.refuse_if_forbidden()
+        return media.gathered(name, value)
+
+    def pixels(self, name: str, value: Tensor) -> Tensor:
+        """Of an image or a video, as it is shown; values beyond 0 to 1 are said once."""
+        pixels, was_clamped = media.pixels(name, value)
+        if was_clamped:
+            self._trainer.warn_once(
+                f"clamped {name}", f"{name!r} has values outside of 0 to 1, which are clamped for display."
+            )
+        return pixels
+
+    def add(self, name: str, item: media.Media) -> None:
+        """Puts it where it is written from, with the running window or validation."""
+        trainer = self._trainer
+        if not trainer.training:
+            prefix = f"val/{trainer.val_name}/" if trainer.val_name else "val/"
+            self._queue.add_in_validation(prefix + name.removeprefix("val/"), item)
+            return
+        if trainer.is_evaluating:  # in its post_val_epoch
+            return
+        is_between_windows = trainer.local_batches > 0 and not trainer._accumulation.is_open
+        self._queue.add(name, item, self._stamp() if is_between_windows else None)
+
+
+_WORK, _DATA = "seconds of work", "seconds of data"
+LEAST_SECONDS = 0.02
+"""How much longer than the median a step of a slow rank takes at least: less is noise, or does no harm."""
+_NAMED = 8
+
+
+class Stragglers:
+    """What one rank measures, and what it hears of all."""
+
+    def __init__(self, trainer: AbstractTrainer, parameters: LoggerParameters) -> None:
+        self._trainer = trainer
+        self._factor, self._lines = parameters.straggler_factor, parameters.straggler_lines
+        self._before = (0, 0.0, 0.0)
+        self._slow_for: dict[int, int] = {}  # lines in a row, by rank
+        self._named: set[int] = set()
+
+    def measured(self) -> dict[str, float]:
+        """Seconds of a step, on average since the last call: of this rank's own work, and of waiting for its data."""
+        if self._factor is None or self._trainer.world.world_size == 1:
+            return {}
+        own = self._trainer._parallel.gradients.own_time
+        now = own.windows, own.seconds, self._trainer.seconds_waiting_for_data
+        windows, work, data = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        return {_WORK: work / windows, _DATA: data / windows} if windows else {_WORK: 0.0, _DATA: 0.0}
+
+    def hear(self, ranks: Mapping[str, Sequence[float]]) -> None:
+        """Takes what all ranks measured, equal on all; a collective where one is to be named."""
+        work, data = ranks[_WORK], ranks[_DATA]
+        own = [sum(parts) for parts in zip(work, data, strict=True)]
+        if not any(own):  # a save has flushed the log, and there was no window since
+            return
+        usual = median_low(own)
+        assert self._factor is not None  # else nothing was measured
+        limit = max(self._factor * usual, usual + LEAST_SECONDS)
+        slow = [rank for rank, seconds in enumerate(own) if seconds > limit]
+        self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
+        found = [rank for rank in slow if self._slow_for[rank] >= self._lines and rank not in self._named]
+        if found:
+            self._named.update(found)
+            self._tell(found, work, data)
+
+    def _tell(self, slow: list[int], work: Sequence[float], data: Sequence[float]) -> None:
+        hosts = self._trainer.world.all_gather_object(self._trainer.world.host)
+        worst = max(slow, key=lambda rank: work[rank] + data[rank])
+        waits_for_data = data[worst] - median_low(data) > work[worst] - median_low(work)
+        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in slow[:_NAMED])
+        more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
+        advice = (
+            "Look at its storage, and at num_workers of its loader."
+            if waits_for_data
+            else "Look at what else runs on that host, at its clocks, and at what this rank alone does in a step."
+        )
+        self._trainer.warn_once(
+            f"slow {slow}",
+            f"{names}{more} has been slower than the others for {self._lines} lines of the log, and all wait for it in "
+            f"each step. Rank {worst} loads data for {_spelled(data[worst])} of a step and works for "
+            f"{_spelled(work[worst])}; usual are {_spelled(median_low(data))} and {_spelled(median_low(work))}: it is "
+            f"slow in its {'data' if waits_for_data else 'work'}. {advice}",
+        )
+
+
+def _spelled(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -89,8 +89,7 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.modules.cut_models import remember_ties, ties_of
         from dream_trainer.modules.joined_buffers import batch_norms
-        from dream_trainer.modules.pipeline_stages import keep_only, stages_of_models
-        from dream_trainer.modules.stage_lists import number_lists
+        from dream_trainer.modules.pipeline_stages import keep_only, number_lists, stages_of_models
         from dream_trainer.optim.whole_parameters import remember_whole
         from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
@@ -129,7 +128,7 @@ class PipelineParallelMixin(AbstractTrainer):
         super()._finish_setup()
         if self.world.stages == 1:
             return
-        from dream_trainer.trainer.data_refusals import refuse_short_batches
+        from dream_trainer.trainer.data_setup import refuse_short_batches
         from dream_trainer.trainer.pipeline import Pipeline
         from dream_trainer.trainer.step.tied_gradients import connect_copies
 
@@ -245,8 +244,5 @@ class PipelineParallelMixin(AbstractTrainer):
 
 
 def _may_split(devices: DeviceParameters) -> bool:
-    """Whether gradients of weights may be computed apart from those of inputs.
-
-    What is computed again would be so for each, and compiled blocks and products in float8 give both at once.
-    """
+    """Whether gradients of weights may be computed apart from those of inputs."""
     return devices.activation_checkpointing == "none" and devices.float8 == "none" and not devices.compile

@@ -24,13 +24,11 @@ from dream_trainer.meta.left_behind import refuse_hidden, refuse_lazy
 from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.cut_models import is_cut
-from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
-from dream_trainer.modules.joined_buffers import JoinedBuffers
+from dream_trainer.modules.joined_buffers import JoinedBuffers, make_equal, real_tensors
 from dream_trainer.modules.metrics import parts
-from dream_trainer.modules.norm_precision import norms_in_float32
 from dream_trainer.modules.parameter_marks import ParameterMarks
-from dream_trainer.modules.precision import half_dtype, sharding_policy
+from dream_trainer.modules.precision import half_dtype, norms_in_float32, sharding_policy
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.modules.sharding import (
     move_what_is_whole,
@@ -68,17 +66,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Build:
-    """What one stage leaves to later ones.
-
-    Attributes:
-        tape: The recorded initialisation; None once the models are real.
-        built_early: Models that were there before `configure_models`.
-        assigned: The attributes that it assigned.
-        plan: How the models become real; made when they are complete.
-        frozen_draws: Frozen parameters that get random values.
-        marks: What is put on parameters before the models are parallelised.
-        comparison: Of the models with what they were in one piece, if that is asked for.
-    """
+    """What one stage leaves to later ones."""
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)
@@ -119,7 +107,7 @@ class SetupMixin(AbstractTrainer):
         super().setup()
         models = self.named_models()
         refuse_different_modules(self.world, "models", models)
-        self._parallel.buffers = JoinedBuffers(models, self.buffer_policies(), self._policies_in)
+        self._parallel.buffers = JoinedBuffers(models, self.buffer_policies())
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self))
         _make_real_weights_equal(self)
         assert self._build.tape is not None  # recorded by `configure`

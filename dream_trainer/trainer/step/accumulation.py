@@ -7,24 +7,25 @@ counts are exact: derivation and measured error are in docs/measurements.md#exac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError as RecomputationMismatch
 
+from dream_trainer.compat.pytorch import local_tensor, write_count
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.modules.recompute import mismatch
 from dream_trainer.trainer.step.buckets import Averaging
 from dream_trainer.trainer.step.loss_scale import LossScale
 from dream_trainer.trainer.step.overlap import OverlappedAveraging
-from dream_trainer.trainer.step.own_gradients import OwnGradients
 from dream_trainer.trainer.step.turns import Turns
 
 if TYPE_CHECKING:
+    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 Weight = Tensor | float
@@ -32,9 +33,6 @@ Weight = Tensor | float
 
 class Accumulation:
     """State of the running window.
-
-    Args:
-        trainer: Its world, config and models are used.
 
     Attributes:
         size: Micro-batches of the window, agreed over ranks.
@@ -175,11 +173,7 @@ class Accumulation:
             self._own.note(self.turns.optimizers)
 
     def _begin_own_backward(self) -> None:
-        """A backward is about to add to gradients that are this rank's own.
-
-        Raises:
-            StepError: Weights were moved by such gradients, or `reduce_gradients` has made them the global batch's.
-        """
+        """A backward is about to add to gradients that are this rank's own."""
         if not self.reduced:
             self._own.refuse_changed_weights()
         for optimizer in self.reduced:
@@ -428,3 +422,67 @@ def _refuse_loss(loss: object) -> NoReturn:
         "backward() was given a loss that needs no gradient. It was computed under torch.no_grad(), from something "
         "that was detached (.detach(), .data, .item(), argmax), or from parameters that are all frozen."
     )
+
+
+_WATCHED = 8  # parameters of each optimizer: clipping, noise and perturbations change all of them
+_FIX = "Call self.reduce_gradients(optimizer) after the last backward() and before this code"
+
+
+class _Mark(NamedTuple):
+    parameter: nn.Parameter
+    gradient: Tensor | None
+    writes_to_gradient: int
+    writes_to_parameter: int
+
+
+class OwnGradients:
+    """What a backward left on some parameters of each optimizer."""
+
+    def __init__(self, gradients: LocalGradients) -> None:
+        self._gradients = gradients
+        self._marks: dict[Optimizer, list[_Mark]] = {}
+
+    def note(self, optimizers: Iterable[Optimizer]) -> None:
+        """A backward ran, or gradients were reduced: looks at them as they are now."""
+        self._marks = {optimizer: self._look_at(optimizer) for optimizer in optimizers}
+
+    def forget(self) -> None:
+        """A window begins, or optimizers have stepped."""
+        self._marks.clear()
+
+    def refuse_changed_weights(self) -> None:
+        """Raises StepError if weights have changed since the last backward."""
+        for marks in self._marks.values():
+            for mark in marks:
+                if write_count(mark.parameter) != mark.writes_to_parameter:
+                    raise StepError(
+                        f"parameters of shape {tuple(mark.parameter.shape)} were changed between two backward() calls "
+                        "or between backward() and step(), while gradients are this rank's own: along them, each "
+                        f"rank's weights would go another way. {_FIX}; or change weights after step()."
+                    )
+
+    def refuse_changed_gradients(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raises StepError if gradients of `optimizers` have changed since the last backward."""
+        for optimizer in optimizers:
+            for mark in self._marks.get(optimizer, ()):
+                now = mark.parameter.grad
+                if now is None or mark.gradient is None:
+                    continue  # dropped, or set by hand
+                if now is not mark.gradient or write_count(local_tensor(now)) != mark.writes_to_gradient:
+                    raise StepError(
+                        f"a gradient of shape {tuple(now.shape)} was changed between backward() and step(), where it "
+                        f"is this rank's own: clipped there, each rank's has another norm. {_FIX}; or change it in "
+                        "pre_optimizer_step."
+                    )
+
+    def _look_at(self, optimizer: Optimizer) -> list[_Mark]:
+        parameters = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in self._gradients.shared and p.requires_grad
+        ]
+        return [
+            _Mark(p, p.grad, 0 if p.grad is None else write_count(local_tensor(p.grad)), write_count(p))
+            for p in parameters[:: len(parameters) // _WATCHED + 1]
+        ]

@@ -39,6 +39,17 @@ class AccumulationWindow:
         return self._trainer._window.batch
 
     @property
+    def weight(self) -> Tensor | float:
+        """Weight of that micro-batch in logged means: that of `backward`, otherwise its samples on this rank. In
+        `training_step` it may be set, such as to a number of labels if `backward` gets no weight."""
+        weight = self._trainer._accumulation.batch_weight
+        return self._trainer._window.batch_samples if weight is None else weight
+
+    @weight.setter
+    def weight(self, weight: Tensor | float) -> None:
+        self._trainer._accumulation.batch_weight = weight
+
+    @property
     def data(self) -> Window | None:
         """What was loaded for it: its samples over all ranks, and the position in the data after it."""
         return self._trainer._data.feed.window if self._trainer._session.is_ready else None

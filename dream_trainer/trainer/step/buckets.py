@@ -56,14 +56,7 @@ class Bucket:
 def make_buckets(
     parameters: Iterable[nn.Parameter], world: World, gradients: LocalGradients, dtype: torch.dtype | None
 ) -> list[Bucket]:
-    """Buckets of those `parameters` whose gradients no backward reduces over ranks.
-
-    Args:
-        parameters: In an order that all ranks share.
-        world: The ranks.
-        gradients: What a backward does reduce, and which ranks have the same experts.
-        dtype: The type that gradients are sent in; None for their own.
-    """
+    """Buckets of those `parameters` whose gradients no backward reduces over ranks."""
     from torch.distributed.tensor import DTensor
 
     def of_ranks(p: nn.Parameter) -> tuple[dist.ProcessGroup | None, int]:
@@ -104,12 +97,7 @@ def _bytes(p: nn.Parameter) -> int:
 
 
 class Averaging:
-    """Averages gradients over ranks, one collective per bucket.
-
-    Args:
-        buckets: From `make_buckets`.
-        world: The ranks.
-    """
+    """Averages gradients over ranks, one collective per bucket."""
 
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
         self._buckets = buckets
@@ -131,9 +119,6 @@ class Averaging:
 
         On a rank without a gradient that others have it counts as zero; a parameter without one on all ranks gets none.
 
-        Args:
-            weight: This rank's weight of the window; None if there is none, or another collective carries it.
-
         Returns:
             The sum of all ranks' weights, 0-dim float64, exact whatever type gradients are sent in; None without one.
         """
@@ -152,10 +137,7 @@ class Averaging:
         return None if slots is None else self._total(slots, is_carried=carrier is not None)
 
     def _taking(self) -> list[tuple[Bucket, list[nn.Parameter]]]:
-        """The buckets with those of their parameters that may have gradients on some rank.
-
-        Whether one is frozen at a backward, and now, is the same on all ranks; whether it has a gradient is not.
-        """
+        """The buckets with those of their parameters that may have gradients on some rank."""
         asleep = {p for p in self._asleep if not p.requires_grad}
         for p in asleep:
             if p.grad is not None:
@@ -207,12 +189,8 @@ class Sent:
     """A bucket on its way.
 
     Args:
-        bucket: What is sent.
-        parameters: Those of the bucket that may have gradients.
         weights: The window's weights, as `weight_slots` makes them, which become all ranks'; None if another bucket
             carries them.
-        flat: Memory of the right size.
-        device: Where the collective runs.
     """
 
     def __init__(

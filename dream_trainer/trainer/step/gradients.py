@@ -162,12 +162,7 @@ def _averaging(
 
 
 def guards_itself(optimizer: Optimizer, shard_of: Mapping[int, nn.Parameter]) -> bool:
-    """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read.
-
-    Args:
-        optimizer: The optimizer.
-        shard_of: By the id of a parameter, the shard that is stepped in its place.
-    """
+    """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read."""
     from torch.distributed.tensor import DTensor
 
     if type(optimizer) is Muon:
@@ -230,13 +225,6 @@ def global_norm(
     lacking: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None, list[int]]:
     """The 2-norm over the gradients of a step's ranks, each element once, and the sum of `weight` over them.
-
-    Args:
-        plan: The step's plan.
-        grads: From `gradients_of`.
-        weight: This rank's total weight, or None when nothing is weighted.
-        device: Where the collective runs.
-        lacking: Positions in `plan.shared` of the parameters that this rank did not use, and contributed zeros for.
 
     Returns:
         Norm and total weight, 0-dim tensors, and which of `lacking` no rank has used; with one all-reduce in all.

@@ -22,9 +22,6 @@ WEIGHT_DIVISOR = 1024.0
 class LossScale:
     """The scale of a run, updated once per accumulation window.
 
-    Args:
-        device: The device of `scale`.
-
     Attributes:
         scale: What losses are multiplied by; a 0-dim float32 tensor.
     """

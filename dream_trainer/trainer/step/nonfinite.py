@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.errors import NonFiniteError
+from dream_trainer.modules.forward_state import ForwardState
+from dream_trainer.modules.metrics import MetricStates
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -36,9 +38,6 @@ class NonFiniteGuard:
     """Watches the gradient norms of a run.
 
     Args:
-        policy: "raise", "skip" or "retry".
-        limit: How many bad steps in a row "skip" and "retry" allow.
-        trainer: Its counters are advanced.
         loss_scale: Under fp16. A norm that is not finite is then an overflow: its step is skipped under any policy, as
             long as a lower scale may help.
 
@@ -220,3 +219,16 @@ class NonFiniteGuard:
                 f"{what} in a row. "
                 "Lower the learning rate, clip gradients, or look at the data."
             )
+
+
+class MovedByForward:
+    """A copy of all of it, to be restored before a window runs again: otherwise the window would count twice."""
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        self._models = ForwardState(trainer.named_models().values())
+        self._metrics = MetricStates(list(trainer.named_metrics().values()))
+
+    def put_back(self) -> None:
+        """Restores everything; may be called several times."""
+        self._models.put_back()
+        self._metrics.put_back()

@@ -24,8 +24,8 @@ from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.nothing_trained import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.registry import refuse_another_model
-from dream_trainer.trainer.scheduler_steps import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
     counted,
@@ -50,10 +50,6 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 class OptimizerStep:
     """Steps optimizers, once per call of `BaseTrainer.step`.
-
-    Args:
-        trainer: Whose world, config and events are used.
-        accumulation: The running window's gradients.
 
     Attributes:
         had_gradients: Whether any step so far had a gradient.
@@ -245,12 +241,7 @@ class OptimizerStep:
     def _reduce(
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
     ) -> tuple[list[list[Tensor]], Tensor, Tensor | None, Tensor | bool]:
-        """Averages gradients over ranks.
-
-        Returns:
-            The gradients, their norm as they are, what both are still to be multiplied by (None: by one), and whether
-            the total weight is 0.
-        """
+        """Averages gradients over ranks."""
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)

@@ -32,10 +32,6 @@ _REMEDY = "Or set device_parameters.overlap_reduce=False, which averages in step
 class OverlappedAveraging(Averaging):
     """Averages gradients over ranks from within the backward; every rank builds it at the same place.
 
-    Args:
-        buckets: From `make_buckets`, over the parameters in reverse.
-        world: The ranks.
-
     Attributes:
         is_on_the_way: Whether some gradients were sent that `run` has not received.
     """

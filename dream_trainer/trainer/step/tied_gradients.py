@@ -82,12 +82,7 @@ def _layout(parameter: nn.Parameter) -> str:
 
 
 class TiedGradients:
-    """Adds up the gradients of copies, in one order on all ranks, so that they are equal to the bit.
-
-    Args:
-        trainer: Its models may share parameters between stages, or be whole on each rank.
-        stages: The pipeline.
-    """
+    """Adds up the gradients of copies, in one order on all ranks, so that they are equal to the bit."""
 
     def __init__(self, trainer: AbstractTrainer, stages: dist.ProcessGroup) -> None:
         self._trainer, self._world, self._stages = trainer, trainer.world, stages
@@ -104,7 +99,6 @@ class TiedGradients:
         Args:
             tied: This rank's copies, in an order that all ranks share, each with the ranks of the pipeline that have
                 one.
-            number: One that says which optimizers are stepped.
 
         Raises:
             StepError: Stages step other optimizers than each other, or train other copies; the same on every rank.
@@ -172,10 +166,7 @@ class TiedGradients:
                 self._note(parameter)
 
     def _share_buffers(self) -> None:
-        """Gives what losses have changed in models that are whole, where the last stage is, to all others.
-
-        Statistics of norms, for instance, or the vectors of a spectral norm: also of models that are not stepped.
-        """
+        """Gives what losses have changed in models that are whole, where the last stage is, to all others."""
         import torch.distributed as dist
 
         if self._with_buffers is None:

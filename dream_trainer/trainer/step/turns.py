@@ -26,9 +26,6 @@ _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`
 class Turns:
     """Which gradients each optimizer's parameters have in the running window.
 
-    Args:
-        trainer: The owner of the optimizers.
-
     Attributes:
         optimizers: The trainer's, and others that were stepped.
     """
