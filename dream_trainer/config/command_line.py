@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass, make_dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, TypeVar
@@ -24,16 +23,8 @@ from dream_trainer.screen import is_in_notebook
 T = TypeVar("T", bound=BaseTrainerConfig)
 _PACKAGE = Path(__file__).parent.parent
 # Meanings that spelling alone would not find, or not first.
-_SYNONYMS = {
-    "learning-rate": "lr",
-    "lr": "learning-rate",
-    "batch-size": "train-batch-size",
-    "tp": "tensor-parallel",
-    "cp": "context-parallel",
-    "pp": "pipeline-parallel",
-    "ep": "expert-parallel",
-}
-_BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_SYNONYMS = {"learning-rate": "lr", "lr": "learning-rate", "batch-size": "train-batch-size"}
+_SYNONYMS |= {"tp": "tensor-parallel", "cp": "context-parallel", "pp": "pipeline-parallel", "ep": "expert-parallel"}
 
 
 def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
@@ -82,7 +73,6 @@ def _parsed(config: T | type[T], args: Sequence[str]) -> T:
         if not isinstance(config, type):
             how = (*how, tyro.conf.AvoidSubcommands)  # tyro makes one of a section that may be None
             config, args = _with_sections(config, args, opened)
-    _refuse_values_of_booleans(config, args)
     default: dict[str, Any] = {} if isinstance(config, type) else {"default": config}
     parsed: T
     parsed, unknown = tyro.cli(cls, args=args, config=how, return_unknown_args=True, **default)
@@ -169,64 +159,28 @@ def _with_sections(config: T, args: Sequence[str], opened: list[Field[Any]]) -> 
     return replace(config, **changes), rest
 
 
-def _refuse_values_of_booleans(config: Any, args: Sequence[str]) -> None:
-    """Raises ConfigError for a boolean that is given a value: `--flag true`, `--flag=true`."""
-    flags = dict(_flags(config))
-    for word, after in pairwise([*args, ""]):
-        section, last = _split(_spelled(word))
-        name, value = f"{section}{last.removeprefix('no-')}", word.partition("=")[2]
-        value = value or (after if after.lower() in _BOOLEANS else "")
-        if value and flags.get(name):
-            raise ConfigError(
-                f"{_spelled(word)} takes no value, and {value!r} is given. Write {name} to set it, or {_unset(name)} "
-                "to unset it."
-            )
-
-
 def _about_unknown(config: Any, word: str) -> str:
     """What to do about the first word that tyro had no use for."""
     if not word.startswith("--"):
-        return f"{word!r} belongs to no flag. Write --FIELD VALUE; --help shows the fields."
+        return f"{word!r} belongs to no flag. Write --FIELD VALUE, or --FIELD and --no-FIELD for a boolean."
     flag = _spelled(word)
-    near = _nearest_flag(flag, dict(_flags(config)))
-    if near == flag:  # tyro makes a flag of each key of a dict
-        return f"{flag} is a dict, and each of its keys has a flag. Write {flag}.KEY VALUE."
-    return f"there is no flag {flag}. {f'Did you mean {near}?' if near else '--help-all shows every one.'}"
+    section, dot, last = flag.removeprefix("--").rpartition(".")
+    flags = list(_flags(config))
+    for inside in (f"--{section}{dot}", "--"):
+        among = {known.removeprefix("--").rpartition(".")[2]: known for known in reversed(flags) if inside in known}
+        meant = [word for word in (last, _SYNONYMS.get(last), nearest(last, among)) if word in among]
+        if meant and among[meant[0]] == flag:  # tyro makes a flag of each key of a dict
+            return f"{flag} is a dict, and each of its keys has a flag. Write {flag}.KEY VALUE."
+        if meant:
+            return f"there is no flag {flag}. Did you mean {among[meant[0]]}?"
+    return f"there is no flag {flag}. --help-all shows every one."
 
 
-def _flags(start: Any, prefix: str = "--") -> Iterator[tuple[str, bool]]:
-    """Each flag, and whether it is a boolean's; one with tyro's own annotation may take a value, and is none."""
+def _flags(start: Any, prefix: str = "--") -> Iterator[str]:
     for field in fields(start):
         if field.init and field.name != "callbacks":
             flag, section = f"{prefix}{_dashed(field.name)}", section_of(start, field)
-            if section is None:
-                yield flag, field.type in (bool, "bool")
-            else:
-                yield from _flags(section, f"{flag}.")
-
-
-def _nearest_flag(flag: str, flags: dict[str, bool]) -> str | None:
-    """A flag whose last part is the same, means the same or is near, in the same section if possible."""
-    if flag.startswith("--no-") and flags.get(f"--{flag.removeprefix('--no-')}"):
-        return _unset(f"--{flag.removeprefix('--no-')}")
-    section, last = _split(flag)
-    for inside in (section, "--"):
-        among = {_split(known)[1]: known for known in reversed(flags) if known.startswith(inside)}
-        for word in (last, _SYNONYMS.get(last), nearest(last, among)):
-            if word in among:
-                return among[word]
-    return None
-
-
-def _split(flag: str) -> tuple[str, str]:
-    """`--section.` or `--`, and the last part."""
-    section, dot, last = flag.removeprefix("--").rpartition(".")
-    return f"--{section}{dot}", last
-
-
-def _unset(flag: str) -> str:
-    section, last = _split(flag)
-    return f"{section}no-{last}"
+            yield from (flag,) if section is None else _flags(section, f"{flag}.")
 
 
 def _flags_in(args: Sequence[str]) -> list[str]:

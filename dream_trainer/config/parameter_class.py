@@ -7,6 +7,7 @@ Limits of numbers stand in the type: `n_epochs: NonNegativeInt | None`. Any func
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
 from functools import cache, partial
@@ -66,6 +67,23 @@ def check_fields(instance: object, cls: type) -> None:
 def members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the one type that it is."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def declaring(cls: type, name: str) -> list[type]:
+    """The classes that declare a field, the nearest first."""
+    return [part for part in cls.__mro__ if name in own_annotations(part)]
+
+
+def is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("dream_trainer.")
+
+
+def own_annotations(cls: type) -> dict[str, Any]:
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
+    return inspect.get_annotations(cls)
 
 
 @cache

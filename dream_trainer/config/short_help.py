@@ -13,20 +13,14 @@ from itertools import pairwise
 from typing import Any
 
 from dream_trainer.config.config_files import section_of, value_of
+from dream_trainer.config.parameter_class import declaring, is_ours
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 
 OF_THE_RUN = ("project", "group", "experiment", "seed")
 OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
-    "training_parameters": (
-        "n_epochs",
-        "max_steps",
-        "train_batch_size",
-        "val_batch_size",
-        "global_batch_size",
-        "gradient_accumulation_steps",
-        "gradient_clip_val",
-        "val_every_n_steps",
-        "fast_dev_run",
+    "training_parameters": tuple(
+        "n_epochs max_steps train_batch_size val_batch_size global_batch_size gradient_accumulation_steps "
+        "gradient_clip_val val_every_n_steps fast_dev_run".split()
     ),
     "device_parameters": ("device", "precision", "dp_shard", "tensor_parallel"),
     "checkpoint_parameters": ("save_every_n_steps", "keep_last", "best_metric", "best_mode", "resume", "init_from"),
@@ -42,7 +36,7 @@ def short_help(config: BaseTrainerConfig | type[BaseTrainerConfig], program: str
     lines = [f"usage: {program} [--config FILE ...] [--FIELD VALUE ...]", "", "the run:"]
     lines += _flags(config, OF_THE_RUN)
     shown = {*OF_THE_RUN, *OF_MOST_RUNS, "callbacks"}
-    own = [f for f in by_name.values() if f.name not in shown and not _is_ours(cls, f.name)]
+    own = [f for f in by_name.values() if f.name not in shown and not is_ours(declaring(cls, f.name)[0])]
     lines += ["", f"{cls.__name__}:"] if own else []
     for f in own:
         inner = section_of(config, f)
@@ -87,17 +81,9 @@ def _entry(name: str, text: str) -> list[str]:
     return [f"  --{name.replace('_', '-')}", *wrapped]
 
 
-def _declaring(cls: type, name: str) -> list[type]:
-    return [part for part in cls.__mro__ if name in vars(part).get("__annotations__", {})]
-
-
-def _is_ours(cls: type, name: str) -> bool:
-    return _declaring(cls, name)[0].__module__.startswith("dream_trainer.")
-
-
 def _meaning(cls: type, name: str) -> str:
     """The first sentence of the line below the field, in the nearest class that has one."""
-    texts = [_texts(part).get(name) for part in _declaring(cls, name)]
+    texts = [_texts(part).get(name) for part in declaring(cls, name)]
     first, dot, _ = " ".join(next(filter(None, texts), "").split()).partition(". ")
     return first + dot.strip()
 

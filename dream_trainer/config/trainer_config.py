@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -12,7 +10,14 @@ from weakref import WeakSet
 
 from dream_trainer.checks import check_directory, check_instance, check_integer, refuse
 from dream_trainer.config.device_parameters import DeviceParameters
-from dream_trainer.config.parameter_class import Directory, check_fields, refuse_unknown_fields
+from dream_trainer.config.parameter_class import (
+    Directory,
+    check_fields,
+    declaring,
+    is_ours,
+    own_annotations,
+    refuse_unknown_fields,
+)
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import CallbackCollection
@@ -63,7 +68,7 @@ class BaseTrainerConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         in_use = vars(self).get(_USERS, ())
-        if in_use and vars(self).get(name) is not value and _is_read_when_built(type(self), name):
+        if in_use and vars(self).get(name) is not value and any(map(is_ours, declaring(type(self), name))):
             raise ConfigError(
                 f"config.{name} cannot be changed to {value!r}: a trainer was built with this config, and has read "
                 f"it. Close that first, or build another one with dataclasses.replace(config, {name}=...)."
@@ -113,10 +118,6 @@ def change_training_parameters(config: BaseTrainerConfig, trainer: object, value
     vars(config)["training_parameters"] = value
 
 
-def _is_read_when_built(cls: type, name: str) -> bool:
-    return any(part.__module__.startswith("dream_trainer.") and name in _own_annotations(part) for part in cls.__mro__)
-
-
 def check_config(config: Any) -> None:
     """Checks a config from outside, as a trainer's constructor does.
 
@@ -146,7 +147,7 @@ def _check_base(config: BaseTrainerConfig) -> None:
 
 def _check_class(cls: type) -> None:
     """Finds what would be a field if the class were decorated by `@dataclass`."""
-    annotations = _own_annotations(cls)
+    annotations = own_annotations(cls)
     refuse(
         annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig),
         f"{cls.__name__} declares {', '.join(annotations)} but is not a dataclass, so they are not fields. "
@@ -158,14 +159,6 @@ def _check_class(cls: type) -> None:
             f"{cls.__name__}.{name} is assigned without a type, so the field keeps its old default. "
             f"Write `{name}: <its type> = {cls.__dict__[name]!r}`."
         )
-
-
-def _own_annotations(cls: type) -> dict[str, Any]:
-    if sys.version_info >= (3, 14):
-        import annotationlib
-
-        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
-    return inspect.get_annotations(cls)
 
 
 def _check_complete(config: BaseTrainerConfig) -> None:
