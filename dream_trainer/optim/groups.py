@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from dream_trainer.checks import check_positive, nearest
+from dream_trainer.checks import check_positive
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim.whole_parameters import WholeParameters, named_with_ties, whole_parameters
@@ -281,5 +282,5 @@ def _require_match(
     if any(_matches(pattern, aliases) for aliases in names):
         return
     flat = [name for aliases in names for name in aliases]
-    near = nearest(re.sub(r"[\\^$()*+?]", "", pattern), flat)
-    raise ConfigError(f"{field}: {pattern!r} matches no {what}. Near names: {near or ', '.join(flat[:3]) or 'none'}.")
+    near = get_close_matches(re.sub(r"[\\^$()*+?]", "", pattern), flat, n=3, cutoff=0.4) or flat[:3]
+    raise ConfigError(f"{field}: {pattern!r} matches no {what}. Near names: {', '.join(near) or 'none'}.")
