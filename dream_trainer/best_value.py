@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal
 
+from dream_trainer.checks import nearest
 from dream_trainer.errors import ConfigError
 
 # Words in names of metrics; of two words in a row also both in one, as in "cross_entropy".
@@ -80,7 +81,7 @@ def refuse_missing(metric: str, metrics: Collection[str], *, named_by: str) -> N
     if metric in metrics:
         return
     last = metric.rpartition("/")[2]
-    near = [name for name in metrics if name.rpartition("/")[2] == last] or get_close_matches(metric, [*metrics], n=1)
+    near = [name for name in metrics if name.rpartition("/")[2] == last] or [*filter(None, [nearest(metric, metrics)])]
     advice = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ConfigError(
         f"{named_by}={metric!r} is not among the validation's metrics. {advice}Use one of {sorted(metrics)}."

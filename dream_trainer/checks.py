@@ -1,10 +1,11 @@
-"""What several configs check of one value, with messages of one form: what is wrong, then what would be right."""
+"""Checks of single values, with errors of one form: the name, its value and what to use instead."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import PurePath
 
 from dream_trainer.errors import ConfigError
@@ -24,7 +25,9 @@ def check_positive(name: str, value: object, *, hint: str = "") -> None:
         raise ConfigError(f"{name}={value!r} is not a number above zero. Use a positive number.{hint}")
 
 
-def check_between(name: str, value: object, low: float, high: float, *, below: bool = False) -> None:
+def check_between(
+    name: str, value: object, low: float, high: float = math.inf, *, below: bool = False, hint: str = ""
+) -> None:
     """Raises ConfigError unless `value` is a number from `low` to `high`, `high` itself not if `below`."""
     is_inside = (
         isinstance(value, int | float)
@@ -34,26 +37,32 @@ def check_between(name: str, value: object, low: float, high: float, *, below: b
     if is_inside:
         return
     span = f"from {low} to {'below ' if below else ''}{high}" if high < math.inf else f"of at least {low}"
-    raise ConfigError(f"{name}={value!r} is not a number {span}. Use one that is.")
+    raise ConfigError(f"{name}={value!r} is not a number {span}. Use one that is.{hint}")
 
 
-def check_boolean(name: str, value: object) -> None:
+def check_boolean(name: str, value: object, *, hint: str = "") -> None:
     """Raises ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not a boolean. Use True or False.")
+        raise ConfigError(f"{name}={value!r} is not a boolean. Use True or False.{hint}")
 
 
-def check_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raises ConfigError unless `value` is one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known. Use {spell(repr(choice) for choice in choices)}.")
 
 
-def check_name(name: str, value: object, *, example: str) -> None:
+def check_string(name: str, value: object, *, hint: str = "") -> None:
+    """Raises ConfigError unless `value` is a string."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} is not a string. Use one.{hint}")
+
+
+def check_name(name: str, value: object, *, example: str, hint: str = "") -> None:
     """Raises ConfigError unless `value` is a string with something in it."""
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name}={value!r} is not a name. Use a string, such as {name}={example!r}.")
+        raise ConfigError(f"{name}={value!r} is not a name. Use a string, such as {name}={example!r}.{hint}")
 
 
 def check_directory(name: str, value: object, *, hint: str = "") -> None:
@@ -66,18 +75,44 @@ def check_directory(name: str, value: object, *, hint: str = "") -> None:
         )
 
 
-def check_names(name: str, value: object, *, example: str) -> None:
+def check_names(name: str, value: object, *, example: str, hint: str = "") -> None:
     """Raises ConfigError unless `value` is a sequence of strings; a string would be taken letter by letter."""
     if isinstance(value, str):
-        raise ConfigError(f"{name}={value!r} is a string. Use a tuple of strings: {name}=({value!r},).")
+        raise ConfigError(f"{name}={value!r} is a string. Use a tuple of strings: {name}=({value!r},).{hint}")
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{name}={value!r} is not a tuple of strings. Use such as {name}=({example!r},).")
+        raise ConfigError(f"{name}={value!r} is not a tuple of strings. Use such as {name}=({example!r},).{hint}")
+
+
+def check_instance(name: str, value: object, cls: type) -> None:
+    """Raises ConfigError unless `value` is an instance of `cls`."""
+    if not isinstance(value, cls):
+        raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}. Use {cls.__name__}(...).")
+
+
+def refuse(condition: object, message: str) -> None:
+    """Raises ConfigError if `condition` holds."""
+    if condition:
+        raise ConfigError(message)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The first of `known` that begins with `name`, or else the most similar one; None if none is similar."""
+    known = [*known]
+    begins = [word for word in known if name and word.startswith(name)]
+    return next(iter(begins or get_close_matches(name, known, n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, place: str = "") -> str:
+    """`Did you mean n_epochs?`, or all of `known` if none of them is similar; `place` is put before the name."""
+    known = [*known]
+    near = nearest(name, known)
+    return f"Did you mean {place}{near}?" if near else f"Use {spell(known)}."
 
 
 def spell(values: Iterable[object]) -> str:
     """`1, 2, 4 or 8`: the valid values as a message says them."""
     words = [str(value) for value in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def divisors(number: int) -> list[int]:

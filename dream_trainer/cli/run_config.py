@@ -42,7 +42,7 @@ class ConfigDiff:
     """Print JSON: each field with both values."""
 
     def run(self) -> int:
-        from dream_trainer.config.saved_config import is_saved
+        from dream_trainer.config.config_files import is_saved
 
         (config_a, first), (config_b, second) = _trained(self.a), _trained(self.b)
         compared = {**first, **second}

@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from tyro.conf import Positional, arg
 
 from dream_trainer.best_value import mode_by_name
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checks import nearest
 from dream_trainer.cli.output import Flag, Json, Name, age_cell, number_cell, print_json, value_cell
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.formatting import format_duration
@@ -78,7 +78,7 @@ class Runs:
         if self.metric is None or not names:
             return None
         if self.metric not in names:
-            advice = "".join(f"Did you mean {name}? " for name in get_close_matches(self.metric, names, n=1))
+            advice = f"Did you mean {near}? " if (near := nearest(self.metric, names)) else ""
             raise ConfigError(f"--metric {self.metric}: no run has it. {advice}There are {', '.join(names)}.")
         kept = [run.record.best[self.metric]["mode"] for run in runs if self.metric in run.record.best]
         mode = kept[0] if kept else mode_by_name(self.metric)
@@ -189,7 +189,7 @@ def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
     if len(found) > 1:
         raise ConfigError(f"--columns {column}: there are {', '.join(found)}. Use a whole name.")
     if not found:
-        near = [*[name for name in names if column in name][:3], *get_close_matches(column, names, n=3, cutoff=0.4)]
-        advice = f"Did you mean {', '.join(dict.fromkeys(near))}?" if near else "See `config show RUN`."
+        near = [name for name in names if column in name][:3] or [*filter(None, [nearest(column, names)])]
+        advice = f"Did you mean {', '.join(near)}?" if near else "See `config show RUN`."
         raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
     return found[0]

@@ -5,18 +5,57 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from dream_trainer.best_value import mode_of
-from dream_trainer.checks import check_boolean, check_choice, check_directory, check_integer, check_positive
-from dream_trainer.config.branch_parameters import BranchParameters
-from dream_trainer.config.parameter_class import parameters
+from dream_trainer.checks import check_directory, check_string, refuse
+from dream_trainer.config.parameter_class import Directory, PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.stores.store_path import as_path
 
 WhenBusy = Literal["wait", "skip"]
 OnSaveError = Literal["raise", "warn"]
 Mode = Literal["min", "max"]
+OptimizerWord = Literal["keep", "moments", "new"]
+ScheduleWord = Literal["keep", "extend", "new"]
+Word = Literal["keep", "new"]
+
+
+@parameters
+class BranchParameters:
+    """What goes along from the checkpoint that `resume=<path>` names, besides the weights; by default all of it."""
+
+    optimizer: OptimizerWord = "keep"
+    """"keep": state and options, so that the checkpoint's learning rate, weight decay and betas go on; "moments": the
+    state, such as Adam's moments, under the options of this config: so a new learning rate holds; "new": neither."""
+    schedule: ScheduleWord = "keep"
+    """"keep": the schedule goes on at its step, in the form that this config gives it; "extend": the same, but where a
+    longer run stretches it, the rate stays where it was until the longer form has come down to it; "new": the schedule
+    begins at its first step."""
+    counters: Word = "keep"
+    """Whether steps, epochs, samples, tokens, time, best values and the history go on, or begin at zero."""
+    data: Word = "keep"
+    """Whether the order of the data and the random states go on where they were, or begin anew, from this config's
+    seed."""
+
+
+ALL_KEPT = BranchParameters()
+"""A plain resume."""
+
+
+def _check_path(name: str, value: object, *, hint: str) -> None:
+    if not isinstance(value, PurePath):
+        check_string(name, value, hint=hint)
+
+
+def _check_place(name: str, value: object, *, hint: str) -> None:
+    """A directory, or an object store."""
+    if not isinstance(value, str | PurePath) or not str(value):
+        check_directory(name, value, hint=hint)
+    try:
+        as_path(str(value))
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint_parameters.{name}: {error}") from None
 
 
 @parameters
@@ -27,16 +66,16 @@ class CheckpointParameters:
         ConfigError: A value cannot work.
     """
 
-    directory: str | None = None
+    directory: Annotated[str, _check_place] | None = None
     """Directory, such as on a larger disk, under which checkpoints lie as `<project>/<group>/<experiment>`; the run's
     `checkpoints` is then a link to them. Such as `s3://bucket/path`, `gs://...`, `az://...`: an object store, to which
     they are sent from the run's directory. None: they lie there."""
 
-    save_every_n_steps: int | None = None
+    save_every_n_steps: PositiveInt | None = None
     """Optimizer steps between checkpoints; None does not count steps."""
-    save_every_n_minutes: float | None = None
+    save_every_n_minutes: PositiveFloat | None = None
     """Minutes between checkpoints, by rank 0's clock; None does not look at it."""
-    save_every_n_epochs: int | None = 1
+    save_every_n_epochs: PositiveInt | None = 1
     """Epochs between checkpoints; 1 saves at the end of each, None does not count epochs."""
     save_on_best: bool = False
     """Whether to save after each validation whose `best_metric` is better than all before."""
@@ -45,11 +84,11 @@ class CheckpointParameters:
     save_on_exception: bool = True
     """Whether a single process saves its last finished step when an exception ends it."""
 
-    local_directory: str | None = None
+    local_directory: Directory | None = None
     """Directory on each host, such as `/dev/shm`, which is its memory: there every save leaves what this host's ranks
     hold, and a restart on the same hosts goes on from it and reads nothing else. Needs room for two states of the
     host's ranks. None: no local checkpoints."""
-    save_local_every_n_steps: int | None = None
+    save_local_every_n_steps: PositiveInt | None = None
     """Optimizer steps between states that hosts keep in `local_directory` alone, more often than checkpoints are saved;
     none of them is a checkpoint of the run. None: every save leaves one, and there are no others."""
 
@@ -66,12 +105,12 @@ class CheckpointParameters:
     on_save_error: OnSaveError = "raise"
     """What a save that failed does: "raise" ends the run at the next step, "warn" goes on to the next save."""
 
-    keep_last: int | None = None
+    keep_last: PositiveInt | None = None
     """Newest checkpoints to keep. With none of the three rules all are kept; with any, what one of them names, and
     always the newest."""
-    keep_every_n_steps: int | None = None
+    keep_every_n_steps: PositiveInt | None = None
     """Checkpoints of steps divisible by this are kept for ever."""
-    keep_best: int | None = None
+    keep_best: PositiveInt | None = None
     """Best checkpoints to keep, by `best_metric`."""
     best_metric: str | None = None
     """Name of a validation metric, such as "val/loss". NaN is never best. One that the first validation does not give
@@ -86,7 +125,7 @@ class CheckpointParameters:
     start from step 0, an error if the run directory has checkpoints already."""
     branch: BranchParameters = field(default_factory=BranchParameters)
     """What goes along from the checkpoint of another run that `resume` names by its path."""
-    init_from: str | None = None
+    init_from: Annotated[str, _check_path] | None = None
     """Weights to start from if there is nothing to resume: whatever `load_weights` reads."""
     init_renames: Mapping[str, str] = field(default_factory=dict)
     """Regular expressions and their replacements, applied in order to the names in `init_from`."""
@@ -94,55 +133,27 @@ class CheckpointParameters:
     """Whether names that are missing, unexpected or of another shape in `init_from` are an error."""
 
     def __post_init__(self) -> None:
-        self._check_directory()
-        for name, value in {
-            "save_every_n_steps": self.save_every_n_steps,
-            "save_every_n_epochs": self.save_every_n_epochs,
-            "save_local_every_n_steps": self.save_local_every_n_steps,
-            "keep_last": self.keep_last,
-            "keep_every_n_steps": self.keep_every_n_steps,
-            "keep_best": self.keep_best,
-        }.items():
-            if value is not None:
-                check_integer(name, value, minimum=1, hint=" None turns it off.")
-        check_directory("local_directory", self.local_directory, hint=" None keeps no local checkpoints.")
-        if self.save_local_every_n_steps is not None and self.local_directory is None:
-            raise ConfigError(
-                f"save_local_every_n_steps={self.save_local_every_n_steps} does not say where. Set local_directory, "
-                'such as "/dev/shm".'
-            )
-        for name in ("save_on_best", "save_at_end", "save_on_exception", "save_frozen", "async_save", "init_strict"):
-            check_boolean(name, self._value(name))
-        if not isinstance(self.best_metric, str | None):
-            raise ConfigError(
-                f'best_metric={self.best_metric!r} is not a string. Use one, such as "val/loss", or None.'
-            )
-        if not isinstance(self.init_from, str | PurePath | None):
-            raise ConfigError(f"init_from={self.init_from!r} is not a string. Use the path of weights, or None.")
-        if self.save_every_n_minutes is not None:
-            check_positive("save_every_n_minutes", self.save_every_n_minutes)
-        check_choice("when_busy", self.when_busy, get_args(WhenBusy))
-        check_choice("on_save_error", self.on_save_error, get_args(OnSaveError))
-        check_choice("best_mode", self.best_mode, (*get_args(Mode), None))
-        for name, wanted in {
+        refuse(
+            self.save_local_every_n_steps is not None and self.local_directory is None,
+            f"save_local_every_n_steps={self.save_local_every_n_steps} does not say where. Set local_directory, "
+            'such as "/dev/shm".',
+        )
+        by_metric = {
             "save_on_best": self.save_on_best,
-            "keep_best": self.keep_best,
+            "keep_best": self.keep_best is not None,
             "resume": self.resume == "best",
-        }.items():
-            if wanted and not self.best_metric:
-                raise ConfigError(
-                    f'{name}={self._value(name)!r} does not say by which metric. Set best_metric, such as "val/loss".'
-                )
-        if not isinstance(self.branch, BranchParameters):
-            raise ConfigError(
-                f"branch={self.branch!r} is of type {type(self.branch).__name__}. Use BranchParameters(...)."
+        }
+        for name, is_given in by_metric.items():
+            refuse(
+                is_given and not self.best_metric,
+                f'{name}={vars(self)[name]!r} does not say by which metric. Set best_metric, such as "val/loss".',
             )
         is_step = isinstance(self.resume, int) and not isinstance(self.resume, bool) and self.resume >= 0
-        if not (is_step or self.resume is None or (isinstance(self.resume, str) and self.resume)):
-            raise ConfigError(
-                f'resume={self.resume!r} is not understood. Use "auto", "latest", "best", a step, the path of a '
-                "checkpoint, or None."
-            )
+        refuse(
+            not (is_step or self.resume is None or (isinstance(self.resume, str) and self.resume)),
+            f'resume={self.resume!r} is not understood. Use "auto", "latest", "best", a step, the path of a '
+            "checkpoint, or None.",
+        )
 
     def known_best_mode(self, higher_is_better: bool | None = None) -> Mode:
         """Whether the smallest or the largest value of `best_metric` is best; "min" where there is no such metric.
@@ -162,18 +173,6 @@ class CheckpointParameters:
             named_by="best_metric",
             set_by="best_mode",
         )
-
-    def _check_directory(self) -> None:
-        if not isinstance(self.directory, str | PurePath) or not str(self.directory):
-            check_directory("directory", self.directory, hint=" None keeps checkpoints in the run's own.")
-            return
-        try:
-            as_path(str(self.directory))
-        except ConfigError as error:
-            raise ConfigError(f"checkpoint_parameters.directory: {error}") from None
-
-    def _value(self, name: str) -> object:
-        return vars(self)[name]
 
     @property
     def saves(self) -> bool:

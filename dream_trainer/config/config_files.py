@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from difflib import get_close_matches
-from pathlib import Path
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path, PurePath
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from dream_trainer.config.saved_config import read_changes
+from dream_trainer.checks import did_you_mean, spell
+from dream_trainer.config.file_formats import read_plain
+from dream_trainer.config.parameter_class import members
 from dream_trainer.config.serialize import structure
 from dream_trainer.config.trainer_config import BaseTrainerConfig
-from dream_trainer.config.wanted_values import is_sequence, members, takes, wanted
 from dream_trainer.errors import ConfigError
 
 T = TypeVar("T", bound=BaseTrainerConfig)
+SAVED_NAME = "config.json"
+RECORD_NAME = "run.json"  # lies beside it in a run's directory
+_NAMES = ("project", "group", "experiment")
+# Fields of a saved config that only concern its own run: its place and start, and the record of what is code.
+_OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks", "given_objects")
+_OF_ITS_START = ("resume", "branch")
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    timedelta: "a number of seconds",
+}
+
+logger = logging.getLogger(__name__)
 
 
 class _Set(NamedTuple):
@@ -41,12 +60,11 @@ def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
         ConfigError: A file is missing or cannot be read, a key is unknown (with its place and the nearest name) or
             stands twice, or a value cannot work; with the file.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, _Set] = {}
     for path in map(Path, files):
-        file, of_file = read_changes(path)
-        refuse_unknown_keys(of_file, config, file)
-        _merge(changes, of_file, config, file)
-    changes = {name: value for name, value in changes.items() if name not in given}
+        file, of_file = _read_changes(path)
+        _collect(changes, of_file, config, file)
+    changes = {name: change for name, change in changes.items() if name.partition(".")[0] not in given}
     return cast(T, _changed(config, changes, given))
 
 
@@ -55,8 +73,86 @@ def required_fields(cls: Any) -> list[str]:
     return [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
 
 
-def refuse_unknown_keys(changes: Mapping[str, Any], start: Any, file: Path, place: str = "") -> None:
-    """Raises ConfigError for a key that is no field, with its dotted place, the file and the nearest name."""
+def is_saved(config: dict[str, Any]) -> bool:
+    """Whether a file was saved by a run: it has the record of the run's callbacks, which nobody else can write."""
+    return isinstance(config.get("callbacks"), list) and all(name in config for name in _NAMES)
+
+
+def section_of(start: Any, field: Field[Any]) -> Any:
+    """The dataclass that changes of a field begin from: its value or default, otherwise its type; None if it has none.
+
+    Args:
+        start: A dataclass or its instance.
+        field: Of it.
+    """
+    value = value_of(start, field)
+    if is_dataclass(value) and not isinstance(value, type):
+        return value
+    classes = [part for part in members(field_types(_class_of(start))[field.name]) if is_dataclass(part)]
+    return classes[0] if len(classes) == 1 else None
+
+
+def value_of(start: Any, field: Field[Any]) -> Any:
+    """A field's value in an instance, or its default in a class; MISSING if it has none."""
+    if not isinstance(start, type):
+        return getattr(start, field.name)
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields by name, with no annotation left as text."""
+    try:
+        return get_type_hints(cls)
+    except NameError as error:
+        raise ConfigError(
+            f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and what it "
+            "names at the top of a module, not in a function or under TYPE_CHECKING."
+        ) from None
+
+
+def _read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that `path` means, and the fields that it sets; of a saved config, without those of that run."""
+    file = _config_file(path)
+    found = read_plain(file)
+    if found is None:
+        return file, {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds a {type(found).__name__}. Write fields and their values.")
+    in_its_place = path.is_dir() or (file.name == SAVED_NAME and (file.parent / RECORD_NAME).exists())
+    if not in_its_place and not is_saved(found):
+        return file, found
+    left_out = [name for name in _OF_THAT_RUN if name in found]
+    kept = {name: value for name, value in found.items() if name not in _OF_THAT_RUN}
+    if isinstance(checkpoints := kept.get("checkpoint_parameters"), dict):
+        left_out += [f"checkpoint_parameters.{name}" for name in _OF_ITS_START if name in checkpoints]
+        kept["checkpoint_parameters"] = {n: value for n, value in checkpoints.items() if n not in _OF_ITS_START}
+    # Names in a copy may be edited by hand, and their author expects them to count.
+    level = logging.INFO if in_its_place else logging.WARNING
+    logger.log(level, "%s is what a run saved; left out: %s.", file, ", ".join(left_out))
+    return file, kept
+
+
+def _config_file(path: Path) -> Path:
+    """The file that a path means: itself, or of a run's directory its `config.json`."""
+    if not path.is_dir():
+        return path
+    if (path / SAVED_NAME).exists():
+        return path / SAVED_NAME
+    above = [parent for parent in path.absolute().parents[:2] if (parent / SAVED_NAME).exists()]
+    below = sorted(path.glob(f"*/{SAVED_NAME}")) or sorted(path.glob(f"*/*/{SAVED_NAME}"))
+    advice = "Give a run's directory, or a file."
+    if above:
+        advice = f"The run's is {path.parent if above[0] == path.absolute().parent else above[0]}/{SAVED_NAME}."
+    elif below:
+        advice = f"It has {len(below)} runs: give one, such as {below[0].parent}."
+    raise ConfigError(f"{path} has no {SAVED_NAME}. {advice}")
+
+
+def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file: Path, place: str = "") -> None:
+    """Adds the fields that a file sets by their dotted names; sections that it changes have a name that ends in a dot.
+
+    Fields of a section are changed one by one; a field's value is replaced whole.
+    """
     cls = _class_of(start)
     known = {f.name: f for f in fields(cls) if f.init}
     for key, value in changes.items():
@@ -64,67 +160,61 @@ def refuse_unknown_keys(changes: Mapping[str, Any], start: Any, file: Path, plac
         if key == "callbacks" and not place:
             raise ConfigError(f"{file} sets callbacks, which are code. Set them in the script.")
         if key not in known:
-            near = get_close_matches(str(key), known, n=1, cutoff=0.5)
-            advice = f"Did you mean {place}{near[0]}?" if near else f"There is {', '.join(known)}."
+            advice = did_you_mean(str(key), known, place=place)
             section, _, rest = str(key).partition(".")
             if rest and section in known:
                 advice = f"A dot does not nest: write {rest} under {place}{section}, as in {section}: {{{rest}: ...}}."
             raise ConfigError(f"{file} sets {dotted}, and {cls.__name__} has no field {key}. {advice}")
         nested = section_of(start, known[key])
-        if nested is None:
-            continue
-        if isinstance(value, Mapping):
-            refuse_unknown_keys(value, nested, file, f"{dotted}.")
-        elif value is not None and not _other_types(cls, key) - {NoneType}:
+        others = {part for part in members(field_types(cls)[key]) if not is_dataclass(part)}
+        if nested is not None and isinstance(value, Mapping):
+            into.pop(dotted, None)
+            into[f"{dotted}."] = _Set(value, file)
+            _collect(into, value, nested, file, f"{dotted}.")
+        elif nested is None or value is None or others - {NoneType}:
+            if nested is None or value is not None or NoneType in others:  # otherwise a section with nothing under it
+                for name in [name for name in into if name.startswith(f"{dotted}.")]:
+                    del into[name]
+                into[dotted] = _Set(value, file)
+        else:
             raise ConfigError(
                 f"{file} sets {dotted} to {value!r}, which is no {_class_of(nested).__name__}. "
                 f"Write its fields under {dotted}."
             )
 
 
-def _merge(into: dict[str, Any], changes: Mapping[str, Any], start: Any, file: Path) -> None:
-    """Fields of fields are changed one by one, in dicts within dicts; a field's value is replaced whole."""
-    known = {f.name: f for f in fields(start)}
-    for key, value in changes.items():
-        nested = section_of(start, known[key])
-        if nested is not None and value is None and NoneType not in _other_types(_class_of(start), key):
-            continue  # a section with nothing under it
-        if nested is not None and isinstance(value, Mapping):
-            if not isinstance(into.get(key), dict):
-                into[key] = {}
-            _merge(into[key], value, nested, file)
-        else:
-            into[key] = _Set(value, file)
-
-
-def _changed(start: Any, changes: Mapping[str, Any], given: Mapping[str, Any], place: str = "") -> Any:
+def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], place: str = "") -> Any:
     """A dataclass with `changes`, of files, and `given`, which are not plain; all else is as in `start`."""
     cls = _class_of(start)
     values = dict(given)
     for f in fields(cls):
-        if f.name not in changes:
-            continue
-        change = changes[f.name]
-        if isinstance(change, _Set):
-            values[f.name] = _value(change, field_types(cls)[f.name], f"{place}{f.name}")
-        else:
-            values[f.name] = _changed(section_of(start, f), change, {}, f"{place}{f.name}.")
+        dotted = f"{place}{f.name}"
+        if dotted in changes:
+            values[f.name] = _value(changes[dotted], field_types(cls)[f.name], dotted)
+        elif f"{dotted}." in changes:
+            values[f.name] = _changed(section_of(start, f), changes, {}, f"{dotted}.")
     if start is cls and (missing := [f"{place}{name}" for name in required_fields(cls) if name not in values]):
         raise ConfigError(f"no file sets {', '.join(missing)}, which {cls.__name__} has no default for.")
     try:
         return cls(**values) if start is cls else replace(start, **values)
     except Exception as error:  # ours and the user's own validation
-        section = place.removesuffix(".")
-        said = str(error) if isinstance(error, ConfigError) else f"the data does not fit {cls.__name__}: {error}"
-        files = _files_named(said, changes)
-        raise ConfigError(": ".join([*files, *([section] if section else []), said])) from error
+        problem = str(error) if isinstance(error, ConfigError) else f"the data does not fit {cls.__name__}: {error}"
+        leaves = [(name, str(change.file)) for name, change in changes.items() if name.startswith(place)]
+        named = [
+            file for name, file in leaves if re.search(rf"\b{re.escape(name.rpartition('.')[2] or '.')}\b", problem)
+        ]
+        files = dict.fromkeys(named or [file for _, file in leaves])
+        section = [place.removesuffix(".")] if place else []
+        raise ConfigError(": ".join([*files, *section, problem])) from error
 
 
 def _value(change: _Set, annotation: Any, dotted: str) -> Any:
     """The field's value, of its type."""
-    value, advice = change.value, f"It takes {wanted(annotation)}."
-    is_text = isinstance(value, str) and not takes(annotation, str)
-    if is_text and any(is_sequence(part) for part in members(annotation)):  # it would be taken letter by letter
+    value, advice = change.value, f"It takes {_wanted(annotation)}."
+    parts = members(annotation)
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    is_text = isinstance(value, str) and str not in (*parts, *map(type, choices))
+    if is_text and any(map(_is_sequence, parts)):  # it would be taken letter by letter
         advice += f" Write [{value}]."
     else:
         try:
@@ -139,48 +229,39 @@ def _value(change: _Set, annotation: Any, dotted: str) -> Any:
     raise ConfigError(f"{change.file} sets {dotted} to {value!r}. {advice}")
 
 
-def _files_named(said: str, changes: Mapping[str, Any]) -> list[str]:
-    """The files that set what a message names; all of them if it names none of their fields."""
-    changed = list(_leaves(changes))
-    named = [change for name, change in changed if re.search(rf"\b{re.escape(name)}\b", said)]
-    return list(dict.fromkeys(str(change.file) for change in named or [change for _, change in changed]))
-
-
-def _leaves(changes: Mapping[str, Any]) -> Iterator[tuple[str, _Set]]:
-    for name, change in changes.items():
-        if isinstance(change, _Set):
-            yield name, change
-        else:
-            yield from _leaves(change)
-
-
-def section_of(start: Any, field: Field[Any]) -> Any:
-    """The dataclass that changes of a field begin from: its value or default, else its type; None if it holds none."""
-    if not isinstance(start, type):
-        value = getattr(start, field.name)
-    else:
-        value = field.default if field.default_factory is MISSING else field.default_factory()
-    if is_dataclass(value) and not isinstance(value, type):
-        return value
-    classes = [part for part in members(field_types(_class_of(start))[field.name]) if is_dataclass(part)]
-    return classes[0] if len(classes) == 1 else None
-
-
 def _class_of(start: Any) -> Any:
     return start if isinstance(start, type) else type(start)
 
 
-def _other_types(cls: type, name: str) -> set[Any]:
-    """What a field's type allows beside dataclasses."""
-    return {part for part in members(field_types(cls)[name]) if not is_dataclass(part)}
+def _is_sequence(annotation: Any) -> bool:
+    origin = get_origin(annotation) or annotation
+    return isinstance(origin, type) and (origin is Sequence or issubclass(origin, list | tuple | set | frozenset))
 
 
-def field_types(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, with no annotation left as text."""
-    try:
-        return get_type_hints(cls)
-    except NameError as error:
-        raise ConfigError(
-            f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and what it "
-            "names at the top of a module, not in a function or under TYPE_CHECKING."
-        ) from None
+def _wanted(annotation: Any) -> str:
+    """A type in words, such as "an integer or null" for `int | None`."""
+    found: list[str] = []
+    for part in members(annotation):
+        if get_origin(part) is Literal:
+            found += [repr(choice) for choice in get_args(part)]
+        elif isinstance(part, type) and issubclass(part, Enum):
+            found += [repr(member.value) for member in part]
+        else:
+            found.append(_word(part))
+    return spell(dict.fromkeys(found))
+
+
+def _word(part: Any) -> str:
+    origin, arguments = get_origin(part) or part, get_args(part)
+    if part in _WORDS:
+        return _WORDS[part]
+    if isinstance(origin, type) and issubclass(origin, PurePath):
+        return "a path"
+    if _is_sequence(part):
+        if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+            return f"a list of {len(arguments)}: {', '.join(map(_wanted, arguments))}"
+        return f"a list, each item {_wanted(arguments[0])}" if arguments else "a list"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"names and values, each value {_wanted(arguments[1])}" if arguments else "names and values"
+    name = getattr(part, "__name__", str(part))
+    return f"the fields of {name}" if is_dataclass(part) else name

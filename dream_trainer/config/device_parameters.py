@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive, divisors, spell
-from dream_trainer.config.parameter_class import parameters
-from dream_trainer.errors import ConfigError
+from dream_trainer.checks import divisors, refuse, spell
+from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -43,22 +42,22 @@ class DeviceParameters:
     """Whether replicas' gradients begin to cross ranks while the backward that computes them still runs, and not in
     `step`: for devices and links that work at the same time. It takes the memory of another copy of the gradients, and
     one `backward` per micro-batch and set of optimizers. Shards are always reduced in backward."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: PositiveInt = 1
     """Groups of ranks that each hold some of the model's layers and hand micro-batches on (PipelineParallelMixin); they
     see the same data."""
-    dp_replicate: int | Literal["auto"] = "auto"
+    dp_replicate: PositiveInt | Literal["auto"] = "auto"
     """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves; where both are "auto",
     one for each host."""
-    dp_shard: int | Literal["auto"] = "auto"
+    dp_shard: PositiveInt | Literal["auto"] = "auto"
     """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without; where both are
     "auto" on several hosts, those of a host."""
-    context_parallel: int = 1
+    context_parallel: PositiveInt = 1
     """Ranks that share the positions of each sequence (ContextParallelMixin); they see parts of the same samples. Where
     parameters are sharded, they are over these ranks too."""
-    expert_parallel: int = 1
+    expert_parallel: PositiveInt = 1
     """Ranks that share the experts of each mixture (ExpertParallelMixin): neighbours among the data-parallel ranks, so
     that sizes multiply to the number of processes without it."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
     cpu_offload: bool = False
     """Whether parameters, gradients and optimizer state lie in the host's memory and visit the device block by block,
@@ -73,88 +72,56 @@ class DeviceParameters:
     piece as well, in evaluation and without gradients, and its blocks have to give the same. For a new model or plan:
     it finds what cannot be told from outside. Each rank needs the memory of a forward of whole sequences, and with
     split layers or experts that of the whole model; forward hooks of yours see these two forwards, too."""
-    start_timeout_seconds: float = 1800.0
+    start_timeout_seconds: PositiveFloat = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
-    step_timeout_seconds: float = 600.0
+    step_timeout_seconds: PositiveFloat = 600.0
     """Seconds a collective may take after the first step; longer means that a rank is gone."""
-    host_timeout_seconds: float | None = 10.0
+    host_timeout_seconds: PositiveFloat | None = 10.0
     """Seconds of silence after which a host counts as lost and the job ends, where it has several, and six times as
     long until the first step is done; None: as any lost rank, after a collective's time-out. A shorter silence costs
     nothing."""
-    hang_timeout_seconds: float | Literal["auto"] | None = "auto"
+    hang_timeout_seconds: PositiveFloat | Literal["auto"] | None = "auto"
     """Seconds without a batch after which a rank ends the job, with every rank's stacks in the run directory; None:
     never. "auto" is 0.9 of `step_timeout_seconds`, so that stacks come before a collective gives up. Until the first
     step is done, and while waiting for a save, it is 0.9 of `start_timeout_seconds` if that is longer."""
 
     def __post_init__(self) -> None:
-        check_choice("device", self.device, get_args(DeviceType))
-        check_choice("precision", self.precision, get_args(Precision))
-        check_choice("reduce_dtype", self.reduce_dtype, (*get_args(ReduceType), None))
-        check_choice("float8", self.float8, get_args(Float8Recipe))
-        check_boolean("cpu_offload", self.cpu_offload)
-        check_boolean("overlap_reduce", self.overlap_reduce)
-        if self.overlap_reduce and (self.cpu_offload or self.tensor_parallel != 1):
-            other = "cpu_offload=True" if self.cpu_offload else f"tensor_parallel={self.tensor_parallel}"
-            raise ConfigError(
-                f"overlap_reduce=True with {other}: replicas are then wrapped in fully_shard, which gives their "
-                "gradients at the end of a backward. Use one of the two."
-            )
-        for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
-            if value != "auto":
-                check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')
-        check_integer("tensor_parallel", self.tensor_parallel, minimum=1)
-        check_integer("context_parallel", self.context_parallel, minimum=1)
-        check_integer("pipeline_parallel", self.pipeline_parallel, minimum=1)
-        self._refuse_beside_a_pipeline()
-        check_integer("expert_parallel", self.expert_parallel, minimum=1)
-        if self.expert_parallel > 1 and self.cpu_offload:
-            raise ConfigError(
-                f"cpu_offload=True with expert_parallel={self.expert_parallel} is not there yet: experts that ranks "
-                "share are not among what fully_shard moves to the device and back. Use cpu_offload=False with more "
-                "expert_parallel, or dp_shard beside it, which leave each rank less; or expert_parallel=1."
-            )
-        check_boolean("compile", self.compile)
-        check_boolean("compare_first_forward", self.compare_first_forward)
-        self._refuse_beside_a_comparison()
-        check_choice("activation_checkpointing", self.activation_checkpointing, get_args(Recomputation))
-        if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
-            raise ConfigError(
-                f'compile=True with tensor_parallel={self.tensor_parallel} and activation_checkpointing="full": '
-                'PyTorch cannot compile split layers that are run again whole. Use "selective", or compile=False.'
-            )
-        check_positive("start_timeout_seconds", self.start_timeout_seconds)
-        check_positive("step_timeout_seconds", self.step_timeout_seconds)
-        if self.host_timeout_seconds is not None:
-            check_positive("host_timeout_seconds", self.host_timeout_seconds)
-        if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
-            check_positive("hang_timeout_seconds", self.hang_timeout_seconds)
-
-    def _refuse_beside_a_comparison(self) -> None:
-        beside = {
-            f"pipeline_parallel={self.pipeline_parallel}": self.pipeline_parallel > 1,  # no rank runs a whole forward
-            f'float8="{self.float8}"': self.float8 != "none",  # parts are scaled by their own values
-        }
-        for what, is_asked_for in beside.items():
-            if self.compare_first_forward and is_asked_for:
-                raise ConfigError(
-                    f"compare_first_forward=True with {what}, where a forward cannot be compared with one in one "
-                    "piece. Compare once without it, and train with it."
-                )
-
-    def _refuse_beside_a_pipeline(self) -> None:
-        if self.pipeline_parallel == 1:
-            return
-        beside = f"with pipeline_parallel={self.pipeline_parallel} is not there yet"
-        if self.cpu_offload:
-            raise ConfigError(
-                f"cpu_offload=True {beside}: a stage's shards stay on the device through all micro-batches of a batch. "
-                "Use more stages, or tensor_parallel, for weights that do not fit, or pipeline_parallel=1."
-            )
-        if self.overlap_reduce:
-            raise ConfigError(
-                f"overlap_reduce=True {beside}: a schedule runs many backwards of each parameter, and gradients could "
-                "leave in the last alone. Use overlap_reduce=False, or pipeline_parallel=1."
-            )
+        pipeline, tensor, experts = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
+        other = "cpu_offload=True" if self.cpu_offload else f"tensor_parallel={tensor}"
+        refuse(
+            self.overlap_reduce and (self.cpu_offload or tensor > 1),
+            f"overlap_reduce=True with {other}: replicas are then wrapped in fully_shard, which gives their gradients "
+            "at the end of a backward. Use one of the two.",
+        )
+        refuse(
+            self.cpu_offload and pipeline > 1,
+            f"cpu_offload=True with pipeline_parallel={pipeline} is not supported: a stage's shards stay on the "
+            "device through all micro-batches of a batch. Use more stages, or tensor_parallel, for weights that do "
+            "not fit, or pipeline_parallel=1.",
+        )
+        refuse(
+            self.overlap_reduce and pipeline > 1,
+            f"overlap_reduce=True with pipeline_parallel={pipeline} is not supported: a schedule runs many backwards "
+            "of each parameter, and only the last could send gradients. Use overlap_reduce=False, or "
+            "pipeline_parallel=1.",
+        )
+        refuse(
+            self.cpu_offload and experts > 1,
+            f"cpu_offload=True with expert_parallel={experts} is not supported: fully_shard does not move shared "
+            "experts to the device and back. Use cpu_offload=False with more expert_parallel, or dp_shard beside it, "
+            "which leave each rank less; or expert_parallel=1.",
+        )
+        other = f"pipeline_parallel={pipeline}" if pipeline > 1 else f'float8="{self.float8}"'
+        refuse(
+            self.compare_first_forward and (pipeline > 1 or self.float8 != "none"),
+            f"compare_first_forward=True with {other}, where a forward cannot be compared with one in one piece. "
+            "Compare once without it, and train with it.",
+        )
+        refuse(
+            self.compile and tensor > 1 and self.activation_checkpointing == "full",
+            f'compile=True with tensor_parallel={tensor} and activation_checkpointing="full": PyTorch cannot compile '
+            'split layers that are run again whole. Use "selective", or compile=False.',
+        )
 
     @classmethod
     def single_device(cls) -> Self:
@@ -207,46 +174,73 @@ def resolve_mesh(
     Raises:
         ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
     """
-    pipeline, tensor, context = parameters.pipeline_parallel, parameters.tensor_parallel, parameters.context_parallel
     data_ranks = world_size
     taken: list[str] = []
     for name, short in (("pipeline_parallel", "pp"), ("tensor_parallel", "tp"), ("context_parallel", "cp")):
         size = int(vars(parameters)[name])
-        if data_ranks % size != 0:
-            left = f" ({', '.join(taken)} leave{'s' * (len(taken) == 1)} {data_ranks})" if taken else ""
-            raise ConfigError(
-                f"{name}={size} does not divide world_size={world_size}{left}. Use {spell(divisors(data_ranks))}, or "
-                "start another number of processes."
-            )
-        if size > 1:
-            taken.append(f"{short}={size}")
+        left = f" ({', '.join(taken)} leave{'s' * (len(taken) == 1)} {data_ranks})" if taken else ""
+        refuse(
+            data_ranks % size,
+            f"{name}={size} does not divide world_size={world_size}{left}. Use {spell(divisors(data_ranks))}, or "
+            "start another number of processes.",
+        )
+        taken += [f"{short}={size}"] * (size > 1)
         data_ranks //= size
-    replicate, shard = _data_parallel(parameters, world_size, shard_by_default, ranks_per_host or world_size)
-    if shard > 1 and not shard_by_default:
-        raise ConfigError(
-            f"dp_replicate={parameters.dp_replicate}, dp_shard={parameters.dp_shard} at world_size={world_size} asks "
-            f"for copies sharded over {shard} ranks, which this trainer cannot do. "
-            f'Add FSDPMixin to the trainer\'s bases, or use dp_replicate="auto", dp_shard=1.'
-        )
-    if replicate * shard != data_ranks:
-        shares = pipeline > 1 or tensor > 1 or context > 1
-        left = f"{data_ranks} are left for data parallelism" if shares else "that is to be their product"
-        raise ConfigError(
-            f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
-            f"(pp={pipeline}, cp={context}, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
-        )
+    replicate, shard = _data_parallel(parameters, world_size, data_ranks, shard_by_default, ranks_per_host)
+    refuse(
+        shard > 1 and not shard_by_default,
+        f"dp_replicate={parameters.dp_replicate}, dp_shard={parameters.dp_shard} at world_size={world_size} asks for "
+        f"copies sharded over {shard} ranks, which this trainer cannot do. Add FSDPMixin to the trainer's bases, or "
+        'use dp_replicate="auto", dp_shard=1.',
+    )
+    left = f"{data_ranks} are left for data parallelism" if taken else "that is to be their product"
+    pipeline, tensor, context = parameters.pipeline_parallel, parameters.tensor_parallel, parameters.context_parallel
+    refuse(
+        replicate * shard != data_ranks,
+        f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
+        f"(pp={pipeline}, cp={context}, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}",
+    )
     mesh = MeshShape(pp=pipeline, dp_replicate=replicate, dp_shard=shard, cp=context, tp=tensor)
-    _refuse_uneven_experts(parameters, parameter_shape(parameters, mesh, shard_by_default))
+    on = parameter_shape(parameters, mesh, shard_by_default)
+    name, ranks = ("dp_shard", on.dp_shard) if on.dp_shard > 1 else ("dp_replicate", on.dp_replicate)
+    refuse(
+        ranks % parameters.expert_parallel,
+        f"expert_parallel={parameters.expert_parallel} does not divide the {ranks} ranks of {name}, which would share "
+        f"experts. Use {spell(divisors(ranks))}, another {name}, or another number of processes.",
+    )
     return mesh
 
 
-def _refuse_uneven_experts(parameters: DeviceParameters, shape: MeshShape) -> None:
-    name, ranks = ("dp_shard", shape.dp_shard) if shape.dp_shard > 1 else ("dp_replicate", shape.dp_replicate)
-    if ranks % parameters.expert_parallel != 0:
-        raise ConfigError(
-            f"expert_parallel={parameters.expert_parallel} does not divide the {ranks} ranks of {name}, which would "
-            f"share experts. Use {spell(divisors(ranks))}, another {name}, or another number of processes."
-        )
+def _data_parallel(
+    parameters: DeviceParameters, world_size: int, data_ranks: int, can_shard: bool, ranks_per_host: int | None
+) -> tuple[int, int]:
+    """`(dp_replicate, dp_shard)` with "auto" filled in."""
+    replicate, shard = parameters.dp_replicate, parameters.dp_shard
+    pipeline, tensor, context = parameters.pipeline_parallel, parameters.tensor_parallel, parameters.context_parallel
+    if isinstance(replicate, int) and isinstance(shard, int):
+        return replicate, shard
+    if isinstance(replicate, str) and isinstance(shard, str):
+        per_host, same_samples = ranks_per_host or world_size, tensor * context
+        hosts_are_equal = world_size // pipeline % per_host == per_host % same_samples == 0
+        shard = (per_host // same_samples if hosts_are_equal else data_ranks) if can_shard else 1
+        return data_ranks // shard, shard
+    name, other = ("dp_shard", "dp_replicate") if isinstance(replicate, str) else ("dp_replicate", "dp_shard")
+    size = int(vars(parameters)[name])
+    refuse(
+        data_ranks % size,
+        f'{name}={size} does not divide world_size={world_size} (pp={pipeline}, {other}="auto", cp={context}, '
+        f'tp={tensor} leave {data_ranks}). Use {name}="auto", or {spell(divisors(data_ranks))}.',
+    )
+    return (data_ranks // size, size) if name == "dp_shard" else (size, data_ranks // size)
+
+
+def _what_fits(world_size: int, can_shard: bool) -> str:
+    if world_size == 1:
+        return "Start it under torchrun with that many processes, or use 1 x 1."
+    if not can_shard:
+        return f'Use dp_replicate="auto" or {world_size}.'
+    pairs = spell(f"{world_size // shard} x {shard}" for shard in divisors(world_size))
+    return f'Use "auto" for one of them, or {pairs}.'
 
 
 def parameter_shape(parameters: DeviceParameters, shape: MeshShape, shard_by_default: bool) -> MeshShape:
@@ -263,84 +257,33 @@ def parameter_shape(parameters: DeviceParameters, shape: MeshShape, shard_by_def
 
 
 def ranks_per_worker(world_size: int, workers: int) -> int:
-    """The ranks of each of `workers` groups that step on their own (LocalSGDMixin).
-
-    Raises:
-        ConfigError: They cannot be divided into so many.
-    """
-    if world_size % workers != 0:
-        raise ConfigError(
-            f"workers={workers} does not divide world_size={world_size}. Use {spell(divisors(world_size))}."
-        )
+    """The ranks of each of `workers` groups that step on their own (LocalSGDMixin)."""
+    refuse(
+        world_size % workers,
+        f"workers={workers} does not divide world_size={world_size}. Use {spell(divisors(world_size))}.",
+    )
     return world_size // workers
 
 
 def refuse_split_copies(shape: MeshShape, workers: int) -> None:
-    """Refuses groups of ranks that step on their own (LocalSGDMixin) where they would not hold whole copies.
-
-    Raises:
-        ConfigError: The replicas cannot be divided into so many groups, or a group would have several sharded copies,
-            or a pipeline.
-    """
+    """Raises ConfigError if a group of ranks that steps on its own (LocalSGDMixin) would not hold one whole copy."""
     if workers == 1:
         return
-    if shape.pp > 1:
-        raise ConfigError(
-            f"workers={workers} with pipeline_parallel={shape.pp} is not there yet: a worker would be a pipeline. Use "
-            "one of the two."
-        )
-    if shape.dp_replicate % workers != 0:
-        raise ConfigError(
-            f"workers={workers} does not divide the dp_replicate={shape.dp_replicate} copies of the model. Use "
-            f"{spell(divisors(shape.dp_replicate))}, or another dp_replicate."
-        )
-    if shape.dp_shard > 1 and shape.dp_replicate > workers:
-        raise ConfigError(
-            f"workers={workers} would have {shape.dp_replicate // workers} copies each, sharded over "
-            f"dp_shard={shape.dp_shard} ranks. Use dp_replicate={workers}, or dp_shard=1."
-        )
-
-
-def _data_parallel(
-    parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int
-) -> tuple[int, int]:
-    """`(dp_replicate, dp_shard)` with "auto" filled in."""
-    same_samples = parameters.tensor_parallel * parameters.context_parallel
-    world_size //= parameters.pipeline_parallel  # each stage has as many
-    match parameters.dp_replicate, parameters.dp_shard:
-        case "auto", "auto" if shard_by_default and world_size % ranks_per_host == ranks_per_host % same_samples == 0:
-            return world_size // ranks_per_host, ranks_per_host // same_samples
-        case "auto", "auto":
-            return (1, world_size // same_samples) if shard_by_default else (world_size // same_samples, 1)
-        case "auto", int(shard):
-            return _left_over("dp_shard", shard, "dp_replicate", world_size, parameters), shard
-        case int(replicate), "auto":
-            return replicate, _left_over("dp_replicate", replicate, "dp_shard", world_size, parameters)
-        case replicate, shard:
-            return int(replicate), int(shard)
-
-
-def _left_over(name: str, size: int, other: str, world_size: int, parameters: DeviceParameters) -> int:
-    """Ranks that `other` gets when `name` takes `size`."""
-    context, tensor = parameters.context_parallel, parameters.tensor_parallel
-    pipeline = parameters.pipeline_parallel
-    data_ranks = world_size // (context * tensor)
-    if data_ranks % size != 0:
-        raise ConfigError(
-            f'{name}={size} does not divide world_size={world_size * pipeline} (pp={pipeline}, {other}="auto", '
-            f"cp={context}, tp={tensor} leave {data_ranks}). "
-            f'Use {name}="auto", or {spell(divisors(data_ranks))}.'
-        )
-    return data_ranks // size
-
-
-def _what_fits(world_size: int, can_shard: bool) -> str:
-    if world_size == 1:
-        return "Start it under torchrun with that many processes, or use 1 x 1."
-    if not can_shard:
-        return f'Use dp_replicate="auto" or {world_size}.'
-    pairs = spell(f"{world_size // shard} x {shard}" for shard in divisors(world_size))
-    return f'Use "auto" for one of them, or {pairs}.'
+    refuse(
+        shape.pp > 1,
+        f"workers={workers} with pipeline_parallel={shape.pp} is not supported: a worker would be a pipeline. Use one "
+        "of the two.",
+    )
+    refuse(
+        shape.dp_replicate % workers,
+        f"workers={workers} does not divide the dp_replicate={shape.dp_replicate} copies of the model. Use "
+        f"{spell(divisors(shape.dp_replicate))}, or another dp_replicate.",
+    )
+    refuse(
+        shape.dp_shard > 1 and shape.dp_replicate > workers,
+        f"workers={workers} would have {shape.dp_replicate // workers} copies each, sharded over "
+        f"dp_shard={shape.dp_shard} ranks. Use dp_replicate={workers}, or dp_shard=1.",
+    )
 
 
 @dataclass(kw_only=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dream_trainer.errors import ConfigError
 
-SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-
 _TAG = "tag:yaml.org,2002:"
-_DOUBTFUL = "doubtful"
-_BOTH_WAYS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}
-# What text without quotes is: the first that fits, looked for by its first letter.
+_AMBIGUOUS = "ambiguous"
+_MEANINGS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}
+# Text without quotes is the first kind that fits; kinds are looked up by its first letter.
 _YAML_KINDS = (
-    (_DOUBTFUL, "[-+]?0[0-9_]+|None|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("-+0NyYnoO")),
+    (_AMBIGUOUS, "[-+]?0[0-9_]+|None|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("-+0NyYnoO")),
     ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", "[-+]?(?:0|[1-9][0-9_]*)|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
@@ -30,55 +29,36 @@ _YAML_KINDS = (
 )
 
 
+class _WrongKey(Exception):
+    """A key that stands twice, or whose value can be read in two ways; the message begins after the file's name."""
+
+
 def read_plain(file: Path) -> Any:
-    """What a file holds.
+    """The plain values in a file.
 
     Raises:
         ConfigError: It cannot be read, is not of its format, or sets a key twice.
     """
-    if file.suffix not in SUFFIXES:
+    readers: dict[str, Callable[[str], Any]] = {".yaml": _yaml, ".yml": _yaml, ".toml": tomllib.loads, ".json": _json}
+    if file.suffix not in readers:
         raise ConfigError(f"{file} ends in {file.suffix!r}. Use .yaml, .yml, .toml or .json.")
     try:
-        text = file.read_text(encoding="utf-8-sig")
-        if file.suffix == ".toml":
-            return tomllib.loads(text)
-        return _json(text) if file.suffix == ".json" else _yaml(text)
+        return readers[file.suffix](file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"config file {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}. Save it as UTF-8.") from None
-    except _SetTwice as twice:
-        raise ConfigError(
-            f"{file} sets {twice.key} on line {twice.first} and again on line {twice.second}. Leave one out."
-        ) from None
-    except _Doubtful as doubt:
-        raise ConfigError(
-            f"{file} sets {doubt.key} to {doubt.text} on line {doubt.line}, which is read in two ways. Write "
-            f"{doubt.meant}, or {doubt.text!r} in quotes for text."
-        ) from None
-    except ValueError as error:  # what all three parsers raise
+    except _WrongKey as wrong:
+        raise ConfigError(f"{file} sets {wrong}") from None
+    except ValueError as error:  # raised by all three parsers
         raise ConfigError(f"{file} is not valid: {' '.join(str(error).split())}.") from None
 
 
-class _SetTwice(Exception):
-    """A key stands twice in one mapping, of which a parser would take the last."""
-
-    def __init__(self, key: str, first: int, second: int) -> None:
-        self.key, self.first, self.second = key, first, second
-
-
-class _Doubtful(Exception):
-    """Text without quotes that YAML 1.1 and 1.2, or YAML and Python, take for different things."""
-
-    def __init__(self, key: str, text: str, line: int, meant: str) -> None:
-        self.key, self.text, self.line, self.meant = key, text, line, meant
-
-
 def _yaml(text: str) -> Any:
-    """YAML by the core rules of 1.2, where PyYAML follows 1.1.
+    """YAML by the core rules of 1.2, although PyYAML follows 1.1.
 
     In 1.1 `0123` is 83, `1:30` is 90, `yes` is true, `2024-01-02` a date and `1e-3` text. Here numbers are Python's,
-    and what one would read in two ways is refused. No tag runs code.
+    and text that can be read in two ways raises an error. No tag runs code.
     """
     import yaml
 
@@ -90,51 +70,43 @@ def _yaml(text: str) -> Any:
             for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
                 if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
                     continue
+                line = key.start_mark.line + 1
                 if key.value in lines:
-                    raise _SetTwice(key.value, lines[key.value], key.start_mark.line + 1)
-                lines[key.value] = key.start_mark.line + 1
-                _refuse_doubtful(value, key.value)
+                    raise _WrongKey(f"{key.value} on line {lines[key.value]} and again on line {line}. Leave one out.")
+                lines[key.value] = line
+                _refuse_ambiguous(value, key.value)
             return super().construct_mapping(node, deep)
 
     for kind, pattern, first in _YAML_KINDS:
         Loader.add_implicit_resolver(f"{_TAG}{kind}", re.compile(rf"(?:{pattern})$"), first)
     Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0))
-    Loader.add_constructor(f"{_TAG}{_DOUBTFUL}", lambda _, node: node.value)  # as a key
+    Loader.add_constructor(f"{_TAG}{_AMBIGUOUS}", lambda _, node: node.value)  # as a key
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
 
-def _refuse_doubtful(node: Any, key: str) -> None:
-    """Raises for text that is one thing to YAML 1.1, and another to 1.2, as a value or in a list of values."""
+def _refuse_ambiguous(node: Any, key: str) -> None:
+    '""Raises for text that YAML 1.1 and 1.2, or YAML and Python, read differently, as a value or in a list of'
+    'values.""'
     if node.id == "sequence":
-        for one in node.value:
-            _refuse_doubtful(one, key)
-    elif node.tag == f"{_TAG}{_DOUBTFUL}":
+        for item in node.value:
+            _refuse_ambiguous(item, key)
+    elif node.tag == f"{_TAG}{_AMBIGUOUS}":
         digits = node.value.replace("_", "").lstrip("+-").lstrip("0") or "0"
         sign = "-" if node.value.startswith("-") else ""
         number = f"{sign}{digits}" if set("89") & set(digits) else f"{sign}{digits}, {sign}0o{digits} (to the base 8)"
-        meant = _BOTH_WAYS.get(node.value.lower(), number)
-        raise _Doubtful(key, node.value, node.start_mark.line + 1, meant)
+        raise _WrongKey(
+            f"{key} to {node.value} on line {node.start_mark.line + 1}, which is read in two ways. Write "
+            f"{_MEANINGS.get(node.value.lower(), number)}, or {node.value!r} in quotes for text."
+        )
 
 
 def _json(text: str) -> Any:
-    found = json.loads(text)
-    _refuse_twice(text)
-    return found
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(found)) < len(found):
+            _yaml(text.replace("\t", " "))  # raises, with the lines
+        return dict(found)
 
-
-def _refuse_twice(text: str) -> None:
-    """Raises for a key that one object of valid JSON has twice; json's own hook does not know lines."""
-    objects: list[dict[str, int]] = []  # keys with their lines, of the objects that are open
-    for token in re.finditer(r'"(?:\\.|[^"\\])*"(\s*:)?|[{}]', text):
-        if token[0] == "{":
-            objects.append({})
-        elif token[0] == "}":
-            objects.pop()
-        elif token[1]:
-            key, line = json.loads(token[0].removesuffix(token[1])), text.count("\n", 0, token.start()) + 1
-            if key in objects[-1]:
-                raise _SetTwice(key, objects[-1][key], line)
-            objects[-1][key] = line
+    return json.loads(text, object_pairs_hook=pairs)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer, check_name, check_names
-from dream_trainer.config.parameter_class import parameters
-from dream_trainer.errors import ConfigError
+from dream_trainer.checks import check_between, check_choice, check_names, did_you_mean, refuse
+from dream_trainer.config.parameter_class import PositiveInt, parameters
 
 LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow", "trackio", "images"]
 WandbMode = Literal["online", "offline", "disabled"]
@@ -44,17 +42,13 @@ _OF_WANDB = {
 
 @parameters
 class WandbParameters:
-    """What Weights & Biases shows a run as. Project and group are the run's own.
-
-    Raises:
-        ConfigError: The mode is not known, the tags are not a tuple of strings, or an argument has its place elsewhere.
-    """
+    """What Weights & Biases shows a run as. Project and group are the run's own."""
 
     entity: str | None = None
     """User or team that the run belongs to; None for the account's default."""
     name: str | None = None
     """Name of the run; None for the experiment's."""
-    tags: tuple[str, ...] = ()
+    tags: Annotated[tuple[str, ...], partial(check_names, example="baseline")] = ()
     """Tags of the run."""
     mode: WandbMode | None = None
     """Where the run is written to: "online", "offline" (files for `wandb sync`) or "disabled" (nowhere). None leaves it
@@ -64,18 +58,12 @@ class WandbParameters:
     that are fields here, nor those that are the trainer's: project, group, config, dir, id, resume and reinit."""
 
     def __post_init__(self) -> None:
-        check_names("tags", self.tags, example="baseline")
-        check_choice("mode", self.mode, (*get_args(WandbMode), None))
         _refuse_with_place(self.init_arguments, _OF_WANDB)
 
 
 @parameters
 class MLflowParameters:
-    """Where MLflow keeps a run, and what it shows it as.
-
-    Raises:
-        ConfigError: A tag is not a string.
-    """
+    """Where MLflow keeps a run, and what it shows it as."""
 
     tracking_uri: str | None = None
     """The store: `sqlite:///runs/mlflow.db`, or a server's address. None leaves it to MLflow: the environment variable
@@ -87,18 +75,10 @@ class MLflowParameters:
     tags: dict[str, str] = field(default_factory=dict)
     """Tags of the run by name; the config's group is one anyway."""
 
-    def __post_init__(self) -> None:
-        for name, tag in self.tags.items():
-            check_name(f"tags[{name!r}]", tag, example="baseline")
-
 
 @parameters
 class TrackioParameters:
-    """What Trackio shows a run as. Project and group are the run's own.
-
-    Raises:
-        ConfigError: An argument has its place elsewhere.
-    """
+    """What Trackio shows a run as. Project and group are the run's own."""
 
     name: str | None = None
     """Name of the run; None for the config's group/experiment."""
@@ -112,24 +92,20 @@ class TrackioParameters:
 
 @parameters
 class LoggerParameters:
-    """Where numbers go and how often.
+    """Where numbers go and how often."""
 
-    Raises:
-        ConfigError: A value cannot work.
-    """
-
-    loggers: tuple[LoggerName, ...] = ("console", "jsonl")
+    loggers: Annotated[tuple[LoggerName, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
     """Loggers to write to: "console" prints lines; the others write in the run directory: "jsonl" metrics.jsonl, "csv"
     metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images" image files in media/. "mlflow" and
     "trackio" write where those keep all runs."""
-    log_every_n_steps: int = 10
+    log_every_n_steps: PositiveInt = 10
     """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
-    history_lines: int | None = 10_000
+    history_lines: PositiveInt | None = 10_000
     """Lines that `trainer.history` keeps in memory, the newest; None keeps all. metrics.jsonl has every line."""
-    straggler_factor: float | None = 1.3
+    straggler_factor: Annotated[float, partial(check_between, low=1.0, below=True)] | None = 1.3
     """A rank that is busy so many times as long as the median one in a step, and at least 20 ms longer, is slow: rank 0
     warns of it once, by its host and by what it is slow in (data or work). None: nobody looks."""
-    straggler_lines: int = 5
+    straggler_lines: PositiveInt = 5
     """For how many lines of the log in a row it has to be slow."""
     strict: bool = False
     """Whether a logger that fails ends the run. False: it is reported once, and training goes on."""
@@ -141,18 +117,12 @@ class LoggerParameters:
     """What Trackio shows the run as."""
 
     def __post_init__(self) -> None:
-        check_names("loggers", self.loggers, example="jsonl")
         for name in self.loggers:
             check_choice("loggers", name, get_args(LoggerName))
-        if len(set(self.loggers)) != len(self.loggers):
-            raise ConfigError(f"loggers={self.loggers} names one logger twice. Name each once.")
-        check_integer("log_every_n_steps", self.log_every_n_steps, minimum=1)
-        if self.history_lines is not None:
-            check_integer("history_lines", self.history_lines, minimum=1, hint=" None keeps all.")
-        if self.straggler_factor is not None:
-            check_between("straggler_factor", self.straggler_factor, 1.0, math.inf, below=True)
-        check_integer("straggler_lines", self.straggler_lines, minimum=1)
-        check_boolean("strict", self.strict)
+        refuse(
+            len(set(self.loggers)) != len(self.loggers),
+            f"loggers={self.loggers} names one logger twice. Name each once.",
+        )
 
 
 def check_loggers(chosen: LoggerParameters) -> None:
@@ -166,11 +136,11 @@ def check_loggers(chosen: LoggerParameters) -> None:
     for name in names:
         packages, extra = _NEEDS.get(name, ((), ""))
         for package in packages:
-            if find_spec(package) is None:
-                raise ConfigError(
-                    f'loggers={names} names "{name}", whose package {package} is not installed. '
-                    f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.'
-                )
+            refuse(
+                find_spec(package) is None,
+                f'loggers={names} names "{name}", whose package {package} is not installed. '
+                f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.',
+            )
     if "wandb" in names and chosen.wandb.init_arguments:
         import wandb
 
@@ -183,17 +153,19 @@ def check_loggers(chosen: LoggerParameters) -> None:
 
 def _refuse_with_place(arguments: dict[str, Any], places: dict[str, str]) -> None:
     for name in arguments:
-        if name in places:
-            raise ConfigError(f"init_arguments has {name!r}, which is {places[name]}. Set that, and leave it out here.")
+        refuse(
+            name in places,
+            f"init_arguments has {name!r}, which is {places.get(name)}. Set that, and leave it out here.",
+        )
 
 
 def _refuse_unknown(arguments: dict[str, Any], function_name: str, function: Callable[..., Any]) -> None:
     known = list(inspect.signature(function).parameters)
     for name in arguments:
-        if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            advice = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
-            raise ConfigError(f"init_arguments has {name!r}, which {function_name} does not take. {advice}")
+        refuse(
+            name not in known,
+            f"init_arguments has {name!r}, which {function_name} does not take. {did_you_mean(name, known)}",
+        )
 
 
 @dataclass(kw_only=True)

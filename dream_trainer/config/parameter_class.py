@@ -1,31 +1,53 @@
-"""The decorator of parameter classes: frozen dataclasses whose mistakes are answered with what would be right."""
+"""The decorator of parameter classes: frozen dataclasses that check each field by its type when they are built.
+
+Limits of numbers stand in the type: `n_epochs: NonNegativeInt | None`. Any function `check(name, value, *, hint)` in
+`typing.Annotated` is one.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field
-from difflib import get_close_matches
-from typing import Any, TypeVar, dataclass_transform
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
+from dream_trainer.checks import (
+    check_boolean,
+    check_choice,
+    check_directory,
+    check_instance,
+    check_integer,
+    check_positive,
+    check_string,
+    did_you_mean,
+    spell,
+)
 from dream_trainer.errors import ConfigError
 
 T = TypeVar("T")
+PositiveInt = Annotated[int, partial(check_integer, minimum=1)]
+NonNegativeInt = Annotated[int, partial(check_integer, minimum=0)]
+PositiveFloat = Annotated[float, check_positive]
+Directory = Annotated[str, check_directory]
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def parameters(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen, keyword-only dataclass.
+    """Makes `cls` a frozen, keyword-only dataclass whose fields are checked, by type and then by its `__post_init__`.
 
     An unknown field raises ConfigError with the nearest name, an assignment FrozenInstanceError with how to make a
     changed copy. Lists and dicts of another library, such as hydra's, become Python's before they are checked.
     """
-    check: Callable[[T], None] = vars(cls).get("__post_init__", lambda self: None)
+    check: Callable[[T], None] = getattr(cls, "__post_init__", lambda self: None)
 
     def __post_init__(self: T) -> None:
         for name, value in vars(self).items():
             if (plain := _plain(value)) is not value:
                 object.__setattr__(self, name, tuple(plain) if isinstance(plain, list) else plain)
+        check_fields(self, made)
         check(self)
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
@@ -33,6 +55,76 @@ def parameters(cls: type[T]) -> type[T]:
     made.__new__ = _new  # type: ignore[method-assign]
     made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
     return made
+
+
+def check_fields(instance: object, cls: type) -> None:
+    """Raises ConfigError for the first field of the dataclass `cls` whose value in `instance` its type excludes."""
+    types = _types(cls)
+    for f in fields(cls):
+        _check(f.name, getattr(instance, f.name), types[f.name])
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type that it is."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def declaring(cls: type, name: str) -> list[type]:
+    """The classes that declare a field, the nearest first."""
+    return [part for part in cls.__mro__ if name in own_annotations(part)]
+
+
+def is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("dream_trainer.")
+
+
+def own_annotations(cls: type) -> dict[str, Any]:
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
+    return inspect.get_annotations(cls)
+
+
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _check(name: str, value: object, annotation: Any) -> None:
+    """Types that no rule is for are not checked."""
+    choices: list[Any] = []
+    kinds: list[Any] = []
+    for part in members(annotation):
+        if part is NoneType:
+            choices.append(None)
+        elif get_origin(part) is Literal:
+            choices += get_args(part)
+        else:
+            kinds.append(part)
+    if not kinds:
+        check_choice(name, value, choices)
+    elif len(kinds) == 1 and not any(type(value) is type(choice) and value == choice for choice in choices):
+        hint = f" {spell(map(repr, choices))} is also valid." if choices else ""
+        _check_kind(name, value, kinds[0], hint)
+
+
+def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        for check in filter(callable, arguments[1:]):
+            check(name, value, hint=hint)
+    elif kind is bool:
+        check_boolean(name, value, hint=hint)
+    elif kind is str:
+        check_string(name, value, hint=hint)
+    elif is_dataclass(kind):
+        check_instance(name, value, kind)  # type: ignore[arg-type]
+    elif origin in (Mapping, dict):
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise ConfigError(f"{name}={value!r} is not a dict with strings as keys. Use {name}={{'name': ...}}.{hint}")
+        for key, item in value.items():
+            _check(f"{name}[{key!r}]", item, arguments[1])
 
 
 def _plain(value: Any) -> Any:
@@ -59,7 +151,7 @@ def _refuse_to_change(self: object, name: str, value: Any) -> None:
     )
 
 
-def refuse_unknown_fields(cls: type, fields: dict[str, Any]) -> None:
+def refuse_unknown_fields(cls: type, fields: Mapping[str, Any]) -> None:
     """Raises ConfigError if the constructor of `cls` does not take one of `fields`, with the nearest name."""
     constructor: Any = cls.__init__  # type: ignore[misc]
     accepted = dict(list(inspect.signature(constructor).parameters.items())[1:])
@@ -67,8 +159,4 @@ def refuse_unknown_fields(cls: type, fields: dict[str, Any]) -> None:
         return
     for name in fields:
         if name not in accepted:
-            known = list(accepted)
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            begins = [field_name for field_name in known if field_name.startswith(name)]
-            advice = f"Did you mean {[*begins, *near][0]}?" if begins or near else f"It has {', '.join(known)}."
-            raise ConfigError(f"{cls.__name__} has no field {name}. {advice}")
+            raise ConfigError(f"{cls.__name__} has no field {name}. {did_you_mean(name, accepted)}")

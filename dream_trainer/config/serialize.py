@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from dream_trainer.config.parameter_class import declaring, is_ours
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
@@ -53,11 +54,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
 
 
 def structure(data: Any, annotation: Any, place: str) -> Any:
-    """Builds a value of the type `annotation` from its plain form; `place` is what an error calls it.
-
-    Raises:
-        ConfigError: as `from_dict`.
-    """
+    """Builds a value of the type `annotation` from its plain form; errors call it `place`."""
     try:
         return _converter().structure(data, annotation)
     except ConfigError:
@@ -92,17 +89,11 @@ def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if isinstance(then := saved.get(field.name), Mapping) and is_dataclass(value):
             filled[field.name] = with_later_fields(then, value)
-        elif field.name not in saved and _is_of_this_package(type(config), field.name):
-            if field.default_factory is not MISSING:
-                filled[field.name] = _converter().unstructure(field.default_factory())
-            elif field.default is not MISSING:
-                filled[field.name] = _converter().unstructure(field.default)
+        elif field.name not in saved and is_ours(declaring(type(config), field.name)[0]):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if default is not MISSING:
+                filled[field.name] = _converter().unstructure(default)
     return filled
-
-
-def _is_of_this_package(cls: type, name: str) -> bool:
-    owner = next(parent for parent in cls.__mro__ if name in vars(parent).get("__annotations__", {}))
-    return owner.__module__.startswith("dream_trainer.")
 
 
 def leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,7 +155,7 @@ def _converter() -> Converter:
     converter.register_unstructure_hook(CallbackCollection, elements_of)
     converter.register_unstructure_hook(Callback, callback_record)
     for plain in _PLAIN:
-        converter.register_unstructure_hook(plain, _same)
+        converter.register_unstructure_hook(plain, lambda value: value)
     converter.register_unstructure_hook(timedelta, timedelta.total_seconds)
     converter.register_unstructure_hook(torch.dtype, str)
 
@@ -222,10 +213,6 @@ def _arguments(cls: type) -> list[str]:
     """Names of what the constructor of `cls` takes, and those it inherits from."""
     constructors = [vars(part)["__init__"] for part in cls.__mro__[:-1] if "__init__" in vars(part)]
     return list(dict.fromkeys(name for init in constructors for name in inspect.signature(init).parameters))
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _is_code(cls: type) -> bool:

@@ -6,27 +6,21 @@ import ast
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from dream_trainer.config.config_files import section_of
+from dream_trainer.config.config_files import section_of, value_of
+from dream_trainer.config.parameter_class import declaring, is_ours
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 
 OF_THE_RUN = ("project", "group", "experiment", "seed")
 OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
-    "training_parameters": (
-        "n_epochs",
-        "max_steps",
-        "train_batch_size",
-        "val_batch_size",
-        "global_batch_size",
-        "gradient_accumulation_steps",
-        "gradient_clip_val",
-        "val_every_n_steps",
-        "fast_dev_run",
+    "training_parameters": tuple(
+        "n_epochs max_steps train_batch_size val_batch_size global_batch_size gradient_accumulation_steps "
+        "gradient_clip_val val_every_n_steps fast_dev_run".split()
     ),
     "device_parameters": ("device", "precision", "dp_shard", "tensor_parallel"),
     "checkpoint_parameters": ("save_every_n_steps", "keep_last", "best_metric", "best_mode", "resume", "init_from"),
@@ -34,80 +28,64 @@ OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
 }
 """Of each section the fields that are shown."""
 
-_INDENT = 6
-
 
 def short_help(config: BaseTrainerConfig | type[BaseTrainerConfig], program: str) -> str:
     """The text: names, groups of flags with one line of meaning and the default, and how to see the rest."""
     cls = config if isinstance(config, type) else type(config)
+    by_name = {f.name: f for f in fields(cls)}
     lines = [f"usage: {program} [--config FILE ...] [--FIELD VALUE ...]", "", "the run:"]
-    lines += _flags(config, cls, OF_THE_RUN)
+    lines += _flags(config, OF_THE_RUN)
     shown = {*OF_THE_RUN, *OF_MOST_RUNS, "callbacks"}
-    own = [f for f in fields(cls) if f.name not in shown and not _defining(cls, f.name).startswith("dream_trainer.")]
-    if own:
-        lines += ["", f"{cls.__name__}:"]
+    own = [f for f in by_name.values() if f.name not in shown and not is_ours(declaring(cls, f.name)[0])]
+    lines += ["", f"{cls.__name__}:"] if own else []
     for f in own:
         inner = section_of(config, f)
         if inner is None:
-            lines += _flags(config, cls, (f.name,))
+            lines += _flags(config, (f.name,))
         else:
-            parts = ", ".join(_flag(part.name) for part in fields(inner) if part.init)
-            none = "" if _value(config, f) is not None else " [None]"
-            lines += _entry(f"--{_flag(f.name)}.*", f"{_meaning(cls, f.name)} Its fields: {parts}.{none}".strip())
+            parts = ", ".join(part.name.replace("_", "-") for part in fields(inner) if part.init)
+            none = "" if value_of(config, f) is not None else " [None]"
+            lines += _entry(f"{f.name}.*", f"{_meaning(cls, f.name)} Its fields: {parts}.{none}")
     for section, names in OF_MOST_RUNS.items():
-        of_section = {f.name: f for f in fields(cls)}.get(section)
-        if of_section is not None:
-            value = section_of(config, of_section)
-            inner = value if isinstance(value, type) else type(value)
-            known = {f.name for f in fields(inner)}
-            lines += ["", f"{section.replace('_', ' ')}:"]
-            lines += _flags(value, inner, tuple(name for name in names if name in known), f"{_flag(section)}.")
-    lines += [
-        "",
-        "  --config FILE: from a .yaml, .toml or .json file, or another run's directory; flags count over it.",
-        "  --help-all: every field.",
-    ]
-    return "\n".join(lines)
+        if section in by_name:
+            lines += [
+                "",
+                f"{section.replace('_', ' ')}:",
+                *_flags(section_of(config, by_name[section]), names, f"{section}."),
+            ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "  --config FILE: from a .yaml, .toml or .json file, or another run's directory; flags count over it.",
+            "  --help-all: every field.",
+        ]
+    )
 
 
-def _flags(values: Any, cls: type, names: tuple[str, ...], prefix: str = "") -> Iterator[str]:
-    for name in names:
-        value = _value(values, next(f for f in fields(cls) if f.name == name))
-        default = "[required]" if value is MISSING else f"[{value}]"
-        yield from _entry(f"--{prefix}{_flag(name)}", f"{_meaning(cls, name)} {default}".strip())
+def _flags(values: Any, names: Sequence[str], prefix: str = "") -> list[str]:
+    """Entries of the named fields of a dataclass or its instance, without those that it lacks."""
+    lines = []
+    for f in sorted((f for f in fields(values) if f.name in names), key=lambda f: names.index(f.name)):
+        value = value_of(values, f)
+        meaning = _meaning(values if isinstance(values, type) else type(values), f.name)
+        lines += _entry(f"{prefix}{f.name}", f"{meaning} [{'required' if value is MISSING else value}]")
+    return lines
 
 
-def _value(values: Any, field: Field[Any]) -> Any:
-    """What a field is of an instance, or by default of a class; MISSING if it has none."""
-    if not isinstance(values, type):
-        return vars(values)[field.name]
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _entry(flag: str, text: str) -> list[str]:
-    width = max(60, min(120, shutil.get_terminal_size().columns))
-    indent = " " * _INDENT
-    return [
-        f"  {flag}",
-        *textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False),
-    ]
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _defining(cls: type, name: str) -> str:
-    """The module of the class that has the field first."""
-    return next(part.__module__ for part in cls.__mro__ if name in vars(part).get("__annotations__", {}))
+def _entry(name: str, text: str) -> list[str]:
+    width, indent = max(60, min(120, shutil.get_terminal_size().columns)), " " * 6
+    wrapped = textwrap.wrap(
+        text.strip(), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    return [f"  --{name.replace('_', '-')}", *wrapped]
 
 
 def _meaning(cls: type, name: str) -> str:
     """The first sentence of the line below the field, in the nearest class that has one."""
-    texts = [_texts(part).get(name) for part in cls.__mro__ if name in vars(part).get("__annotations__", {})]
-    text = " ".join(next(filter(None, texts), "").split())
-    end = text.find(". ")
-    return text if end < 0 else text[: end + 1]
+    texts = [_texts(part).get(name) for part in declaring(cls, name)]
+    first, dot, _ = " ".join(next(filter(None, texts), "").split()).partition(". ")
+    return first + dot.strip()
 
 
 @cache
@@ -118,9 +96,8 @@ def _texts(cls: type) -> dict[str, str]:
     except (OSError, TypeError, SyntaxError):
         return {}
     found = {}
-    statements = body.body if isinstance(body, ast.ClassDef) else []
-    for field, below in pairwise(statements):
-        text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, str):
-            found[field.target.id] = text
+    for field, below in pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = text
     return found

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from weakref import WeakSet
 
-from dream_trainer.checks import check_directory, check_integer
+from dream_trainer.checks import check_directory, check_instance, check_integer, refuse
 from dream_trainer.config.device_parameters import DeviceParameters
-from dream_trainer.config.parameter_class import refuse_unknown_fields
+from dream_trainer.config.parameter_class import (
+    Directory,
+    check_fields,
+    declaring,
+    is_ours,
+    own_annotations,
+    refuse_unknown_fields,
+)
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import CallbackCollection
@@ -37,11 +42,11 @@ class BaseTrainerConfig:
         ConfigError: a value cannot work.
     """
 
-    project: str
+    project: DirectoryName
     """First part of the run directory: what the work is about. No default, so that runs never meet by accident."""
-    group: str
+    group: DirectoryName
     """Second part of the run directory: runs that are compared with each other."""
-    experiment: str
+    experiment: DirectoryName
     """Third part of the run directory: this run. Started again under the same name, it resumes."""
     training_parameters: TrainingParameters = field(default_factory=TrainingParameters)
     """Limits, batch sizes, clipping and the validation schedule."""
@@ -49,9 +54,9 @@ class BaseTrainerConfig:
     """Device and parallelism; the default fits one process and any `torchrun`."""
     callbacks: CallbackCollection = field(default_factory=CallbackCollection)
     """Watchers of the run, in order; set in code, not on the command line."""
-    seed: int = 42
+    seed: Annotated[int, _check_seed] = 42
     """Decides initial weights, sample order and random layers; any integer from 0 on."""
-    runs_dir: str | None = None
+    runs_dir: Directory | None = None
     """Directory under which all runs lie; None: what `DREAM_TRAINER_RUNS` says in the environment, else "runs"."""
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
@@ -63,7 +68,7 @@ class BaseTrainerConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         in_use = vars(self).get(_USERS, ())
-        if in_use and vars(self).get(name) is not value and _is_read_when_built(type(self), name):
+        if in_use and vars(self).get(name) is not value and any(map(is_ours, declaring(type(self), name))):
             raise ConfigError(
                 f"config.{name} cannot be changed to {value!r}: a trainer was built with this config, and has read "
                 f"it. Close that first, or build another one with dataclasses.replace(config, {name}=...)."
@@ -105,16 +110,12 @@ def change_training_parameters(config: BaseTrainerConfig, trainer: object, value
     Raises:
         ConfigError: Another trainer that is not closed has read it too.
     """
-    if any(user is not trainer for user in vars(config).get(_USERS, ())):
-        raise ConfigError(
-            "the limits cannot be changed: another trainer, which is not closed, was built with the same config. "
-            "Close it first, or give each a config of its own: dataclasses.replace(config)."
-        )
+    refuse(
+        any(user is not trainer for user in vars(config).get(_USERS, ())),
+        "the limits cannot be changed: another trainer, which is not closed, was built with the same config. "
+        "Close it first, or give each its own config: dataclasses.replace(config).",
+    )
     vars(config)["training_parameters"] = value
-
-
-def _is_read_when_built(cls: type, name: str) -> bool:
-    return any(part.__module__.startswith("dream_trainer.") and name in _own_annotations(part) for part in cls.__mro__)
 
 
 def check_config(config: Any) -> None:
@@ -137,14 +138,21 @@ def check_config(config: Any) -> None:
     config.validate()
 
 
+def _check_base(config: BaseTrainerConfig) -> None:
+    check_fields(config, BaseTrainerConfig)
+    check_instance("callbacks", config.callbacks, CallbackCollection)
+    if config.runs_dir is None:
+        check_directory(RUNS_VARIABLE, str(runs_directory()))
+
+
 def _check_class(cls: type) -> None:
     """Finds what would be a field if the class were decorated by `@dataclass`."""
-    annotations = _own_annotations(cls)
-    if annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig):
-        raise ConfigError(
-            f"{cls.__name__} declares {', '.join(annotations)} but is not a dataclass, so they are not fields. "
-            f"Put @dataclass above class {cls.__name__}."
-        )
+    annotations = own_annotations(cls)
+    refuse(
+        annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig),
+        f"{cls.__name__} declares {', '.join(annotations)} but is not a dataclass, so they are not fields. "
+        f"Put @dataclass above class {cls.__name__}.",
+    )
     inherited = {f.name for base in cls.__mro__[1:] if is_dataclass(base) for f in fields(base)}
     for name in sorted(inherited & set(cls.__dict__) - set(annotations)):
         raise ConfigError(
@@ -153,60 +161,40 @@ def _check_class(cls: type) -> None:
         )
 
 
-def _own_annotations(cls: type) -> dict[str, Any]:
-    if sys.version_info >= (3, 14):
-        import annotationlib
-
-        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
-    return inspect.get_annotations(cls)
-
-
 def _check_complete(config: BaseTrainerConfig) -> None:
     """Every nested parameter class is really there, of its own type."""
     for f in fields(config):
-        if f.name not in vars(config):
-            raise ConfigError(
-                f"{type(config).__name__} has no value for {f.name}. Let the dataclass write __init__; "
-                "use __post_init__ for what comes after it."
-            )
-        nested = f.default_factory
-        if nested is MISSING or not isinstance(nested, type) or not is_dataclass(nested):
-            continue
-        value = vars(config)[f.name]
-        if not isinstance(value, nested):
-            raise ConfigError(f"{f.name}={value!r} is of type {type(value).__name__}. Use {nested.__name__}(...).")
-
-
-def _check_base(config: BaseTrainerConfig) -> None:
-    for name in ("project", "group", "experiment"):
-        _check_name(name, getattr(config, name))
-    for name, expected in (("training_parameters", TrainingParameters), ("device_parameters", DeviceParameters)):
-        value = getattr(config, name)
-        if not isinstance(value, expected):
-            raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}. Use {expected.__name__}(...).")
-    if not isinstance(config.callbacks, CallbackCollection):
-        raise ConfigError(
-            f"callbacks={config.callbacks!r} is of type {type(config.callbacks).__name__}. "
-            "Use CallbackCollection([...])."
+        refuse(
+            f.name not in vars(config),
+            f"{type(config).__name__} has no value for {f.name}. Let the dataclass write __init__; "
+            "use __post_init__ for what comes after it.",
         )
-    check_directory("runs_dir", config.runs_dir, hint=f' None: what {RUNS_VARIABLE} says, else "runs".')
-    if config.runs_dir is None:
-        check_directory(RUNS_VARIABLE, str(runs_directory()))
-    check_integer("seed", config.seed, minimum=0)
-    if config.seed > LARGEST_SEED:
-        raise ConfigError(f"seed={config.seed} does not fit into 63 bits. Use an integer from 0 to {LARGEST_SEED}.")
+        if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):
+            check_instance(f.name, vars(config)[f.name], f.default_factory)
 
 
-def _check_name(name: str, value: object) -> None:
+def _check_name(name: str, value: object, *, hint: str) -> None:
+    """A name becomes a directory's."""
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{name}={value!r} names nothing. Use a name, such as {name}='baseline'.")
-    if len(value.encode()) > LONGEST_NAME:
-        raise ConfigError(
-            f"{name}={value[:20]!r}... has {len(value.encode())} bytes, and no directory's name may have more than "
-            f"{LONGEST_NAME}. Use a shorter one."
-        )
-    if value in (".", "..") or any(c in "/\\" or not c.isprintable() for c in value):
-        raise ConfigError(
-            f"{name}={value!r} cannot be one directory's name, which it becomes in the run directory. "
-            "Leave out path separators and control characters."
-        )
+        raise ConfigError(f"{name}={value!r} names nothing. Use a name, such as {name}='baseline'.{hint}")
+    refuse(
+        len(value.encode()) > LONGEST_NAME,
+        f"{name}={value[:20]!r}... has {len(value.encode())} bytes, and no directory's name may have more than "
+        f"{LONGEST_NAME}. Use a shorter one.",
+    )
+    refuse(
+        value in (".", "..") or any(c in "/\\" or not c.isprintable() for c in value),
+        f"{name}={value!r} cannot be one directory's name, which it becomes in the run directory. "
+        "Leave out path separators and control characters.",
+    )
+
+
+def _check_seed(name: str, value: Any, *, hint: str) -> None:
+    check_integer(name, value, minimum=0, hint=hint)
+    refuse(
+        value > LARGEST_SEED,
+        f"{name}={value} does not fit into 63 bits. Use an integer from 0 to {LARGEST_SEED}.{hint}",
+    )
+
+
+DirectoryName = Annotated[str, _check_name]

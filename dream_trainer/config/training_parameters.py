@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive, divisors, spell
-from dream_trainer.config.parameter_class import parameters
+from dream_trainer.checks import divisors, refuse, spell
+from dream_trainer.config.parameter_class import NonNegativeInt, PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 
 SyncPolicy = Literal["no_sync", "reduce_scatter_each", "defer_all_reduce"]
 NonFinitePolicy = Literal["raise", "skip", "retry"]
+
+
+def _check_duration(name: str, value: object, *, hint: str) -> None:
+    if not isinstance(value, timedelta):
+        raise ConfigError(f"{name}={value!r} does not say its unit. Use a timedelta, such as timedelta(hours=8).{hint}")
+    refuse(value < timedelta(0), f"{name}={value!r} is negative. Use a timedelta of zero or more.{hint}")
 
 
 @parameters
@@ -23,40 +31,40 @@ class TrainingParameters:
         ConfigError: a value cannot work, alone or with another one.
     """
 
-    n_epochs: int | None = None
+    n_epochs: NonNegativeInt | None = None
     """Passes over the training data; None sets no limit, but a run without any limit stops after one epoch."""
-    max_steps: int | None = None
+    max_steps: NonNegativeInt | None = None
     """Optimizer steps over the whole run; None sets no limit."""
-    max_time: timedelta | None = None
+    max_time: Annotated[timedelta, _check_duration] | None = None
     """Wall-clock time of training, that before a resume included; None sets no limit."""
-    max_samples: int | None = None
+    max_samples: NonNegativeInt | None = None
     """Samples consumed by all ranks over the whole run; None sets no limit."""
-    max_tokens: int | None = None
+    max_tokens: NonNegativeInt | None = None
     """Tokens consumed by all ranks over the whole run, as the trainer's `batch_tokens` counts them; None sets no
     limit. The last step may go beyond it."""
-    train_batch_size: int = 32
+    train_batch_size: PositiveInt = 32
     """Samples of one rank's micro-batch in training; 32 fits small machines."""
-    val_batch_size: int = 32
+    val_batch_size: PositiveInt = 32
     """Samples of one rank's batch in validation; 32 fits small machines."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step on each rank; 1 steps after every batch."""
-    global_batch_size: int | None = None
+    global_batch_size: PositiveInt | None = None
     """Samples per optimizer step over all ranks, from which accumulation is derived; None derives nothing."""
-    gradient_clip_val: float | None = None
+    gradient_clip_val: PositiveFloat | None = None
     """Largest global gradient norm, to which longer gradients are scaled down; None does not clip."""
-    gradient_clip_value: float | None = None
+    gradient_clip_value: PositiveFloat | None = None
     """Largest absolute value of a gradient's element; None does not clip."""
-    train_steps_per_epoch: int | None = None
+    train_steps_per_epoch: NonNegativeInt | None = None
     """Optimizer steps after which an epoch ends early; None uses all data."""
-    val_steps_per_epoch: int | None = None
+    val_steps_per_epoch: NonNegativeInt | None = None
     """Batches per rank of one validation; None uses all data, 0 validates nothing."""
-    val_every_n_steps: int | None = None
+    val_every_n_steps: PositiveInt | None = None
     """Optimizer steps between validations; None does not count steps."""
-    val_every_n_epochs: int | None = 1
+    val_every_n_epochs: PositiveInt | None = 1
     """Epochs between validations; 1 validates each epoch, None does not count epochs."""
-    val_every_minutes: float | None = None
+    val_every_minutes: PositiveFloat | None = None
     """Minutes of wall-clock time between validations; None does not look at the clock."""
-    num_sanity_val_steps: int = 0
+    num_sanity_val_steps: NonNegativeInt = 0
     """Batches per rank of a validation before the trainer's first training, to find its errors early; 0 has none."""
     sync_policy: SyncPolicy = "no_sync"
     """When gradients of an accumulation window are reduced: once, at its end, keeping full gradients until then
@@ -67,24 +75,31 @@ class TrainingParameters:
     """What a NaN or infinite gradient norm does: raise an error, skip that step, or retry its window. "raise" comes in
     the step itself on a CPU, and up to 50 steps later on an accelerator, where no step after the bad one changes
     anything."""
-    max_nonfinite: int = 10
+    max_nonfinite: NonNegativeInt = 10
     """Non-finite steps in a row that "skip" and "retry" put up with; one more raises, since the run is lost by then."""
     fast_dev_run: bool = False
     """Train on one accumulation window, validate on one batch, write no checkpoint: does the code run at all?"""
-    overfit_batches: int = 0
+    overfit_batches: NonNegativeInt = 0
     """Train on the same first batches of each rank again and again, as a test of the model; 0 uses all data."""
     deterministic: bool = False
     """Ask PyTorch for deterministic algorithms, which are slower and raise an error where there is none."""
 
     def __post_init__(self) -> None:
-        self._check_limits()
-        self._check_batches()
-        self._check_validation()
-        check_choice("sync_policy", self.sync_policy, get_args(SyncPolicy))
-        check_choice("nonfinite", self.nonfinite, get_args(NonFinitePolicy))
-        check_integer("max_nonfinite", self.max_nonfinite, minimum=0)
-        check_boolean("fast_dev_run", self.fast_dev_run)
-        check_boolean("deterministic", self.deterministic)
+        refuse(
+            self.train_steps_per_epoch == 0 and self.epoch_limit is None,
+            "train_steps_per_epoch=0 makes epochs without a step, and without n_epochs they never end. "
+            "Set n_epochs, or use max_steps=0 to train nothing.",
+        )
+        refuse(
+            self.global_batch_size is not None and self.gradient_accumulation_steps != 1,
+            f"global_batch_size={self.global_batch_size} derives the accumulation, which "
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps} sets too. Leave one of them out.",
+        )
+        refuse(
+            self.gradient_clip_val is not None and self.gradient_clip_value is not None,
+            f"gradient_clip_val={self.gradient_clip_val} (by norm) and "
+            f"gradient_clip_value={self.gradient_clip_value} (by element) undo each other. Set one of them.",
+        )
 
     @property
     def epoch_limit(self) -> int | None:
@@ -92,62 +107,22 @@ class TrainingParameters:
         limits = (self.n_epochs, self.max_steps, self.max_time, self.max_samples, self.max_tokens)
         return 1 if all(limit is None for limit in limits) else self.n_epochs
 
-    def _check_limits(self) -> None:
-        limits = {
-            "n_epochs": self.n_epochs,
-            "max_steps": self.max_steps,
-            "max_samples": self.max_samples,
-            "max_tokens": self.max_tokens,
-        }
-        for name, value in limits.items():
-            if value is not None:
-                check_integer(name, value, minimum=0, hint=" None sets no limit.")
-        if self.max_time is not None and not isinstance(self.max_time, timedelta):
-            raise ConfigError(
-                f"max_time={self.max_time!r} does not say its unit. Use a timedelta, such as timedelta(hours=8)."
-            )
-        if self.max_time is not None and self.max_time < timedelta(0):
-            raise ConfigError(f"max_time={self.max_time!r} is negative. Use a timedelta of zero or more, or None.")
-        if self.train_steps_per_epoch is not None:
-            check_integer("train_steps_per_epoch", self.train_steps_per_epoch, minimum=0, hint=" None uses all data.")
-        if self.train_steps_per_epoch == 0 and self.epoch_limit is None:
-            raise ConfigError(
-                "train_steps_per_epoch=0 makes epochs without a step, and without n_epochs they never end. "
-                "Set n_epochs, or use max_steps=0 to train nothing."
-            )
 
-    def _check_batches(self) -> None:
-        check_integer("train_batch_size", self.train_batch_size, minimum=1)
-        check_integer("val_batch_size", self.val_batch_size, minimum=1)
-        check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps, minimum=1)
-        check_integer("overfit_batches", self.overfit_batches, minimum=0, hint=" 0 uses all data.")
-        if self.global_batch_size is not None:
-            check_integer("global_batch_size", self.global_batch_size, minimum=1)
-            if self.gradient_accumulation_steps != 1:
-                raise ConfigError(
-                    f"global_batch_size={self.global_batch_size} derives the accumulation, which "
-                    f"gradient_accumulation_steps={self.gradient_accumulation_steps} sets too. Leave one of them out."
-                )
-        clips = {"gradient_clip_val": self.gradient_clip_val, "gradient_clip_value": self.gradient_clip_value}
-        for name, value in clips.items():
-            if value is not None:
-                check_positive(name, value, hint=" None does not clip.")
-        if self.gradient_clip_val is not None and self.gradient_clip_value is not None:
-            raise ConfigError(
-                f"gradient_clip_val={self.gradient_clip_val} (by norm) and "
-                f"gradient_clip_value={self.gradient_clip_value} (by element) undo each other. Set one of them."
-            )
+@parameters
+class EvalParameters:
+    """What to remember of validations."""
 
-    def _check_validation(self) -> None:
-        check_integer("num_sanity_val_steps", self.num_sanity_val_steps, minimum=0)
-        if self.val_steps_per_epoch is not None:
-            check_integer("val_steps_per_epoch", self.val_steps_per_epoch, minimum=0, hint=" None uses all data.")
-        intervals = {"val_every_n_steps": self.val_every_n_steps, "val_every_n_epochs": self.val_every_n_epochs}
-        for name, value in intervals.items():
-            if value is not None:
-                check_integer(name, value, minimum=1, hint=" None turns this interval off.")
-        if self.val_every_minutes is not None:
-            check_positive("val_every_minutes", self.val_every_minutes, hint=" None turns this interval off.")
+    best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
+    """Metrics whose best value is kept in `trainer.best`, each with whether lower ("min") or higher ("max") is
+    better. One that a validation does not give is warned of, but for the default's."""
+
+
+@dataclass(kw_only=True)
+class EvalConfigMixin:
+    """Config of EvalMixin."""
+
+    eval_parameters: EvalParameters = field(default_factory=EvalParameters)
+    """What to remember of validations."""
 
 
 def accumulation_steps(parameters: TrainingParameters, batch_size: int, dp_size: int) -> int:

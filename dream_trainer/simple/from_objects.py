@@ -21,9 +21,8 @@ from dream_trainer.callbacks.weight_average import WeightAverage
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType
-from dream_trainer.config.evaluation_parameters import EvalParameters
 from dream_trainer.config.logger_parameters import LoggerParameters
-from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.config.training_parameters import EvalParameters, TrainingParameters
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.modules.metrics import higher_is_better

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dream_trainer.config.branch_parameters import ALL_KEPT
+from dream_trainer.config.checkpoint_parameters import ALL_KEPT
 from dream_trainer.config.trainer_config import change_training_parameters
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import HookError, StepError

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.compat.pytorch import inner_schedulers
-from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.optim.learning_rates import set_token_origin, token_origins
 from dream_trainer.trainer.registry import Scheduler

@@ -23,7 +23,7 @@ from dream_trainer.trainer.cooperation import NoRounds
 from dream_trainer.trainer.step.buckets import in_buckets
 
 if TYPE_CHECKING:
-    from dream_trainer.config.local_sgd_parameters import LocalSGDParameters
+    from dream_trainer.config.parallel_parameters import LocalSGDParameters
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."

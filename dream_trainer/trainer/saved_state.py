@@ -32,7 +32,7 @@ from dream_trainer.checkpoint.model_state import (
 from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_state
 from dream_trainer.checkpoint.random_state import random_state
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS

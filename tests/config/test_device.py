@@ -117,12 +117,3 @@ def test_more_ranks_than_a_single_device_preset_has_are_an_error() -> None:
 def test_sharding_without_fsdp_mixin_is_an_error_that_names_it(parameters: DeviceParameters) -> None:
     with pytest.raises(ConfigError, match="FSDPMixin"):
         shape(parameters, 2, fsdp=False)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"device": "tpu"}, {"dp_shard": 0}, {"dp_replicate": "all"}, {"step_timeout_seconds": 0}, {"dp_shard": True}],
-)
-def test_a_value_that_works_on_no_machine_is_an_error(values: dict) -> None:
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        DeviceParameters(**values)

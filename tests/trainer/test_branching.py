@@ -299,7 +299,7 @@ def test_words_that_branch_nothing_are_an_error() -> None:
         branch("child", path, optimizer="new", steps=LONGER + 2)
     later = fit(Branches(make_config("child", NEW, LONGER + 2, branch=words)))  # with "auto" it goes on all the same
     assert later.loaded == [f"step_{LONGER:08d}"]
-    with pytest.raises(ConfigError, match="branch.optimizer='kept' is not known"):
+    with pytest.raises(ConfigError, match="optimizer='kept' is not known. Use 'keep', 'moments' or 'new'"):
         BranchParameters(optimizer="kept")  # type: ignore[arg-type]
 
 

@@ -127,7 +127,9 @@ def test_a_mode_that_is_not_known_is_an_error() -> None:
 
 @pytest.mark.parametrize("names", [["val/loss"], "val/loss", None, {1: "min"}])
 def test_best_metrics_that_are_no_mapping_of_names_are_an_error(names: Any) -> None:
-    with pytest.raises(ConfigError, match=r"best_metrics=.* not a dict of names.*best_metrics=\{'val/loss': 'min'\}"):
+    with pytest.raises(
+        ConfigError, match=r"best_metrics=.* not a dict with strings.*Use best_metrics=\{'name': \.\.\.\}"
+    ):
         EvalParameters(best_metrics=names)
 
 

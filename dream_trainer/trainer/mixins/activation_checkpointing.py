@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from dream_trainer.config.activation_checkpointing_parameters import (
+from dream_trainer.config.parallel_parameters import (
     ActivationCheckpointingConfigMixin,
     ActivationCheckpointingParameters,
 )

@@ -35,8 +35,13 @@ from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by
-from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
-from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters, Mode
+from dream_trainer.config.checkpoint_parameters import (
+    ALL_KEPT,
+    BranchParameters,
+    CheckpointConfigMixin,
+    CheckpointParameters,
+    Mode,
+)
 from dream_trainer.distributed.host_ranks import on_host, ranks_of_host
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks

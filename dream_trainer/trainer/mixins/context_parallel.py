@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checks import spell
-from dream_trainer.config.context_parallel_parameters import ContextParallelConfigMixin
+from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError, RanksDifferError
 from dream_trainer.modules.shared_draws import seed_for_sequence

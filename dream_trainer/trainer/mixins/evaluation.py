@@ -14,8 +14,8 @@ import torch
 
 from dream_trainer.best_value import is_better
 from dream_trainer.config.checkpoint_parameters import Mode
-from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.config.training_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.nested import detach, to_device

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from dream_trainer.config.float8_parameters import Float8ConfigMixin, Float8Parameters
+from dream_trainer.config.parallel_parameters import Float8ConfigMixin, Float8Parameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.abstract import AbstractTrainer

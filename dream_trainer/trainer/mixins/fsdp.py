@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
+from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.sharding import shard_by_blocks

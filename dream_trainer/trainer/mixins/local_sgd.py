@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch.nn as nn
 
-from dream_trainer.config.local_sgd_parameters import LocalSGDConfigMixin
+from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin
+from dream_trainer.config.parallel_parameters import TensorParallelConfigMixin
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
