@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import pytest
 
 from tests.api import EVENTS, Callback, Hooks
-from tests.examples.launch import imported
+from tests.examples import launch
 
 PACKAGE = Path(__file__).parent.parent / "dream_trainer"
 # From the ground up: a module imports from its own room and from those before it. Files beside the rooms are the ground
@@ -309,6 +309,6 @@ MOST = {
 
 
 def test_the_package_stays_within_its_measures() -> None:
-    with imported("tools.measures") as tool:
+    with launch.imported("tools.measures") as tool:
         found = tool.measures(PACKAGE.parent)
     assert {name: found[name] for name in MOST if found[name] > MOST[name]} == {}
