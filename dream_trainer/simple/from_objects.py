@@ -272,7 +272,7 @@ class Trainer:
             CheckpointError: There is none.
         """
         dream, metric = self.dream, self._metric
-        dream.start()
+        dream.launch_and_resume()
         found = best_checkpoint(dream.checkpoints(), metric, self._mode)
         if found is None:
             raise CheckpointError(

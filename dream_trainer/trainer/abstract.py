@@ -100,6 +100,7 @@ class AbstractTrainer(Hooks, Cooperation):
     _accumulation: Accumulation
     _optimizer_step: OptimizerStep
     _nothing_trained: NothingTrained
+    _unloaded_bases = UnloadedBases()  # SetupMixin looks for some
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,7 +129,6 @@ class AbstractTrainer(Hooks, Cooperation):
         self._agreement = Agreement(self)
         self._session = Session(self)
         self._recorder = RunRecorder(self)
-        self._unloaded_bases = UnloadedBases()
         self._events = event_table(self, is_main=True)
         self._said_once: set[str] = set()
 

@@ -108,14 +108,14 @@ class BaseTrainer(AbstractTrainer):
         if agreement.ended_by is not None and not returns:
             raise SystemExit(code)
 
-    def start(self) -> None:
+    def launch_and_resume(self) -> None:
         """Launches, sets up and resumes now, as the first `fit`, `evaluate`, `predict` or `export` does; once."""
         with self._session.failing_for_all():
             self._session.start()
 
     def fit_epoch(self) -> None:
         """Trains to the end of the running epoch, or the next one, whatever the limits; schedules stay as planned."""
-        self.start()
+        self.launch_and_resume()
         with ending_with_the_epoch(self):
             self.fit()
 
