@@ -47,6 +47,7 @@ _NAMES = {
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log smoothed",
     "dream_trainer.cli.runs": "differing",
+    "dream_trainer.compat.async_collectives": "waited",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
     "dream_trainer.compat.computation": "Computation",
@@ -67,7 +68,7 @@ _NAMES = {
         "shard_dim steps_taken trained_by"
     ),
     "dream_trainer.compat.save_plans": "merge_plans_of_parts",
-    "dream_trainer.compat.symmetric_memory": "options_of_overlap waited why_memory_is_not_shared",
+    "dream_trainer.compat.symmetric_memory": "options_of_overlap why_memory_is_not_shared",
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
     "dream_trainer.config.checkpoint_parameters": "BranchParameters",
@@ -88,9 +89,9 @@ _NAMES = {
     "dream_trainer.data.packing.attention_mask": "PackedSegments packed_attention packed_attention_mask",
     "dream_trainer.data.packing.document_blocks": "DocumentBlocks",
     "dream_trainer.data.packing.packed_rows": "IGNORED PADDING PackedRows",
-    "dream_trainer.data.packing.shared_rows": "handlers",
     "dream_trainer.data.packing.packing": "RowPlan pack_best_fit pack_concatenated pack_one_by_one",
     "dream_trainer.data.packing.padding": "PaddedRows",
+    "dream_trainer.data.packing.shared_rows": "handlers",
     "dream_trainer.data.sample_count": "SampleCount count_tokens",
     "dream_trainer.data.sample_seeds": "KeyedDataset draws_nothing",
     "dream_trainer.data.sampler": (

@@ -132,7 +132,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks that were lost are passed over",
-        "dream_trainer/modules/forward_state.py",
+        "dream_trainer/modules/parameter_marks.py",
         "        if lost is not None:\n",
         "        if lost is None:\n",
         "tests/trainer/test_gradient_hooks.py -k refused",
@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         "compiled code takes what a collective has not given yet",
-        "dream_trainer/compat/symmetric_memory.py",
+        "dream_trainer/compat/async_collectives.py",
         "return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value",
         "return value",
         "tests/compat/test_async_collectives.py",
@@ -2388,7 +2388,7 @@ MUTANTS = [
     ),
     Mutant(
         "pre_epoch draws again in the middle of an epoch",
-        "dream_trainer/trainer/event_table.py",
+        "dream_trainer/trainer/kept_state.py",
         "    set_random_state(*random, device)\n",
         "",
         "tests/trainer/test_kept_state.py -k middle_of_an_epoch",

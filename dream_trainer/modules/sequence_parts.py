@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, summed_in_graph
 from dream_trainer.compat.pytorch import all_gather_flat, sum_scatter_flat
-from dream_trainer.compat.symmetric_memory import exchanged_in_graph, gathered_in_graph, summed_in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -37,7 +37,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
-from dream_trainer.trainer.event_table import keeping_state
+from dream_trainer.trainer.kept_state import keeping_state
 from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
 from dream_trainer.trainer.validation import validate

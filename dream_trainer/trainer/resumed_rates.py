@@ -101,7 +101,14 @@ class ResumedRates:
         return [options.get("lr", group.get("initial_lr", group["lr"])) for group, options in pairs]
 
     def refuse(self, shared: Mapping[str, Any], branch: BranchParameters) -> None:
-        """Raises ConfigError for a scheduler that cannot do what `branch` asks of a checkpoint."""
+        """Refuses, before weights are loaded, what schedulers cannot take of a checkpoint.
+
+        Raises:
+            CheckpointError: The schedule is kept, and a scheduler is of another class than it was.
+            ConfigError: A scheduler cannot do what `branch` asks.
+        """
+        if branch.schedule != "new":
+            self._refuse_other_classes(shared)
         if branch.schedule == "new" and branch.optimizer == "keep":
             self._refuse_other_bases(shared.get("configured_options", {}))
         if branch.schedule == "new" or (branch.schedule == "keep" and branch.optimizer == "keep"):
@@ -112,6 +119,15 @@ class ResumedRates:
                 raise ConfigError(
                     f"branch with {word}: {name!r} is a {type(scheduler).__name__}, whose rates follow "
                     'from those before. Use branch.schedule="new", or a LambdaLR, as build_schedule makes.'
+                )
+
+    def _refuse_other_classes(self, shared: Mapping[str, Any]) -> None:
+        for name, one in self._outermost():
+            then = shared.get("built_schedules", {}).get(name, {}).get("kind", type(one).__name__)
+            if then != type(one).__name__:
+                raise CheckpointError(
+                    f"{name} is of class {type(one).__name__}, and the checkpoint's is of class {then}, whose state it "
+                    'cannot load. Begin a run of another name with branch=BranchParameters(schedule="new").'
                 )
 
     def _refuse_other_bases(self, in_force: Mapping[str, Options]) -> None:
@@ -159,14 +175,10 @@ class ResumedRates:
 
     def go_on(self, shared: Mapping[str, Any], branch: BranchParameters) -> list[str]:
         """Loads schedulers; gives warnings. Arguments as of `restore`."""
+        self._refuse_other_classes(shared)
         warned = []
         for name, one in self._outermost():
             saved, then = shared["schedulers"][name], shared.get("built_schedules", {}).get(name)
-            if then is not None and then["kind"] != type(one).__name__:
-                raise CheckpointError(
-                    f"{name} is now a {type(one).__name__} instead of a {then['kind']}, whose place it cannot take. "
-                    'Begin a run of another name with branch=BranchParameters(schedule="new").'
-                )
             if isinstance(one, LambdaLR):
                 warned += self._go_on_by_steps(name, one, shared, branch)
                 continue

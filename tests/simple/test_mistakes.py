@@ -183,7 +183,7 @@ def test_predictions_of_half_precision_are_float32_which_numpy_has() -> None:
     assert torch.equal(found, model(x).float())
 
 
-def same_training(found: dict[str, Any], expected: dict[str, Any], model: Any = classifier) -> None:
+def assert_same_training(found: dict[str, Any], expected: dict[str, Any], model: Any = classifier) -> None:
     """Both train to the same bits."""
     models = []
     for options in (found, expected):
@@ -204,14 +204,14 @@ CONVERTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_types_are_converted_to_those_that_train(kind: str) -> None:
-    same_training(*CONVERTED[kind])
+    assert_same_training(*CONVERTED[kind])
 
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss(), "mse", nn.HuberLoss()])
 def test_whole_targets_are_compared_element_by_element_as_the_outputs_type(loss: Any) -> None:
     whole = (Y > 0)[:, None]
     options = [{"loss": loss, "train": (X, targets)} for targets in (whole, whole.float())]
-    same_training(*options, lambda: nn.Linear(WIDTH, 1))
+    assert_same_training(*options, lambda: nn.Linear(WIDTH, 1))
     with pytest.raises(DataError, match=r"targets torch.float32 \[24\]. .*targets\[:, None\]"):
         make(nn.Linear(WIDTH, 1), loss=loss, train=(X, whole[:, 0].float())).fit()
 

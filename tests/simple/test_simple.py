@@ -67,7 +67,7 @@ def test_a_model_given_in_eval_mode_trains_with_dropout_and_parts_keep_their_mod
     assert set(modes) == {(True, not is_frozen_part)}
 
 
-def trains_as_the_plain_loop(model: nn.Module, **options: Any) -> None:
+def assert_trains_as_the_plain_loop(model: nn.Module, **options: Any) -> None:
     expected = classifier()
     with make(model, **{"optimizer": adam(model), "epochs": 2} | options) as trainer:
         trainer.fit()
@@ -78,7 +78,7 @@ def trains_as_the_plain_loop(model: nn.Module, **options: Any) -> None:
 def test_gradients_from_before_are_not_part_of_the_first_step() -> None:
     model = classifier()
     cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
-    trains_as_the_plain_loop(model)
+    assert_trains_as_the_plain_loop(model)
 
 
 @pytest.mark.parametrize("form", ["loader", "batches"])
@@ -129,7 +129,7 @@ class OwnLoss(nn.Module):
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
 def test_a_loss_is_found_in_what_models_return(form: str) -> None:
-    trains_as_the_plain_loop(OwnLoss(form), loss=None)
+    assert_trains_as_the_plain_loop(OwnLoss(form), loss=None)
 
 
 def as_dicts() -> list[dict[str, Tensor]]:
@@ -192,7 +192,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_data_comes_in_every_form(form: str) -> None:
     data, options = FORMS[form]
-    trains_as_the_plain_loop(classifier(), train=data, **options)
+    assert_trains_as_the_plain_loop(classifier(), train=data, **options)
 
 
 @pytest.mark.parametrize("form", ["tensors", "arrays of numpy", "arrays by name", "a list of samples", "a dataset"])
@@ -250,7 +250,7 @@ def test_inputs_alone_are_predicted(form: str) -> None:
 
 
 def test_several_inputs_go_to_the_model_in_order() -> None:
-    trains_as_the_plain_loop(Pair(), train=ready([(x / 2, x / 2, y) for x, y in batches()]))
+    assert_trains_as_the_plain_loop(Pair(), train=ready([(x / 2, x / 2, y) for x, y in batches()]))
 
 
 def test_a_generator_trains_one_epoch_and_says_why_not_two() -> None:

@@ -195,7 +195,7 @@ def test_another_learning_rate_is_no_argument_and_the_checkpoint_s_goes_on(caplo
 def test_another_kind_of_schedule_has_no_place_and_is_refused_by_name(other: str) -> None:
     fit(trainer_of(KINDS["step"])(make_config("run", SHORT)))
     make = falling if other == "by steps" else KINDS[other]
-    with pytest.raises(CheckpointError, match=r'scheduler is now a \w+ instead of a StepLR.*schedule="new"'):
+    with pytest.raises(CheckpointError, match=r'scheduler is of class \w+, and .* StepLR.*schedule="new"'):
         fit(trainer_of(make)(make_config("run", LONG)))
 
 

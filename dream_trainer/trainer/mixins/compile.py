@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from dream_trainer.compat.symmetric_memory import waited
+from dream_trainer.compat.async_collectives import waited
 from dream_trainer.config.parallel_parameters import CompileConfigMixin, CompileParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.block_state import BlockState, Moves

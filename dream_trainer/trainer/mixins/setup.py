@@ -25,9 +25,9 @@ from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.expert_balance import ExpertBalance
-from dream_trainer.modules.forward_state import ParameterMarks
 from dream_trainer.modules.joined_buffers import JoinedBuffers, make_equal, real_tensors
 from dream_trainer.modules.metrics import parts
+from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import half_dtype, norms_in_float32, sharding_policy
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.modules.sharding import (

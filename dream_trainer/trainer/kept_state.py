@@ -1,0 +1,55 @@
+"""State over a `pre_epoch` that is called again where a run goes on in the middle of an epoch.
+
+`pre_epoch` sets up what no checkpoint has, such as the loader of an epoch, and often what one has, too: a sum begins at
+zero there. In the middle of an epoch the state of then holds. Random generators go on as they were as well, since
+`pre_epoch` drew from them when the epoch began.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from dream_trainer.checkpoint.model_state import model_buffers, take_shapes
+from dream_trainer.checkpoint.random_state import random_state, set_random_state
+from dream_trainer.trainer.event_table import anyone_listens, listening_callbacks
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+@contextmanager
+def keeping_state(trainer: AbstractTrainer) -> Iterator[None]:
+    """Inside, `pre_epoch` is called; at the end what checkpoints have of the trainer, of the callbacks that listen, of
+    buffers and of random generators is as before."""
+    if not anyone_listens(trainer, "pre_epoch"):
+        yield
+        return
+    device, models, callbacks = trainer.world.device, trainer.named_models(), listening_callbacks(trainer, "pre_epoch")
+    shared, of_rank = copy.deepcopy(trainer.state_dict()), copy.deepcopy(trainer.rank_state_dict())
+    of_callbacks = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+    tensors = [{name: t.detach().clone() for name, t in one.checkpoint_tensors().items()} for one in callbacks]
+    buffers = {name: buffer.detach().clone() for name, buffer in model_buffers(models).items()}
+    random = random_state(device)
+    yield
+    set_random_state(*random, device)
+    take_shapes(models, buffers, {name: value.shape for name, value in buffers.items()})
+    with torch.no_grad():
+        for name, buffer in model_buffers(models).items():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        for callback, former in zip(callbacks, tensors, strict=True):
+            for name, tensor in callback.checkpoint_tensors().items():
+                if name in former:
+                    tensor.detach().copy_(former[name])
+    for callback, state in zip(callbacks, of_callbacks, strict=True):
+        if state:
+            callback.load_state_dict(state)
+    if shared:
+        trainer.load_state_dict(shared)
+    if of_rank:
+        trainer.load_rank_state_dict(of_rank)
