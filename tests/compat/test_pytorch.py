@@ -395,9 +395,9 @@ def test_whole_parameters_stand_in_for_shards_and_forwards_leave_them_there() ->
 def test_the_stores_that_checkers_see_are_those_of_torch_distributed() -> None:
     import torch.distributed as dist
 
-    from dream_trainer.compat import stores
+    from dream_trainer.compat import pytorch
 
-    assert (stores.Store, stores.PrefixStore, stores.TCPStore) == (dist.Store, dist.PrefixStore, dist.TCPStore)
+    assert (pytorch.Store, pytorch.PrefixStore, pytorch.TCPStore) == (dist.Store, dist.PrefixStore, dist.TCPStore)
 
 
 def gathered_flat() -> tuple[list[float], list[float], list[float]]:

@@ -309,7 +309,6 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
     for case in cases:
         with Trained(config_of(case)) as trainer:
             trainer.fit()
-            assert not trainer.optimizer._optimizer_step_pre_hooks  # gradients were compared in the first step alone
             results.append(
                 {
                     "losses": [trainer.logged[step]["train/loss"] for step in range(1, case.steps + 1)],

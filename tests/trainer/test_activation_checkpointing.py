@@ -245,7 +245,7 @@ def test_a_frozen_model_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"every_n_blocks": 0}, "every_n_blocks=0 is not a positive integer"),
+        ({"every_n_blocks": 0}, "every_n_blocks=0 is too small"),
         ({"keep": ()}, 'Use activation_checkpointing="full" for that'),
         ({"keep": ("aten.matmull.default",)}, "PyTorch has no operation 'aten.matmull.default'. Names look like"),
         ({"keep": ("mm",)}, "PyTorch has no operation 'mm'"),
