@@ -198,10 +198,7 @@ def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(tmp_path: Pat
 
 @pytest.mark.pitfall(24)
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_copied_model_computes_with_its_own_weights(
-    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_copied_model_computes_with_its_own_weights(mode: Mode) -> None:
     with Trained(config_of(mode)) as trainer:
         trainer.fit()
         twin = copy.deepcopy(trainer.model)
@@ -230,13 +227,12 @@ def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
         Without(config_of("full"))
 
 
-def test_a_frozen_model_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_model_is_left_alone() -> None:
     class Flat(Trained):
         def configure_models(self) -> None:
             super().configure_models()
             self.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
-    monkeypatch.chdir(tmp_path)
     with Flat(config_of("full")) as trainer:
         trainer.fit()
         assert type(trainer.frozen_features) is nn.Linear

@@ -51,8 +51,7 @@ def test_other_compilers_are_refused() -> None:
         dt.CompileParameters(backend="aot_eager", async_tensor_parallel=True)
 
 
-def test_an_overlap_without_compiled_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_overlap_without_compiled_blocks_is_refused() -> None:
     config = replace(
         config_of(Cell(1, "layers", Case())), compile_parameters=dt.CompileParameters(async_tensor_parallel=True)
     )

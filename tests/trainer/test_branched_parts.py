@@ -18,11 +18,6 @@ from tests.trainer.small import Batch, weights
 ANEW = BranchParameters(counters="new", data="new")
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Told(saves.Saves):
     """Its validations, one after each epoch, find what they are told."""
 

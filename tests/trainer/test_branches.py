@@ -47,11 +47,6 @@ class Saves(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def make_config(
     *,
     experiment: str = "run",

@@ -19,8 +19,7 @@ PLACE = Path("tests/checkpoint/run")
 
 
 @pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def in_tmp_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DREAM_TRAINER_RUNS", raising=False)
 
 

@@ -19,12 +19,6 @@ from tests.trainer.saves import STEPS, Saves, damage, fit, make_config, run, ste
 from tests.trainer.small import ROOT, Batch, assert_same_weights, weights
 from tests.worlds import run_world
 
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 # -- when
 
 

@@ -67,11 +67,6 @@ class Ends(Alone, dt.CheckpointMixin, dt.LoggerMixin):
             raise RuntimeError("torn")
 
 
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def ending(*places: Places, fails_in: str = "", every: int = 1) -> Ends:
     config = make_config(n_epochs=1)
     config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=every, strict=True)

@@ -52,11 +52,6 @@ def config(**fields: Any) -> dt.DreamTrainerConfig:
     )
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> None:
     with Plateau(config()) as trainer:
         with pytest.raises(StepError, match="ReduceLROnPlateau needs a metric"):

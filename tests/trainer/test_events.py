@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,8 +35,7 @@ class Checked(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin
     pass
 
 
-def test_events_come_in_their_documented_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_events_come_in_their_documented_order() -> None:
     book: list[tuple[str, str]] = []
     config = make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[HearsAll(book, "c")], log_every=1)
     with Checked(config, batches(2), batches(1)) as trainer:
@@ -141,8 +139,7 @@ def test_optimizer_step_events_get_the_model_and_the_optimizer() -> None:
 
 
 @pytest.mark.pitfall(50)
-def test_callbacks_replace_no_method_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # some write files
+def test_callbacks_replace_no_method_of_the_trainer() -> None:
     built = [make() for name, make in FACTORIES.items() if name != "WeightTransfer"]  # it wants two models
     with CheckedAlone(make_config(n_epochs=1, callbacks=built), batches(2), batches(1)) as trainer:
         methods = {name for name, value in inspect.getmembers(type(trainer), inspect.isfunction)}

@@ -202,12 +202,9 @@ def by_hand(
 @pytest.mark.parametrize(
     ("recipe", "recompute"), [("tensorwise", "none"), ("rowwise", "full"), ("tensorwise", "selective")]
 )
-def test_the_blocks_linear_layers_are_torchaos(
-    recipe: str, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_blocks_linear_layers_are_torchaos(recipe: str, recompute: str, caplog: pytest.LogCaptureFixture) -> None:
     from torchao.float8.float8_linear import Float8Linear
 
-    monkeypatch.chdir(tmp_path)
     with Trained(config_of(float8=recipe, activation_checkpointing=recompute)) as trainer:
         trainer.fit()
         assert trainer.losses == by_hand(trainer.start, recipe, STEPS)
@@ -220,8 +217,7 @@ def test_the_blocks_linear_layers_are_torchaos(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_the_input_of_float8(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_half_precision_is_the_input_of_float8(precision: str) -> None:
     with Trained(config_of(float8="tensorwise", precision=precision)) as trainer:
         trainer.fit()
         assert trainer.losses == pytest.approx(by_hand(trainer.start, "tensorwise", STEPS), rel=2e-2)
@@ -232,8 +228,7 @@ def test_half_precision_is_the_input_of_float8(precision: str, tmp_path: Path, m
             assert torch.equal(layer(x), layer(x.to(half)))
 
 
-def test_layers_are_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_layers_are_left_out_by_name() -> None:
     chosen = dt.Float8Parameters(emulate=True, skip=(r"^layers\.0\.", "down$"))
     with Trained(config_of(float8="tensorwise", float8_parameters=chosen, steps=1)) as trainer:
         trainer.fit()
@@ -397,8 +392,7 @@ def test_whole_copies_and_averages_are_in_the_weights_own_precision(ranks: list[
 # -- wrong input
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r'float8="fp8"|float8=\'fp8\''):
         dt.DeviceParameters(float8="fp8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"skip: '\(' is not a regular expression"):

@@ -122,10 +122,7 @@ def assert_same(straight: Any, stopped: Any) -> None:
 
 
 @pytest.mark.pitfall(98)
-def test_what_pre_epoch_begins_anew_goes_on_in_the_middle_of_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_pre_epoch_begins_anew_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     straight, stopped = train_all(str(tmp_path))
     assert [len(rows) for *_, rows in straight[0]] == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
     assert_same(straight, stopped)

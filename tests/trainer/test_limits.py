@@ -68,11 +68,6 @@ def run_plans(directory: str, own: dict[str, Any], names: Iterable[str]) -> dict
     return found
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_a_run_whose_limits_were_raised_is_the_straight_run_bit_for_bit(tmp_path: Path) -> None:
     found = run_plans(str(tmp_path), {"workers": 0}, PLANS)
     assert {name: differences(run, found["straight"]) for name, run in found.items()} == {name: [] for name in found}

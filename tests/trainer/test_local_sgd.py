@@ -466,10 +466,7 @@ def test_another_number_is_refused_another_run_begins_from_the_average_and_one_b
 # -- one process, and what is refused
 
 
-def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None:
     for rounds in (replace(PLAIN, workers="hosts"), replace(DILOCO, workers="hosts")):
         with make_trainer(make_config(f"{rounds.outer}", rounds)) as trainer:
             trainer.fit()

@@ -109,12 +109,6 @@ def fit(cls: type[Algorithm], config: Any) -> Memory:
     return memory
 
 
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def mean(pairs: list[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
@@ -988,7 +982,7 @@ def test_each_value_counts_once_though_a_listener_saves_at_the_end_of_a_window(
 @pytest.mark.pitfall(44)
 @pytest.mark.parametrize("stop", [4, 6])
 def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_saves_there(
-    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At step 4; the first process dies in its midst, or two steps later."""
 
@@ -1009,7 +1003,6 @@ def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_sav
             if self.global_step == stop and not fits:
                 raise Killed
 
-    monkeypatch.chdir(tmp_path)
     config = make_config(ResumableConfig, every=12, loggers=("jsonl",), val_every_n_steps=2, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
     monkeypatch.setattr(Saver, "save_after_exception", lambda self, step: None)  # as if by SIGKILL
@@ -1069,10 +1062,7 @@ class EndsAt(Resumable, dt.EvalMixin):
         pytest.param([{4: "save", 5: KeyboardInterrupt()}, {6: KeyboardInterrupt()}, {}], id="two kills"),
     ],
 )
-def test_what_was_due_at_a_checkpoint_is_written_once_however_often_it_is_resumed(
-    runs: list[dict[int, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_was_due_at_a_checkpoint_is_written_once_however_often_it_is_resumed(runs: list[dict[int, Any]]) -> None:
     for ends in runs:
         config = make_config(
             CountingConfig,
@@ -1259,10 +1249,7 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     assert (counts["counts"], counts["edges"], text["text"]) == ([3, 3], [0, 0.5, 1], "rank 0")
 
 
-def test_the_history_keeps_its_last_lines_and_the_file_has_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_history_keeps_its_last_lines_and_the_file_has_the_rest() -> None:
     config = make_config(every=1)
     config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1, history_lines=2)
     with Algorithm(config) as trainer:

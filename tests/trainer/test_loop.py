@@ -688,9 +688,7 @@ def test_the_reason_of_a_stop_is_logged_with_its_step(caplog: pytest.LogCaptureF
 # -- windows without a step
 
 
-def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_step() -> None:
     class Idles(Checked, dt.CheckpointMixin):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             if batch_idx in (0, 1, 4, 5, 8):
@@ -704,7 +702,6 @@ def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_ste
             done.append(("saves", self.global_step, self.batch_idx))
 
     done: list[tuple[str, int, int]] = []
-    monkeypatch.chdir(tmp_path)
     config = make_config(max_steps=5, val_every_n_steps=2, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(
         save_every_n_steps=2, save_every_n_epochs=None, async_save=False
@@ -767,10 +764,7 @@ class Everything(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMi
         self.validated = [*vars(self).get("validated", []), (self.global_step, batch_idx)]
 
 
-def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkpoint(tmp_path: Path) -> None:
     config = make_config(n_epochs=5, fast_dev_run=True, gradient_accumulation_steps=2)
     with Everything(config, batches(6), batches(3)) as trainer:
         trainer.fit()
@@ -781,10 +775,7 @@ def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkp
 
 
 @pytest.mark.pitfall(48)
-def test_sanity_validation_runs_before_training_and_logs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_sanity_validation_runs_before_training_and_logs_nothing(tmp_path: Path) -> None:
     config = make_config(n_epochs=1, num_sanity_val_steps=2, loggers=("jsonl",), log_every=1)
     with Everything(config, batches(2), batches(3)) as trainer:
         trainer.fit()

@@ -100,11 +100,6 @@ CALM = [1.0] * N_STEPS
 WILD = [1.0, 1e3, 1.0, 1e3, 1e3, 1.0]  # times the scale it is more than fp16 holds
 
 
-@pytest.fixture(autouse=True)
-def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("factors", [CALM, WILD])
 def test_weights_and_scales_are_bit_for_bit_those_of_grad_scaler(factors: list[float], fused: bool) -> None:

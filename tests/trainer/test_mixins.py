@@ -97,10 +97,7 @@ def make_config(subset: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "+".join(MIXINS[i].__name__ for i in s) or "alone")
-def test_every_subset_of_mixins_trains_like_the_loop_by_hand(
-    subset: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_subset_of_mixins_trains_like_the_loop_by_hand(subset: tuple[int, ...]) -> None:
     trainer = type("T", (Algorithm, BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset))
     with trainer:
         trainer.fit()
@@ -119,10 +116,7 @@ def test_bases_in_every_order_build_the_same_trainer() -> None:
     assert count == sum(math.factorial(len(subset) + 1) for subset in SUBSETS)
 
 
-def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -> None:
     config = dt.DreamTrainerConfig(
         **NAMES,
         training_parameters=dt.TrainingParameters(n_epochs=2),
@@ -200,8 +194,7 @@ def test_missing_models_and_optimizers_are_named_when_the_trainer_is_built() -> 
 
 
 @pytest.mark.pitfall(51)
-def test_building_a_trainer_has_no_side_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_building_a_trainer_has_no_side_effects(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     type("T", (Algorithm, BaseTrainer, *MIXINS), {})(make_config((0, 1, 2, 3, 4)))
     assert not torch.distributed.is_initialized()

@@ -185,7 +185,7 @@ def test_retry_gives_up_at_its_limit(make_optimizer: Any) -> None:
     assert train(make_optimizer, {2: (float("nan"), 3)}, nonfinite="retry", max_nonfinite=3).global_step == 6
 
 
-def test_a_retried_window_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retried_window_is_logged_once() -> None:
     class Logs(Poisoned, Alone, dt.LoggerMixin):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             super().training_step(batch, batch_idx)
@@ -195,7 +195,6 @@ def test_a_retried_window_is_logged_once(tmp_path: Path, monkeypatch: pytest.Mon
             logged.append(metrics["train/value"])
 
     logged: list[float] = []
-    monkeypatch.chdir(tmp_path)
     config = make_config(n_epochs=1, nonfinite="retry", gradient_accumulation_steps=2, log_every=1)
     trainer = Logs(config, batches(2), make_optimizer=sgd)
     trainer.poison = {1: (float("nan"), 2)}

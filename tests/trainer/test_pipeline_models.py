@@ -418,10 +418,7 @@ def train_and_hop(cases: list[Case], directory: str) -> tuple[list[dict[str, Any
         pytest.param(WORLD_4, id="4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_several_models_are_trained_and_kept_as_in_one_process(
-    cases: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_several_models_are_trained_and_kept_as_in_one_process(cases: list[Case], tmp_path: Path) -> None:
     first = hop(Case(tied=True), 2, str(tmp_path))
     by_rank = run_world(train_and_hop, cases[0].world_size, cases, str(tmp_path))
     check(cases, list(zip(*(results for results, _ in by_rank), strict=True)))

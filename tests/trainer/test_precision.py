@@ -25,11 +25,6 @@ N_STEPS, SIZE, WIDTH, VOCABULARY, LENGTH = 8, 4, 8, 16, 6
 BF16 = dt.DeviceParameters(device="cpu", precision="bf16")
 
 
-@pytest.fixture(autouse=True)
-def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Block(nn.Module):
     """Norms of both kinds and a buffer in float32, which promotes what it meets."""
 

@@ -156,7 +156,7 @@ class Ragged(nn.Module):
         return torch.tanh(self.up(x)[: self.rows()]).mean(0, keepdim=True) + x
 
 
-def test_a_block_that_does_something_else_is_an_error_with_its_name(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_block_that_does_something_else_is_an_error_with_its_name() -> None:
     class Odd(Trained):
         def configure_models(self) -> None:
             super().configure_models()
@@ -165,17 +165,15 @@ def test_a_block_that_does_something_else_is_an_error_with_its_name(tmp_path: An
 
         load_pretrained = dt.DreamTrainer.load_pretrained
 
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(StepError, match=r"model.blocks.0 \(Ragged\) does something else .* outside of the block"):
         Odd(config_of("full")).fit()
 
 
-def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error() -> None:
     class Compiled(Trained):
         def model_blocks(self, model: nn.Module) -> list[nn.Module]:
             return list(model.counts)
 
-    monkeypatch.chdir(tmp_path)
     config = config_of("full", compile=True)
     config.compile_parameters = type(config.compile_parameters)(backend="aot_eager")
     trainer = Compiled(config)

@@ -36,11 +36,6 @@ from tests.trainer.saves import (
 from tests.trainer.small import WIDTH, Batch, Samples, assert_same_weights, fill, network, run_ranks, weights
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Looks(dt.Callback):
     """Copies the weights that training starts from."""
 

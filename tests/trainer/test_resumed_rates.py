@@ -131,11 +131,6 @@ def by_hand(
     return found
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("kind", NAMED)
 def test_the_checkpoints_arguments_go_on_after_new_limits_a_resume_and_in_a_branch(
     kind: str, caplog: pytest.LogCaptureFixture

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import FunctionType
-
-import pytest
 
 import dream_trainer as dt
 from dream_trainer.trainer import mixins
@@ -21,8 +18,7 @@ def test_a_trainer_is_its_mixins_and_four_more_classes_of_ours() -> None:
     assert set(ours) >= MIXINS - {"LocalSGDMixin"}  # which changes what is learned, and is asked for by name
 
 
-def test_a_trainer_has_at_most_thirty_attributes_before_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_trainer_has_at_most_thirty_attributes_before_fit() -> None:
     with Everything(everything_config()) as trainer:
         names = sorted(vars(trainer))
     assert len(names) <= 30, names

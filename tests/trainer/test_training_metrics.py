@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,10 +110,7 @@ def expected() -> dict[str, Any]:
     "worlds",
     [(1, 1), (2, 1), *(pytest.param(worlds, marks=pytest.mark.slow) for worlds in ((2, 2), (1, 2), (3, 2)))],
 )
-def test_metrics_of_training_go_on_after_a_resume(
-    worlds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_metrics_of_training_go_on_after_a_resume(worlds: tuple[int, int]) -> None:
     before, after = worlds
     for size, stop_after in ((before, 2), (after, None)):
         found = [train(stop_after)] if size == 1 else run_world(train, size, stop_after)
@@ -126,8 +122,7 @@ class WithAdam(Measured):
 
 
 @pytest.mark.pitfall(78)
-def test_another_optimizer_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_another_optimizer_is_refused_by_name() -> None:
     train(2)
     refused = pytest.raises(CheckpointError, match="'optimizer' was of class SGD and is AdamW now.*init_from")
     with refused, WithAdam(config()) as trainer:

@@ -159,11 +159,8 @@ def config(experiment: str, steps: int = 1, **checkpoint: Any) -> dt.DreamTraine
 
 
 @pytest.fixture
-def warned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Callable[..., list[str]]:
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """Trains, and returns what was said of a base."""
-    monkeypatch.chdir(tmp_path)
     save_file(values(), "body.safetensors")
 
     def run(kind: type[Probe], experiment: str = "run", steps: int = 1, **checkpoint: Any) -> list[str]:
@@ -203,10 +200,7 @@ def test_init_from_and_a_resume_load_it_too(warned: Callable[..., list[str]]) ->
     assert len(warned(Probe, "another")) == 1
 
 
-def test_a_ready_model_of_the_simple_trainer_is_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_ready_model_of_the_simple_trainer_is_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(body().requires_grad_(False), nn.Linear(WIDTH, 1))
     data = TensorDataset(torch.ones(8, WIDTH), torch.ones(8, 1))
     simple.Trainer(model, loss=mse_loss, train=DataLoader(data, 4), epochs=1, device="cpu").fit()

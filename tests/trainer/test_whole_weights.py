@@ -223,8 +223,7 @@ def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
         assert all(word in said for word in words), said
 
 
-def test_an_optimizer_under_two_names_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_optimizer_under_two_names_counts_once() -> None:
 
     class Twice(Spread):
         def configure_optimizers(self) -> None:
@@ -237,10 +236,7 @@ def test_an_optimizer_under_two_names_counts_once(tmp_path: Path, monkeypatch: p
         assert list(trainer.named_optimizers()) == ["optimizer"]
 
 
-def test_one_rank_alone_names_a_model_that_was_built_in_the_constructor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_rank_alone_names_a_model_that_was_built_in_the_constructor(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(max_steps=1)
     with BuiltEarly(replace(config), loader()) as trainer:
         trainer.fit()
