@@ -302,9 +302,8 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
     )
 
 
-def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
+def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Trains cases of one world size, one after the other, on this rank."""
-    os.chdir(directory)
     results = []
     for case in cases:
         with Trained(config_of(case)) as trainer:

@@ -148,9 +148,8 @@ def check(name: str, trainer: Branches, model: dict[str, torch.Tensor]) -> None:
     assert_same_weights(model, expected)
 
 
-def each_word(directory: str, names: list[str]) -> dict[str, Any]:
+def each_word(names: list[str]) -> dict[str, Any]:
     """Every word in this world, and a restart in the middle of the branch."""
-    os.chdir(directory)
     path, found = parent(), {}
     for name in names:
         trainer = branch(name, path, **WORDS[name])
@@ -168,7 +167,7 @@ def each_word(directory: str, names: list[str]) -> dict[str, Any]:
 
 
 def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) -> None:
-    found = each_word(str(tmp_path), list(WORDS))
+    found = each_word(list(WORDS))
     for name, (steps, trained, born) in found.items():
         assert steps == trained == LONGER - (0 if WORDS[name].get("counters") == "new" else AT)
         words = {"optimizer": "keep", "schedule": "keep", "counters": "keep", "data": "keep"} | WORDS[name]
@@ -180,9 +179,9 @@ def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) ->
         assert record.starts == 2
 
 
-def test_each_word_is_the_loop_by_hand_on_two_ranks(tmp_path: Path) -> None:
+def test_each_word_is_the_loop_by_hand_on_two_ranks() -> None:
     names = ["moments", "extended", "new schedule", "new counters", "new data", "weights alone"]
-    for found in run_world(each_word, 2, str(tmp_path), names):
+    for found in run_world(each_word, 2, names):
         assert list(found) == names
 
 

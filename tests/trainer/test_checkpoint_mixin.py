@@ -61,7 +61,7 @@ def test_a_resume_that_cannot_work_is_named(value: Any) -> None:
         dt.CheckpointParameters(resume=value)
 
 
-def test_a_checkpoint_carries_its_own_steps_metrics(tmp_path: Path) -> None:
+def test_a_checkpoint_carries_its_own_steps_metrics() -> None:
     found: dict[int, dict[str, float]] = {}
 
     class Notes(dt.Callback):
@@ -412,9 +412,8 @@ class AsksOnRank1(Saves):
         return super().training_step(batch, batch_idx)
 
 
-def at_two(directory: str) -> dict[str, Any]:
+def at_two() -> dict[str, Any]:
     """What one of two ranks sees of a save that the other asked for, and of a finished run started again."""
-    os.chdir(directory)
     config = make_config(save_every_n_epochs=None, save_at_end=False)
     asked = fit(AsksOnRank1(config, length=4 * STEPS))
     again = fit(Saves(make_config(), length=4 * STEPS))
@@ -426,8 +425,8 @@ def at_two(directory: str) -> dict[str, Any]:
     }
 
 
-def test_a_save_asked_for_by_one_rank_is_made_by_all_and_resumed_by_all(tmp_path: Path) -> None:
-    one, two = run_world(at_two, 2, str(tmp_path))
+def test_a_save_asked_for_by_one_rank_is_made_by_all_and_resumed_by_all() -> None:
+    one, two = run_world(at_two, 2)
     assert one == two
     assert one["saved"] == [3]  # the step it was asked for in
     assert one["again"] == (["step_00000003"], [STEPS], True)

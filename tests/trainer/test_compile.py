@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,16 +175,15 @@ def test_equal_blocks_compile_once_and_nothing_compiles_again(ranks: list[dict[s
 
 @pytest.mark.pitfall(23)
 @pytest.mark.pitfall(24)
-def test_modules_of_pytorchs_own_classes_are_compiled_too(tmp_path: Path) -> None:
-    (found,) = run_world(observe_own, 1, str(tmp_path))
+def test_modules_of_pytorchs_own_classes_are_compiled_too() -> None:
+    (found,) = run_world(observe_own, 1)
     for eager, compiled in found:
         assert compiled["compilations"] == [1] * N_STEPS
         assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
         assert list(compiled["weights"]) == list(eager["weights"])
 
 
-def observe_own(directory: str) -> list[list[dict[str, Any]]]:
-    os.chdir(directory)
+def observe_own() -> list[list[dict[str, Any]]]:
     torch._dynamo.register_backend(counting, name="counting")
     return [
         [run(cls, config_of(way, backend=backend)) for way, backend in {"eager": None, "compiled": "counting"}.items()]
@@ -194,13 +192,12 @@ def observe_own(directory: str) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_inductor_learns_what_the_eager_model_does(tmp_path: Path) -> None:
-    for found in run_world(observe_inductor, 2, str(tmp_path)):
+def test_inductor_learns_what_the_eager_model_does() -> None:
+    for found in run_world(observe_inductor, 2):
         assert found["compiled"]["losses"] == pytest.approx(found["eager"]["losses"], rel=1e-4)
 
 
-def observe_inductor(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def observe_inductor() -> dict[str, Any]:
     ways = {"eager": None, "compiled": "inductor"}
     return {way: run(Trained, config_of(way, backend=backend, n_ranks=2)) for way, backend in ways.items()}
 

@@ -114,8 +114,7 @@ class Observed(Trained):
         self.logged.setdefault(step, {}).update(metrics)
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cases: list[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with Observed(config_of(case)) as trainer:
@@ -146,8 +145,8 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
         pytest.param(COMPILED_4, id="compiled, of 4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
+def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    by_rank = run_world(train, cases[0].world_size, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         expected = reference(case)
         for result in ranks:
@@ -192,18 +191,17 @@ class Foreign(Trained):
         return {"loss": loss}
 
 
-def train_foreign(case: Case, directory: str) -> list[float]:
-    os.chdir(directory)
+def train_foreign(case: Case) -> list[float]:
     with Foreign(config_of(case, val_every_n_epochs=None)) as trainer:
         trainer.fit()
         return trainer.norms
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_shares_its_sequences_unchanged(tmp_path: Path) -> None:
+def test_a_model_of_transformers_shares_its_sequences_unchanged() -> None:
     pytest.importorskip("transformers")
-    alone = run_world(train_foreign, 1, Case(), str(tmp_path))[0]
-    for norms in run_world(train_foreign, 2, Case(2, attention="ulysses"), str(tmp_path)):
+    alone = run_world(train_foreign, 1, Case())[0]
+    for norms in run_world(train_foreign, 2, Case(2, attention="ulysses")):
         assert norms == pytest.approx(alone, rel=1e-6)  # its norms compute in float32
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,8 +46,7 @@ def of_meshes(*cases: list[meshes.Case]) -> list[tuple[type[Any], Any]]:
     return [(meshes.Trained, meshes.config_of(case, val_every_n_epochs=None)) for some in cases for case in some]
 
 
-def train(of: list[tuple[type[Any], Any]], directory: str) -> list[list[float]]:
-    os.chdir(directory)
+def train(of: list[tuple[type[Any], Any]]) -> list[list[float]]:
     results = []
     for trainer_class, config in of:
         for compares in (False, True):
@@ -141,8 +139,8 @@ AWKWARD: list[tuple[type[Any], Any]] = [(TrainsAwkward, of_sequences(case)) for 
         pytest.param(4, of_meshes(ON_FOUR[1:]), id="more of 4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: int, of: Any, tmp_path: Path) -> None:
-    for norms in run_world(train, n_ranks, of, str(tmp_path)):
+def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: int, of: Any) -> None:
+    for norms in run_world(train, n_ranks, of):
         assert norms[::2] == norms[1::2]
         assert all(len(of_case) == 2 for of_case in norms)
 

@@ -3,8 +3,6 @@ is what is sent there."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -54,8 +52,7 @@ class Counting(Trained):
             return super().training_step(batch, batch_idx)
 
 
-def count(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def count(cases: list[Case]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         with Counting(config_of(case)) as trainer:
@@ -65,8 +62,8 @@ def count(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_bytes_of_weights_and_gradients_are_told_beside_split_layers_and_sequences(tmp_path: Path) -> None:
-    for ranks in run_world(count, 4, CASES, str(tmp_path)):
+def test_bytes_of_weights_and_gradients_are_told_beside_split_layers_and_sequences() -> None:
+    for ranks in run_world(count, 4, CASES):
         for case, found in zip(CASES, ranks, strict=True):
             dimension = "dp_shard" if case.shard == 2 else "dp_replicate"
             told, sent = found["traffic"].by_dimension.pop(dimension), found["sent"]

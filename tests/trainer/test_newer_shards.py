@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from tests.trainer.small import Samples, Sharded, make_config, run_ranks, weight
 from tests.worlds import run_world
 
 
-def on_ranks(directory: str) -> list[dict[str, Any]]:
+def on_ranks() -> list[dict[str, Any]]:
     """Without and with it, as two copies on two ranks each."""
-    os.chdir(directory)
     found = []
     for separate in (False, True):
         config = make_config(
@@ -42,8 +40,8 @@ def on_ranks(directory: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
-def test_weights_are_the_same_and_each_copy_reduces_in_a_group_of_its_own(tmp_path: Any) -> None:
-    for rank, (plain, found) in enumerate(run_world(on_ranks, 4, str(tmp_path))):
+def test_weights_are_the_same_and_each_copy_reduces_in_a_group_of_its_own() -> None:
+    for rank, (plain, found) in enumerate(run_world(on_ranks, 4)):
         assert found["losses"] == plain["losses"]
         assert all(torch.equal(found["weights"][name], value) for name, value in plain["weights"].items())
         assert plain["collectives"] == []

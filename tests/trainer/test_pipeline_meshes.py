@@ -91,19 +91,17 @@ WORLD_8 = [
         pytest.param(SEVERAL_8, id="several stages, of 8 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(
-    cases: list[Case], tmp_path: Path
-) -> None:
+def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(cases: list[Case]) -> None:
     kinds = list(dict.fromkeys(case.alone for case in cases))
-    alone = dict(zip(kinds, train(kinds, str(tmp_path)), strict=True))
-    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path), timeout=60.0 * (1 + len(cases)))
+    alone = dict(zip(kinds, train(kinds), strict=True))
+    by_rank = run_world(train, cases[0].world_size, cases, timeout=60.0 * (1 + len(cases)))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert_as_alone(case, ranks, alone[case.alone])
 
 
-def test_ranks_that_share_experts_may_have_shapes_of_their_own(tmp_path: Path) -> None:
+def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
     case = Case(2, dp=2, ep=2, experts=True, uneven=True, steps=2)
-    for (rank,) in run_world(train, 4, [case], str(tmp_path)):
+    for (rank,) in run_world(train, 4, [case]):
         assert len(rank["norms"]) == case.steps
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,15 +304,14 @@ class Careless(Trained):
         return {}
 
 
-def be_careless(directory: str) -> dict[str, str]:
-    os.chdir(directory)
+def be_careless() -> dict[str, str]:
     with Careless(config_of(Case(2), max_steps=1, val_every_n_epochs=None)) as trainer:
         trainer.fit()
         return trainer.told
 
 
-def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    for told in run_world(be_careless, 2, str(tmp_path)):
+def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks() -> None:
+    for told in run_world(be_careless, 2):
         assert "the ranks of a pipeline (pipeline_parallel) have different batches" in told["batches"]
         assert "(pipeline_parallel) were given other weights of the same micro-batches" in told["weights"]
         assert "the model was called under pipeline_parallel=2, with gradients, where each rank has" in told["model"]
@@ -384,8 +382,7 @@ class Even(Unweighted):
     is_uneven = False
 
 
-def be_unweighted(directory: str) -> list[list[str]]:
-    os.chdir(directory)
+def be_unweighted() -> list[list[str]]:
     told = []
     for kind in (Unweighted, Even):
         with kind(config_of(Case(2), max_steps=1, val_every_n_epochs=None)) as trainer:
@@ -394,8 +391,8 @@ def be_unweighted(directory: str) -> list[list[str]]:
     return told
 
 
-def test_means_that_depend_on_the_number_of_micro_batches_are_named(tmp_path: Path) -> None:
-    for told, of_even in run_world(be_unweighted, 2, str(tmp_path)):
+def test_means_that_depend_on_the_number_of_micro_batches_are_named() -> None:
+    for told, of_even in run_world(be_unweighted, 2):
         assert not any("micro-batch" in message for message in of_even)
         (norms,) = (message for message in told if "normalise each micro-batch" in message)
         assert norms.startswith("head.2 of Normed normalise each micro-batch of a pipeline by itself")

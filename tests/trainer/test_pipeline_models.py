@@ -358,8 +358,7 @@ def normed_by_hand(start: dict[str, Tensor]) -> tuple[list[float], dict[str, Ten
     return norms, small.state_dict()
 
 
-def be_careless_and_normed(directory: str) -> tuple[dict[str, str], dict[str, Tensor], list[float], dict[str, Tensor]]:
-    os.chdir(directory)
+def be_careless_and_normed() -> tuple[dict[str, str], dict[str, Tensor], list[float], dict[str, Tensor]]:
     for kind, steps in ((Careless, 1), (Normed, 2)):
         with kind(config_of(Case(2, clip=None), max_steps=steps, val_every_n_epochs=None)) as trainer:
             trainer.fit()
@@ -368,8 +367,8 @@ def be_careless_and_normed(directory: str) -> tuple[dict[str, str], dict[str, Te
     return told, trainer.start, trainer.norms, {name: v.clone() for name, v in trainer.judge.state_dict().items()}
 
 
-def test_losses_through_two_models_are_refused_or_trained_as_in_one_process(tmp_path: Path) -> None:
-    ranks = run_world(be_careless_and_normed, 2, str(tmp_path))
+def test_losses_through_two_models_are_refused_or_trained_as_in_one_process() -> None:
+    ranks = run_world(be_careless_and_normed, 2)
     for told, *_ in ranks:
         for name in ("inputs", "targets"):
             assert "of self.reader was given inputs or targets that need gradients, as another model" in told[name]
@@ -439,16 +438,15 @@ def test_several_models_are_trained_and_kept_as_in_one_process(cases: list[Case]
             assert torch.equal(value, state[f"{name}.{key}"])
 
 
-def train_late(case: Case, directory: str) -> tuple[list[float], dict[str, Tensor]]:
-    os.chdir(directory)
+def train_late(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     with Late(config_of(case, max_steps=2, val_every_n_epochs=None)) as trainer:
         trainer.fit()
         return trainer.norms, {name: value.clone() for name, value in trainer.judge.state_dict().items()}
 
 
 @pytest.mark.slow
-def test_a_small_model_that_is_trained_later_on_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    (norms, first), (others, second) = run_world(train_late, 2, Case(2, clip=None), str(tmp_path))
+def test_a_small_model_that_is_trained_later_on_is_the_same_on_all_ranks() -> None:
+    (norms, first), (others, second) = run_world(train_late, 2, Case(2, clip=None))
     assert norms == others
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     assert float(first["0.num_batches_tracked"]) == 8

@@ -103,8 +103,7 @@ def formula(case: Case, rank: int) -> int:
     return 8 * microbatches * rows * LENGTH * WIDTH * sum(here == rank != there for here, there in ends)
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cases: list[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with Observed(config_of(case)) as trainer:
@@ -134,9 +133,9 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    (alone,) = run_world(train, 1, [Case(frozen=frozen) for frozen in (False, True)], str(tmp_path))
-    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
+def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    (alone,) = run_world(train, 1, [Case(frozen=frozen) for frozen in (False, True)])
+    by_rank = run_world(train, cases[0].world_size, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         start = alone[case.frozen]["start"]
         assert all(0 < len(result["start"]) < len(start) for result in ranks)
@@ -188,8 +187,7 @@ def stretch(module: torch.nn.Module, args: tuple[Tensor]) -> None:
     args[0][:, 0] += 1
 
 
-def train_shifting(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train_shifting(cases: list[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with Shifting(config_of(case, max_steps=2)) as trainer:
@@ -198,10 +196,10 @@ def train_shifting(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     return results
 
 
-def test_a_stage_may_change_its_inputs_in_place(tmp_path: Path) -> None:
-    ((alone,),) = run_world(train_shifting, 1, [Case()], str(tmp_path))
+def test_a_stage_may_change_its_inputs_in_place() -> None:
+    ((alone,),) = run_world(train_shifting, 1, [Case()])
     cases = [Case(2), Case(2, schedule="ZBVZeroBubble")]  # where a rank hands on to itself
-    for ranks in zip(*run_world(train_shifting, 2, cases, str(tmp_path)), strict=True):
+    for ranks in zip(*run_world(train_shifting, 2, cases), strict=True):
         assert ranks[0]["shifted"] == [True, True]
         for rank in ranks:
             assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-10)

@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -395,8 +394,7 @@ class OfNorms(Trainer):
         return [model.norm, *(block.norm for block in model.blocks)]
 
 
-def on_a_rank_besides(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def on_a_rank_besides() -> dict[str, Any]:
     found: dict[str, Any] = {"norms": trained_by(OfNorms, config_for(BF16, ranks=2))["losses"]}
     with Trainer(config_for(BF16, ranks=2)) as trainer:
         trainer.fit()
@@ -415,9 +413,9 @@ def on_a_rank_besides(directory: str) -> dict[str, Any]:
     return found
 
 
-def test_what_a_sharded_model_is_given_and_gives_is_not_rounded_and_its_face_is_its_own(tmp_path: Path) -> None:
+def test_what_a_sharded_model_is_given_and_gives_is_not_rounded_and_its_face_is_its_own() -> None:
     plain = trained(config_for(dt.DeviceParameters(device="cpu")), "by_forward")
-    ranks = run_world(on_a_rank_besides, 2, str(tmp_path))
+    ranks = run_world(on_a_rank_besides, 2)
     losses = [sum(pair) / 2 for pair in zip(*(rank["norms"] for rank in ranks), strict=True)]
     assert losses == pytest.approx(plain["losses"], rel=0.03)
     for rank in ranks:

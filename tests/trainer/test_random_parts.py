@@ -153,9 +153,8 @@ def fit(case: Case, experiment: str, **training: Any) -> dict[str, Any]:
         return found | {"dropped": trainer.dropped, "ends": trainer.ends}
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+def train(cases: list[Case]) -> list[dict[str, Any]]:
     """Each case, and the last one again, stopped after two steps and gone on with."""
-    os.chdir(directory)
     results = [fit(case, f"{number}") for number, case in enumerate(cases)]
     fit(cases[-1], "broken", max_steps=2)
     return [*results, fit(cases[-1], "broken")]
@@ -187,10 +186,8 @@ FURTHER = [
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER, marks=pytest.mark.slow)])
-def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_it(
-    cases: list[Case], tmp_path: Path
-) -> None:
-    *trained, resumed = zip(*run_world(train, 2, cases, str(tmp_path)), strict=True)
+def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_it(cases: list[Case]) -> None:
+    *trained, resumed = zip(*run_world(train, 2, cases), strict=True)
     for case, (here, there) in zip(cases, trained, strict=True):
         dropped = {}
         for name in here["dropped"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -120,8 +119,7 @@ def by_hand() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def observe(directory: str, layouts: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
-    os.chdir(directory)
+def observe(layouts: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     found = []
     for devices in layouts:
         for mode in ("full", "selective"):
@@ -133,10 +131,10 @@ def observe(directory: str, layouts: list[dict[str, Any]]) -> list[dict[str, Ten
 
 @pytest.mark.pitfall(92)
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_state_that_forwards_change_moves_once_on_every_mesh(n_ranks: int, tmp_path: Any) -> None:
+def test_state_that_forwards_change_moves_once_on_every_mesh(n_ranks: int) -> None:
     expected = by_hand()
     layouts = [{}] if n_ranks == 1 else [{}, {"dp_shard": 1}]
-    for runs in run_world(observe, n_ranks, str(tmp_path), layouts):
+    for runs in run_world(observe, n_ranks, layouts):
         assert len(runs) == 2 * len(layouts)
         for found in runs:
             assert found.keys() == expected.keys()

@@ -217,8 +217,7 @@ class Dies(SavesAndFailsOnOne):
     dies = True
 
 
-def fail_on_one(directory: str, kind: type[FailsOnOne]) -> None:
-    os.chdir(directory)
+def fail_on_one(kind: type[FailsOnOne]) -> None:
     data = DistributedDataLoader(small.Samples(16), 2)
     with kind(small.make_config(n_epochs=1), data) as trainer:
         trainer.fit()
@@ -229,7 +228,7 @@ def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(
     kind: type[FailsOnOne], tmp_path: Path
 ) -> None:
     with pytest.raises(RuntimeError):
-        run_world(fail_on_one, 2, str(tmp_path), kind)
+        run_world(fail_on_one, 2, kind)
     record = record_of(tmp_path / ALONE)
     assert (record.state, record.why, record.failed_rank) == ("failed", "rank 1: ValueError: only here", 1)
     assert record.error is not None
@@ -239,7 +238,7 @@ def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(
 
 def test_of_a_rank_that_died_nobody_says_another_ones_cause(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        run_world(fail_on_one, 2, str(tmp_path), Dies)
+        run_world(fail_on_one, 2, Dies)
     record = record_of(tmp_path / ALONE)
     assert (record.state, record.failed_rank) == ("failed", 1)
     assert re.match(r"rank 1 \(process \d+ on .*\) is gone without a word: killed", str(record.why))

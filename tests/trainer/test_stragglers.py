@@ -4,10 +4,8 @@ are not. Every rank's step takes as long as the slowest's, so wall times would t
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,8 +84,7 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def train_all(directory: str, devices: dict[str, Any]) -> dict[str, list[str]]:
-    os.chdir(directory)
+def train_all(devices: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, options in CASES.items():
         config = dt.DreamTrainerConfig(
@@ -115,10 +112,8 @@ def train_all(directory: str, devices: dict[str, Any]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("devices", [{"dp_replicate": 2, "dp_shard": 1}, {"dp_shard": 2}], ids=["replicas", "shards"])
-def test_the_slow_rank_is_named_once_by_its_host_and_cause_and_nobody_else_is(
-    tmp_path: Path, devices: dict[str, Any]
-) -> None:
-    of_main, of_other = run_world(train_all, 2, str(tmp_path), devices)
+def test_the_slow_rank_is_named_once_by_its_host_and_cause_and_nobody_else_is(devices: dict[str, Any]) -> None:
+    of_main, of_other = run_world(train_all, 2, devices)
     for name in ("data", "work before the forward", "work between the blocks"):
         (line,) = of_main[name]
         assert line.startswith(f"rank 1 on {socket.gethostname()} has been slower than the others for 3 lines")

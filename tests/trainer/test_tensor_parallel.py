@@ -160,8 +160,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-def train(cells: list[Cell], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cells: list[Cell]) -> list[dict[str, Any]]:
     results = []
     for cell in cells:
         with Trained(config_of(cell)) as trainer:
@@ -199,8 +198,8 @@ def close(a: float, b: float) -> bool:
         pytest.param(FURTHER_4, id="4 ranks, further", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell], tmp_path: Path) -> None:
-    by_rank = run_world(train, cells[0].world_size, cells, str(tmp_path))
+def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell]) -> None:
+    by_rank = run_world(train, cells[0].world_size, cells)
     for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True):
         expected = reference(cell.case)
         losses = defaultdict(list)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,10 +206,9 @@ def test_a_ready_model_of_the_simple_trainer_is_as_it_is(caplog: pytest.LogCaptu
     assert "random initial values" not in caplog.text
 
 
-def train_on_ranks(directory: str) -> list[str]:
+def train_on_ranks() -> list[str]:
     import logging
 
-    os.chdir(directory)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -223,7 +221,7 @@ def train_on_ranks(directory: str) -> list[str]:
 
 def test_on_ranks_that_have_parts_one_says_it(tmp_path: Path) -> None:
     save_file(values(), tmp_path / "body.safetensors")
-    first, second = run_world(train_on_ranks, 2, str(tmp_path))
+    first, second = run_world(train_on_ranks, 2)
     assert len(first) == 1
     assert second == []
     assert "trains 9 of its 225 parameters" in first[0]

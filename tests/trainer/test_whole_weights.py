@@ -57,8 +57,7 @@ class Saves(Spread, dt.FSDPMixin):
                 parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) * 0.01 + index)
 
 
-def saved_on_rank_0(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def saved_on_rank_0() -> dict[str, Any]:
     with Saves(make_config(max_steps=1, fsdp=BY_BLOCKS), loader()) as trainer:
         trainer.fit()
         model, found = trainer.model, {}
@@ -86,7 +85,7 @@ def saved_on_rank_0(directory: str) -> dict[str, Any]:
 
 @pytest.mark.pitfall(83)
 def test_saving_and_counting_run_on_one_rank_alone_and_gathered_weights_are_plain_and_whole(tmp_path: Path) -> None:
-    results = run_world(saved_on_rank_0, 2, str(tmp_path))
+    results = run_world(saved_on_rank_0, 2)
     plain = Model().double()
     for found in results:
         assert found["plain"]
@@ -102,8 +101,7 @@ def test_saving_and_counting_run_on_one_rank_alone_and_gathered_weights_are_plai
     assert all(torch.equal(saved[name], value) for name, value in results[1]["state"].items())
 
 
-def gathered_under_bf16(directory: str) -> list[Any]:
-    os.chdir(directory)
+def gathered_under_bf16() -> list[Any]:
     devices = dt.DeviceParameters(device="cpu", precision="bf16")
     config = make_config(max_steps=1, devices=devices)
 
@@ -129,8 +127,8 @@ def gathered_under_bf16(directory: str) -> list[Any]:
 
 
 @pytest.mark.pitfall(83)
-def test_gathered_weights_have_full_precision_under_bf16(tmp_path: Path) -> None:
-    for exact, inside, _ in run_world(gathered_under_bf16, 2, str(tmp_path)):
+def test_gathered_weights_have_full_precision_under_bf16() -> None:
+    for exact, inside, _ in run_world(gathered_under_bf16, 2):
         for name, value in exact.items():
             assert inside[name].dtype == torch.float32
             assert torch.equal(inside[name], value)
@@ -154,8 +152,7 @@ class BuiltEarly(Sharded):
         self.start = weights(self.model)
 
 
-def built_in_the_constructor(directory: str) -> tuple[dict[str, Tensor], str, str]:
-    os.chdir(directory)
+def built_in_the_constructor() -> tuple[dict[str, Tensor], str, str]:
     torch.manual_seed(100 + int(os.environ.get("RANK", "0")))  # as unseeded processes are
     said: list[str] = []
     with BuiltEarly(make_config(max_steps=1), loader()) as trainer:
@@ -167,8 +164,8 @@ def built_in_the_constructor(directory: str) -> tuple[dict[str, Tensor], str, st
 
 
 @pytest.mark.pitfall(73)
-def test_models_built_in_the_constructor_start_equal_on_all_ranks_and_are_named(tmp_path: Path) -> None:
-    first, second = run_world(built_in_the_constructor, 2, str(tmp_path))
+def test_models_built_in_the_constructor_start_equal_on_all_ranks_and_are_named() -> None:
+    first, second = run_world(built_in_the_constructor, 2)
     assert not torch.equal(first[0]["1.weight"], second[0]["1.weight"])  # they were built unequal
     for name, value in first[0].items():
         assert torch.equal(first[1][name], value)
@@ -196,8 +193,7 @@ class Stranger(Sharded):
         self.second = torch.optim.SGD([self.temperature], lr=0.1)
 
 
-def refused(kind: type[Sharded], directory: str) -> str:
-    os.chdir(directory)
+def refused(kind: type[Sharded]) -> str:
     trainer = kind(make_config(max_steps=1), loader())
     try:
         trainer._session.start()
@@ -217,9 +213,9 @@ def refused(kind: type[Sharded], directory: str) -> str:
     ],
 )
 def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
-    kind: type[Sharded], words: list[str], tmp_path: Path
+    kind: type[Sharded], words: list[str]
 ) -> None:
-    for said in run_world(refused, 2, kind, str(tmp_path)):
+    for said in run_world(refused, 2, kind):
         assert all(word in said for word in words), said
 
 
