@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,9 +223,8 @@ class Random(Observed):
         self.loaded = state_of(self)
 
 
-def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
+def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
     """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
     results = []
     for max_steps in steps:
         config = replace(
@@ -239,23 +237,23 @@ def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dic
     return results
 
 
-def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
-    return [*travel(case, "unbroken", directory, 4), *travel(case, "broken", directory, 2, 4)]
+def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
+    return [*travel(case, "unbroken", 4), *travel(case, "broken", 2, 4)]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_ranks_own(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_ranks_own() -> None:
     dropping = Case(2, shard="auto", packed=True, dropout=0.3)
-    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, dropping, str(tmp_path)):
+    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, dropping):
         assert same_bits(resumed["loaded"], broken["state"])
         assert same_bits(resumed["state"], unbroken["state"])
 
 
-def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_sequences(tmp_path: Path) -> None:
-    alone = run_world(travel, 1, Case(packed=True), "alone", str(tmp_path), 6)[0][0]
+def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_sequences() -> None:
+    alone = run_world(travel, 1, Case(packed=True), "alone", 6)[0][0]
     meshes = [Case(2, shard="auto", packed=True), Case(packed=True), Case(2, dp=2, shard=2, packed=True)]
     before = None
     for number, case in enumerate(meshes, start=1):
-        ranks = run_world(travel, case.world_size, case, "hops", str(tmp_path), 2 * number)
+        ranks = run_world(travel, case.world_size, case, "hops", 2 * number)
         for (rank,) in ranks:
             weights = {name: value for name, value in rank["start"].items() if " of " not in name}
             assert same_bits(weights, alone["start"])

@@ -72,8 +72,8 @@ FURTHER_COMPILED_4 = [
         pytest.param(FURTHER_COMPILED_4, id="4 ranks, compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    assert_as_by_hand(cases, tmp_path)
+def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    assert_as_by_hand(cases)
 
 
 # -- what crosses ranks

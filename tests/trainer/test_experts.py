@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +32,7 @@ from tests.trainer.mixtures import (
 from tests.worlds import run_world
 
 
-def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with Trained(config_of(case)) as trainer:
@@ -53,10 +50,10 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
     return results
 
 
-def assert_as_by_hand(cases: Sequence[Case], directory: Path) -> None:
+def assert_as_by_hand(cases: Sequence[Case]) -> None:
     n_ranks = cases[0].world_size
-    by_rank = run_world(train, n_ranks, cases, str(directory)) if n_ranks > 1 else [train(cases, str(directory))]
-    (alone,) = train([Case()], str(directory))
+    by_rank = run_world(train, n_ranks, cases) if n_ranks > 1 else [train(cases)]
+    (alone,) = train([Case()])
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         expected = reference(case, alone["start"])
         for result in ranks:
@@ -86,8 +83,8 @@ COMPILED = [Case(backend="aot_eager"), Case(accumulation=2, recompute="full", ba
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    assert_as_by_hand(cases, tmp_path)
+def test_training_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    assert_as_by_hand(cases)
 
 
 # -- checkpoints

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -237,9 +236,8 @@ def averages(trainer: Trained) -> dict[str, Tensor]:
     return {name: full(value).clone() for name, value in trainer.get_callback(EMA).checkpoint_tensors().items()}
 
 
-def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
+def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
     """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
     results = []
     for max_steps in steps:
         config = replace(
@@ -255,12 +253,12 @@ def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dic
     return results
 
 
-def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
-    return [*travel(case, "unbroken", directory, 4), *travel(case, "broken", directory, 2, 4)]
+def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
+    return [*travel(case, "unbroken", 4), *travel(case, "broken", 2, 4)]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_stages_own(tmp_path: Path) -> None:
-    ranks = run_world(stop_and_go_on, 2, Case(2, dropout=0.3), str(tmp_path))
+def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_stages_own() -> None:
+    ranks = run_world(stop_and_go_on, 2, Case(2, dropout=0.3))
     for unbroken, broken, resumed in ranks:
         assert resumed["loaded"].keys() <= broken["state"].keys()
         assert all(torch.equal(value, broken["state"][name]) for name, value in resumed["loaded"].items())
@@ -272,11 +270,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_stages_o
     assert not any(map(torch.equal, first["dropped"], last["dropped"]))
 
 
-def test_a_checkpoint_moves_between_numbers_of_stages(tmp_path: Path) -> None:
-    alone = run_world(travel, 1, Case(), "alone", str(tmp_path), 3)[0][0]
+def test_a_checkpoint_moves_between_numbers_of_stages() -> None:
+    alone = run_world(travel, 1, Case(), "alone", 3)[0][0]
     meshes, before = [Case(2), Case(), Case(2, dp=2, shard="auto")], {}
     for steps, case in enumerate(meshes, start=1):
-        ranks = [result for (result,) in run_world(travel, case.world_size, case, "hops", str(tmp_path), steps)]
+        ranks = [result for (result,) in run_world(travel, case.world_size, case, "hops", steps)]
         assert same_bits(united([rank["start"] for rank in ranks]), alone["start"])
         if before:
             loaded = united([rank["loaded"] for rank in ranks])
