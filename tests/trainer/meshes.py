@@ -16,6 +16,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE, packed_attention, packed_attention_mask
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.trainer.stages import state_of, united, weights_of
 
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
@@ -270,10 +271,9 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="meshes",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             pipeline_parallel=case.pp,
@@ -288,15 +288,14 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         ),
         compile_parameters=dt.CompileParameters(backend="aot_eager"),
         tensor_parallel_parameters=dt.TensorParallelParameters(loss_parallel=case.loss_parallel),
-        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
-        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),  # type: ignore[arg-type]
+        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
+        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),
         training_parameters=dt.TrainingParameters(
             **{"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}
             | {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0}
             | {"nonfinite": "skip" if case.poisoned else "raise"}
             | training
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         case=case,
     )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 8, 10, 8
 RATE = 0.02
@@ -175,10 +176,9 @@ class Trained(dt.DreamTrainer):
 
 def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
     training = {"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}
-    return Config(
-        project="tests",
-        group="experts",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             dp_replicate=case.replicate,  # type: ignore[arg-type]

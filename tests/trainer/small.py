@@ -108,6 +108,15 @@ def make_config(
     )
 
 
+def run_config(experiment: str = "run", cls: Callable[..., Any] = dt.DreamTrainerConfig, **fields: Any) -> Any:
+    """A config of `cls` on the CPU that writes nothing, as far as its fields don't say otherwise."""
+    defaults = {"project": "tests", "group": "trainer", "experiment": experiment}
+    devices, loggers = dt.DeviceParameters(device="cpu"), LoggerParameters(loggers=())
+    saves = CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+    defaults |= {"device_parameters": devices, "logger_parameters": loggers, "checkpoint_parameters": saves}
+    return cls(**defaults | fields)
+
+
 class Algorithm:
     """The user's part of a trainer; records which samples each window saw, its losses and norms."""
 

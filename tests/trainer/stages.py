@@ -14,6 +14,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
 
@@ -158,10 +159,9 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="pipeline-parallel",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             pipeline_parallel=case.pp,
@@ -185,7 +185,6 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
             | training
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         case=case,
     )

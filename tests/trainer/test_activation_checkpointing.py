@@ -26,6 +26,7 @@ from tests.api import (
     repeated_blocks,
 )
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 WIDTH, N_BLOCKS = 8, 4
@@ -77,16 +78,12 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(mode: Mode, **parameters: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
+    return run_config(
+        mode,
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
-        project="tests",
-        group="recompute",
-        experiment=mode,
         device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode),
         training_parameters=dt.TrainingParameters(max_steps=3, gradient_accumulation_steps=2),
         activation_checkpointing_parameters=ActivationCheckpointingParameters(**parameters),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 

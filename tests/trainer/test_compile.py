@@ -15,6 +15,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, fsdp_modules
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 WIDTH, N_BLOCKS, N_STEPS = 8, 4, 5
@@ -89,18 +90,14 @@ class Encoder(Trained):
 
 
 def config_of(experiment: str, *, backend: str | None, recompute: str = "none", n_ranks: int = 1) -> Any:
-    return dt.DreamTrainerConfig(
+    return run_config(
+        experiment,
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
-        project="tests",
-        group="compile",
-        experiment=experiment,
         device_parameters=dt.DeviceParameters(
             device="cpu", compile=backend is not None, activation_checkpointing=recompute
         ),
         training_parameters=dt.TrainingParameters(max_steps=N_STEPS, train_batch_size=4 // n_ranks),
         compile_parameters=dt.CompileParameters(backend=backend or "inductor", fullgraph=backend is not None),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 

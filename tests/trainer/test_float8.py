@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dream_trainer as dt
 from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, format_bytes, gathered, own_class
 from tests.trainer.arithmetic import full, same_bits
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 pytest.importorskip("torchao")
@@ -140,10 +141,8 @@ def config_of(
     save: bool = False,
     **devices: Any,
 ) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        project="tests",
-        group="float8",
-        experiment=experiment,
+    return run_config(
+        experiment,
         callbacks=dt.CallbackCollection(callbacks),
         device_parameters=dt.DeviceParameters(device="cpu", **devices),
         float8_parameters=float8_parameters,
@@ -153,7 +152,6 @@ def config_of(
             max_steps=steps, n_epochs=None, train_batch_size=micro_batch, val_every_n_epochs=None
         ),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=save),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 

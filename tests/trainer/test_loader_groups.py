@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from tests.api import AlternatingLoaders, DataError, DistributedDataLoader, LoaderGroup, PerRankLoader, Throughput
 from tests.trainer.arithmetic import fill
-from tests.trainer.small import Config, Samples, assert_same_weights, network, sgd, weights
+from tests.trainer.small import Config, Samples, assert_same_weights, network, run_config, sgd, weights
 from tests.worlds import run_world
 
 FEW, MANY = 4, 8
@@ -101,12 +101,9 @@ def train(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
     os.chdir(directory)
-    config = Config(
-        project="tests",
-        group="several",
-        experiment="run",
+    config = run_config(
+        cls=Config,
         callbacks=dt.CallbackCollection(list(callbacks)),
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(
             max_steps=steps, gradient_accumulation_steps=accumulation, **training
         ),

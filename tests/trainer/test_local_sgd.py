@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
-from tests.trainer.small import WIDTH, Batch, batches, fill
+from tests.trainer.small import WIDTH, Batch, batches, fill, run_config
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -108,10 +108,10 @@ def make_config(
     val_every: int | None = None,
     **checkpoints: Any,
 ) -> Config:
-    return Config(
-        project="tests",
+    return run_config(
+        experiment,
+        Config,
         group="local",
-        experiment=experiment,
         weighted=weighted,
         local_sgd_parameters=rounds,
         device_parameters=devices,
@@ -122,7 +122,6 @@ def make_config(
             val_every_n_epochs=None,
             val_every_n_steps=val_every,
         ),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(
             **{"save_every_n_epochs": None, "save_at_end": False} | checkpoints
         ),

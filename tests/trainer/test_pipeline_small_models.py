@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
 from tests.api import NumberedAsWhole, StepError
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 STEPS, SIZE, PARTS = 3, 8, 4
@@ -86,15 +87,11 @@ class Adversaries(dt.DreamTrainer):
 def train() -> dict[str, tuple[list[float], tuple[State, State], tuple[State, State]]]:
     results = {}
     for kind in CRITICS:
-        config = dt.DreamTrainerConfig(
-            project="tests",
-            group="pipeline-small-models",
-            experiment=kind,
+        config = run_config(
+            kind,
             device_parameters=dt.DeviceParameters(device="cpu", pipeline_parallel=2),
             pipeline_parallel_parameters=dt.PipelineParallelParameters(microbatches=PARTS),
             training_parameters=dt.TrainingParameters(n_epochs=1, gradient_clip_val=None),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-            logger_parameters=dt.LoggerParameters(loggers=()),
         )
         with type(kind, (Adversaries,), {"kind": kind})(config) as trainer:
             trainer.fit()

@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, mse_loss
 import dream_trainer as dt
 from tests.api import ConfigError, declare_random_layer, undeclared_dropouts
 from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.small import run_ranks
+from tests.trainer.small import run_config, run_ranks
 from tests.worlds import run_world
 
 WIDTH, LENGTH, BATCH, STEPS = 8, 6, 4, 4
@@ -128,10 +128,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def config_of(case: Case, experiment: str, **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="random-parts",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             tensor_parallel=2,
@@ -141,7 +140,6 @@ def config_of(case: Case, experiment: str, **training: Any) -> Config:
         compile_parameters=dt.CompileParameters(backend=case.backend or "eager"),
         training_parameters=dt.TrainingParameters(**{"n_epochs": 1} | training),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=experiment == "broken"),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         case=case,
     )
 

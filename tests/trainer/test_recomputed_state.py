@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError, load_weights
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 WIDTH, N_STEPS, BATCH = 4, 3, 4
@@ -94,14 +95,10 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(mode: str, **devices: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        project="tests",
-        group="recomputed state",
-        experiment=f"{mode} {len(devices)}",
+    return run_config(
+        f"{mode} {len(devices)}",
         device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode, **devices),
         training_parameters=dt.TrainingParameters(max_steps=N_STEPS, gradient_accumulation_steps=2),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 

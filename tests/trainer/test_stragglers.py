@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import ConfigError, PerRankLoader, Stragglers
-from tests.trainer.small import Batch, batches, network, sgd
+from tests.trainer.small import Batch, batches, network, run_config, sgd
 from tests.worlds import run_world
 
 SLOW = 0.06
@@ -87,10 +87,8 @@ class Said(logging.Handler):
 def train_all(devices: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, options in CASES.items():
-        config = dt.DreamTrainerConfig(
-            project="tests",
-            group="slow",
-            experiment=name.replace(" ", "_"),
+        config = run_config(
+            name.replace(" ", "_"),
             device_parameters=dt.DeviceParameters(device="cpu", **devices),
             training_parameters=dt.TrainingParameters(max_steps=20, n_epochs=None),
             logger_parameters=dt.LoggerParameters(

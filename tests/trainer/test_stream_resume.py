@@ -17,7 +17,7 @@ import torch.nn as nn
 import dream_trainer as dt
 from tests.api import Map, Shuffle, StreamLoader
 from tests.data.lane_truth import GLOBAL_BATCH, KINDS, digest, identity, lengths, make_source, write_tar
-from tests.trainer.small import run_ranks
+from tests.trainer.small import run_config, run_ranks
 from tests.worlds import run_world
 
 COUNTS = lengths(8, most=17)
@@ -57,15 +57,11 @@ class Streamed(dt.DreamTrainer):
 
 
 def make_config(max_steps: int, seed: int = 7, **training: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        project="tests",
-        group="streams",
-        experiment="resume",
+    return run_config(
+        "resume",
         seed=seed,
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(**({"max_steps": max_steps, "n_epochs": None} | training)),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_every_n_steps=2),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 

@@ -30,7 +30,7 @@ from tests.trainer.arithmetic import (
     make_optimizer,
     reference,
 )
-from tests.trainer.small import run_ranks
+from tests.trainer.small import run_config, run_ranks
 from tests.worlds import run_world
 
 
@@ -134,10 +134,10 @@ def split(model: Model, mesh: Any, plan: str, *, loss_parallel: bool) -> None:
 
 
 def config_of(cell: Cell, experiment: str = "cell", **training: Any) -> Config:
-    return Config(
-        project="tests",
+    return run_config(
+        experiment,
+        Config,
         group="tensor-parallel",
-        experiment=experiment,
         device_parameters=dt.DeviceParameters(
             device="cpu", tensor_parallel=cell.tp, dp_shard=cell.case.world_size if cell.case.mode == "fsdp" else 1
         ),
@@ -150,8 +150,6 @@ def config_of(cell: Cell, experiment: str = "cell", **training: Any) -> Config:
         tensor_parallel_parameters=dt.TensorParallelParameters(
             sequence_parallel=cell.plan == "sequence", loss_parallel=cell.loss_parallel
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         cell=cell,
     )
 

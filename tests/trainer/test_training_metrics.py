@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import CheckpointError, DistributedDataLoader, computed
-from tests.trainer.small import Batch, Config, Samples, network
+from tests.trainer.small import Batch, Config, Samples, network, run_config
 from tests.worlds import run_world
 
 LENGTH = 48
@@ -74,14 +74,11 @@ class Measured(dt.DreamTrainer):
 
 
 def config(experiment: str = "run", **checkpoint: Any) -> Config:
-    return Config(
-        project="tests",
-        group="metrics",
-        experiment=experiment,
-        device_parameters=dt.DeviceParameters(device="cpu"),
+    return run_config(
+        experiment,
+        Config,
         training_parameters=dt.TrainingParameters(n_epochs=1, global_batch_size=12, val_every_n_steps=1),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, async_save=False, **checkpoint),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 

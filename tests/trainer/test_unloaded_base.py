@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
 from dream_trainer import simple
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 WIDTH = 8
@@ -146,13 +147,9 @@ class AFewFrozen(Probe):
 
 
 def config(experiment: str, steps: int = 1, **checkpoint: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        project="tests",
-        group="bases",
-        experiment=experiment,
-        device_parameters=dt.DeviceParameters(device="cpu"),
+    return run_config(
+        experiment,
         training_parameters=dt.TrainingParameters(max_steps=steps),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(**checkpoint),
     )
 
