@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,17 +212,6 @@ def test_a_copied_model_computes_with_its_own_weights(mode: Mode) -> None:
 # -- what cannot be
 
 
-def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
-    class Without(dt.BaseTrainer, dt.SetupMixin):
-        configure_models = Trained.configure_models
-        configure_dataloaders = Trained.configure_dataloaders
-        configure_optimizers = Trained.configure_optimizers
-        training_step = Trained.training_step
-
-    with pytest.raises(ConfigError, match=r"'full', but Without .*Add ActivationCheckpointingMixin"):
-        Without(config_of("full"))
-
-
 def test_a_frozen_model_is_left_alone() -> None:
     class Flat(Trained):
         def configure_models(self) -> None:
@@ -233,25 +221,6 @@ def test_a_frozen_model_is_left_alone() -> None:
     with Flat(config_of("full")) as trainer:
         trainer.fit()
         assert type(trainer.frozen_features) is nn.Linear
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"every_n_blocks": 0}, "every_n_blocks=0 is not a positive integer"),
-        ({"keep": ()}, 'Use activation_checkpointing="full" for that'),
-        ({"keep": ("aten.matmull.default",)}, "PyTorch has no operation 'aten.matmull.default'. Names look like"),
-        ({"keep": ("mm",)}, "PyTorch has no operation 'mm'"),
-    ],
-)
-def test_a_policy_that_cannot_work_is_refused_by_the_config(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        ActivationCheckpointingParameters(**wrong)
-
-
-def test_a_mode_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match="selective"):
-        replace(config_of("none").device_parameters, activation_checkpointing="some")
 
 
 class Normed(nn.Module):

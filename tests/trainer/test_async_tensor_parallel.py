@@ -43,11 +43,6 @@ def test_devices_that_cannot_share_memory_are_refused() -> None:
         assert "async_tensor_parallel=True: the device is 'cpu'." in message
 
 
-def test_other_compilers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="async_tensor_parallel=True with backend='aot_eager'"):
-        dt.CompileParameters(backend="aot_eager", async_tensor_parallel=True)
-
-
 def test_an_overlap_without_compiled_blocks_is_refused() -> None:
     config = replace(
         config_of(Cell(1, "layers", Case())), compile_parameters=dt.CompileParameters(async_tensor_parallel=True)

@@ -209,8 +209,6 @@ def test_nothing_is_compiled_unless_asked_for() -> None:
 
 def test_split_layers_are_not_compiled_where_pytorch_cannot() -> None:
     split = dt.DeviceParameters(device="cpu", tensor_parallel=2, compile=True)
-    with pytest.raises(ConfigError, match='tensor_parallel=2 and activation_checkpointing="full".*Use "selective"'):
-        replace(split, activation_checkpointing="full")
 
     class Split(Trained):
         def apply_tensor_parallel(self, mesh: Any) -> None:
@@ -220,14 +218,3 @@ def test_split_layers_are_not_compiled_where_pytorch_cannot() -> None:
     variable = replace(config, compile_parameters=dt.CompileParameters(dynamic=True))
     with pytest.raises(ConfigError, match="dynamic=True with tensor_parallel=2.*Use dynamic=False"):
         Split(variable).apply_compile()
-
-
-def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
-    class Without(dt.BaseTrainer, dt.SetupMixin):
-        configure_models = Trained.configure_models
-        configure_dataloaders = Trained.configure_dataloaders
-        configure_optimizers = Trained.configure_optimizers
-        training_step = Trained.training_step
-
-    with pytest.raises(ConfigError, match="compile=True, but Without does not.*Add CompileMixin to its bases and Comp"):
-        Without(config_of("never", backend="aot_eager"))

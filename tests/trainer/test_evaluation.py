@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, EvalParameters, HookError, PerRankLoader
+from tests.api import DistributedDataLoader, EvalParameters, HookError, PerRankLoader
 from tests.trainer.small import (
     Alone,
     Batch,
@@ -118,17 +118,6 @@ def test_a_default_that_nobody_chose_is_not_warned_of(caplog: pytest.LogCaptureF
 
     fit(Counts(make_config(n_epochs=1), batches(1), batches(1)))
     assert "best_metrics" not in caplog.text
-
-
-def test_a_mode_that_is_not_known_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'min' or 'max'"):
-        EvalParameters(best_metrics={"val/loss": "smallest"})  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize("names", [["val/loss"], "val/loss", None, {1: "min"}])
-def test_best_metrics_that_are_no_mapping_of_names_are_an_error(names: Any) -> None:
-    with pytest.raises(ConfigError, match=r"best_metrics=.* not a dict of names.*best_metrics=\{'val/loss': 'min'\}"):
-        EvalParameters(best_metrics=names)
 
 
 # -- evaluate

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import dream_trainer as dt
-from tests.api import ConfigError
 from tests.trainer import meshes
 from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_of
 from tests.trainer.small import run_ranks
@@ -254,9 +252,3 @@ def test_what_it_has_found_equal_is_said_once(tmp_path: Path) -> None:
     assert (first[0], second[0]) == (0, 0)
     assert len(re.findall(SAID, first[1])) == 1
     assert not re.search(SAID, second[1])
-
-
-@pytest.mark.parametrize("beside", [{"pipeline_parallel": 2}, {"float8": "rowwise"}])
-def test_it_is_refused_where_there_is_nothing_to_compare_with(beside: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"compare_first_forward=True with .*, where a forward cannot be compared"):
-        dt.DeviceParameters(device="cpu", compare_first_forward=True, **beside)

@@ -484,20 +484,6 @@ def test_what_needs_all_ranks_in_a_step_is_refused_by_name(
         make_trainer(config)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"every_n_steps": 0}, {"workers": 0}, {"outer": "adam"}, {"outer_lr": 0.0}, {"outer_momentum": 1.0}],
-)
-def test_values_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        dt.LocalSGDParameters(**wrong)
-
-
-def test_nesterov_without_momentum_is_named() -> None:
-    with pytest.raises(ConfigError, match="nesterov"):
-        dt.LocalSGDParameters(outer="sgd", outer_momentum=0.0)
-
-
 class Synchronised(Trainer):
     def configure_models(self) -> None:
         self.model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())

@@ -17,7 +17,7 @@ import torch.nn as nn
 from PIL import Image as Pillow
 
 import dream_trainer as dt
-from tests.api import ConfigError, Images, Logger, Media, Progress, Saver, Stamp, Text, read_jsonl
+from tests.api import ConfigError, Images, Logger, Media, Saver, Stamp, Text, read_jsonl
 from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history
 from tests.worlds import run_world
 
@@ -491,40 +491,6 @@ def test_logger_parameters_survive_the_way_to_a_dict_and_the_command_line() -> N
         "--logger-parameters.wandb.mode offline --logger-parameters.wandb.tags a b"
     )
     assert parse(Config, line.split()).logger_parameters == config.logger_parameters
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"loggers": ("wand",)}, {"loggers": ("jsonl", "jsonl")}, {"log_every_n_steps": 0}, {"strict": 1}], ids=str
-)
-def test_wrong_parameters_are_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        dt.LoggerParameters(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("cls", "field", "value", "shown"),
-    [
-        (dt.LoggerParameters, "loggers", "jsonl", r"\('jsonl',\)"),
-        (dt.LoggerParameters, "loggers", None, "not a tuple of strings"),
-        (dt.WandbParameters, "tags", "baseline", r"\('baseline',\)"),
-        (dt.ActivationCheckpointingParameters, "keep", "aten.mm.default", r"\('aten.mm.default',\)"),
-        (dt.OptimizerParameters, "hidden", "blocks", r"\('blocks',\)"),
-        (dt.OptimizerParameters, "groups", dt.GroupParameters(pattern="head", lr_scale=2), "not a tuple"),
-        (Progress, "metrics", "train/loss", r"\('train/loss',\)"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else str(value)[:9],
-)
-def test_one_name_where_several_may_be_is_not_taken_letter_by_letter(
-    cls: Any, field: str, value: Any, shown: str
-) -> None:
-    others = {"name": "muon"} if cls is dt.OptimizerParameters else {}
-    with pytest.raises(ConfigError, match=f"{field}=.*{shown}"):
-        cls(**others, **{field: value})
-
-
-def test_an_unknown_mode_of_wandb_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="mode='of' is not known. Use 'online', 'offline', 'disabled' or None"):
-        dt.WandbParameters(mode="of")  # type: ignore[arg-type]
 
 
 @pytest.mark.pitfall(51)

@@ -274,35 +274,5 @@ def test_another_config_for_a_trainer_is_refused() -> None:
         trainer.config = make_config()
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: dt.TrainingParameters(max_step=3), ["max_step", "max_steps"]),  # type: ignore[call-arg]
-        (lambda: dt.DeviceParameters(precison="bf16"), ["precison", "precision"]),  # type: ignore[call-arg]
-        (lambda: dt.CheckpointParameters(save_every=3), ["save_every", "save_every_n_steps"]),  # type: ignore[call-arg]
-        (lambda: make_config_with(traning_parameters=None), ["traning_parameters", "training_parameters"]),
-    ],
-)
-def test_a_misspelt_config_field_is_answered_with_the_nearest(build: Any, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build()
-    assert all(word in str(caught.value) for word in words)
-
-
-def make_config_with(**fields: Any) -> Config:
-    return Config(project="p", group="g", experiment="e", **fields)
-
-
-def test_assigning_to_frozen_parameters_says_how_to_change_them() -> None:
-    parameters = dt.TrainingParameters(max_steps=3)
-    with pytest.raises(AttributeError, match=r"replace\(training_parameters, max_steps=\.\.\.\)"):
-        parameters.max_steps = 4  # type: ignore[misc]
-
-
-def test_an_experiment_whose_name_no_directory_can_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="experiment=.* 300 bytes"):
-        replace(make_config(), experiment="x" * 300)
-
-
 def test_the_signature_of_log_is_still_told() -> None:
     assert list(inspect.signature(Everything.log).parameters)[:5] == ["self", "name", "value", "weight", "reduce"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader
+from tests.api import DistributedDataLoader
 from tests.trainer.small import Samples, Sharded, make_config, run_ranks, weights
 from tests.worlds import run_world
 
@@ -47,13 +47,6 @@ def test_weights_are_the_same_and_each_copy_reduces_in_a_group_of_its_own() -> N
         assert plain["collectives"] == []
         assert found["collectives"][0] >= 3 * 3  # two blocks and the rest, in each step
         assert found["ranks"] == [[0, 1] if rank < 2 else [2, 3]]
-
-
-@pytest.mark.parametrize("name", ["separate_reduce_group", "symmetric_memory"])
-def test_an_older_pytorch_is_told_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    with pytest.raises(ConfigError, match=f"{name}=True needs PyTorch 2.13, and this is 2.11.0"):
-        dt.FSDPParameters(**{name: True})
 
 
 def in_shared_memory() -> None:
