@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -223,7 +222,7 @@ class Trained(dt.DreamTrainer):
             self.gain_optimizer = torch.optim.SGD(self.gain.parameters(), lr=1e-2)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
-        self.start = weights_of(self)
+        self.initial = weights_of(self)
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.setdefault(step, {}).update(metrics)
@@ -318,7 +317,7 @@ def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
                     "scale": trainer._accumulation.loss_scale_state(),
                     "loads": {name: v for name, v in trainer.logged[case.steps].items() if "_load" in name},
                     "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
-                    "start": trainer.start,
+                    "start": trainer.initial,
                     "weights": weights_of(trainer),
                     "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False))),
                 }
@@ -326,9 +325,8 @@ def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return results
 
 
-def travel(hops: Sequence[tuple[Case, int]], experiment: str, directory: str) -> list[dict[str, Any]]:
+def travel(hops: Sequence[tuple[Case, int]], experiment: str) -> list[dict[str, Any]]:
     """Trains up to each hop's step, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
     results = []
     for case, max_steps in hops:
         checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
@@ -336,7 +334,7 @@ def travel(hops: Sequence[tuple[Case, int]], experiment: str, directory: str) ->
             replace(config_of(case, experiment, max_steps=max_steps), checkpoint_parameters=checkpoints)
         ) as trainer:
             trainer.fit()
-            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state_of(trainer)})
+            results.append({"start": trainer.initial, "loaded": trainer.loaded, "state": state_of(trainer)})
     return results
 
 

@@ -143,7 +143,7 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=self.config.case.fused)
-        self.start = state_of(self.model)
+        self.initial = state_of(self.model)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
 

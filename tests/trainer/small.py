@@ -117,6 +117,13 @@ def run_config(experiment: str = "run", cls: Callable[..., Any] = dt.DreamTraine
     return cls(**defaults | fields)
 
 
+def fit(trainer: Any) -> Any:
+    """Trains and closes."""
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
 class Algorithm:
     """The user's part of a trainer; records which samples each window saw, its losses and norms."""
 

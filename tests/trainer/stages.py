@@ -134,7 +134,7 @@ class Trained(dt.DreamTrainer):
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
-        self.start = weights_of(self)
+        self.initial = weights_of(self)
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.setdefault(step, {}).update(metrics)

@@ -19,6 +19,7 @@ from tests.trainer.small import (
     batches,
     by_hand,
     fill,
+    fit,
     fused_adamw,
     make_config,
     network,
@@ -37,8 +38,7 @@ def train(step: Step, data: list[Batch], *, make_optimizer: Any = sgd, **trainin
             step(self, batch, batch_idx)
             return {}
 
-    with Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer) as trainer:
-        trainer.fit()
+    trainer = fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
     return trainer
 
 
@@ -112,8 +112,7 @@ def test_one_token_of_loss_10_and_nine_of_loss_1_weigh_1_9() -> None:
         def batch_size(self, batch: Any) -> int:
             return 1
 
-    with Constant(make_config(n_epochs=1, gradient_accumulation_steps=2), [(10.0, 1), (1.0, 9)]) as trainer:
-        trainer.fit()
+    trainer = fit(Constant(make_config(n_epochs=1, gradient_accumulation_steps=2), [(10.0, 1), (1.0, 9)]))
     assert trainer.model.weight.item() == pytest.approx(-1.9, abs=1e-12)
 
 
@@ -226,8 +225,7 @@ def test_pre_optimizer_step_sees_normalised_gradients_and_what_it_changes_counts
 
     seen: list[dict[str, torch.Tensor]] = []
     data = batches(3)
-    with Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data) as trainer:
-        trainer.fit()
+    trainer = fit(Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data))
     model = network()
     fill(model)
     sum(mse_loss(model(x), y) / 3 for x, y, _ in data).backward()
@@ -287,8 +285,7 @@ def test_parameters_unfrozen_during_training_are_normalised_clipped_and_zeroed(
 
     data = batches(6 * accumulation)
     training: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clip_val": clip}
-    with Unfreezes(make_config(n_epochs=1, **training), data) as trainer:
-        trainer.fit()
+    trainer = fit(Unfreezes(make_config(n_epochs=1, **training), data))
     model = network()
     fill(model)
     model[0].requires_grad_(False)

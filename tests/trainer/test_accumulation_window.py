@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.trainer.small import Alone, batches, make_config
+from tests.trainer.small import Alone, batches, fit, make_config
 
 
 class Looks(dt.Callback):
@@ -60,8 +60,7 @@ def test_the_losses_are_those_of_the_last_micro_batch() -> None:
             given.append(float(loss.detach()))
             super().backward(loss, **options)
 
-    with Notes(make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[looks]), batches(4)) as trainer:
-        trainer.fit()
+    fit(Notes(make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[looks]), batches(4)))
     assert looks.losses == [[given[1]], [given[3]]]
 
 
@@ -107,6 +106,5 @@ def test_weights_changed_by_hand_between_windows_are_those_of_the_next_step() ->
             found.append(all(not p.any() for p in trainer.named_models()["model"].parameters()))
 
     found: list[bool] = []
-    with Alone(make_config(n_epochs=1, callbacks=[Zeroes()]), batches(3)) as trainer:
-        trainer.fit()
+    fit(Alone(make_config(n_epochs=1, callbacks=[Zeroes()]), batches(3)))
     assert found == [False, True, True]

@@ -262,9 +262,7 @@ def simple(name: str, epochs: int, **options: Any) -> Trainer:
         device="cpu",
         **options,
     )
-    with trainer:
-        trainer.fit()
-    return trainer
+    return saves.fit(trainer)
 
 
 def test_the_history_of_a_branch_is_its_own_with_new_counters() -> None:

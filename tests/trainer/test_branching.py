@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import dream_trainer as dt
 from tests.api import BranchParameters, CheckpointError, ConfigError, DistributedDataLoader, rate_factor, read_record
 from tests.trainer import saves, small
-from tests.trainer.small import Batch, Samples, assert_same_weights, fill, network, weights
+from tests.trainer.small import Batch, Samples, assert_same_weights, fill, fit, network, weights
 from tests.worlds import run_world
 
 SCHEDULE = dt.ScheduleParameters(name="cosine", warmup_steps=2, min_lr_ratio=0.1)
@@ -84,12 +84,6 @@ def make_config(experiment: str, rate: float, steps: int, **checkpoint: Any) -> 
         training={"max_steps": steps},
         **{"save_every_n_steps": 2, "save_every_n_epochs": None} | checkpoint,
     )
-
-
-def fit(trainer: Branches) -> Branches:
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 def parent() -> str:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader
-from tests.trainer.small import WIDTH, Config, Samples, Spread, make_config
+from tests.trainer.small import WIDTH, Config, Samples, Spread, fit, make_config
 from tests.worlds import run_world
 
 STEPS = [4, 5, 6]
@@ -100,8 +100,7 @@ def config(**training: Any) -> Config:
 
 
 def train(kind: type[Records], data: Any, stop_after: int | None = None, **training: Any) -> Records:
-    with kind(config(**training), data, stop_after) as trainer:
-        trainer.fit()
+    trainer = fit(kind(config(**training), data, stop_after))
     return trainer
 
 
@@ -248,6 +247,5 @@ def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(caplog:
             self.step(self.model, self.optimizer)
             return {}
 
-    with Changes(make_config(n_epochs=1)) as trainer:
-        trainer.fit()
+    fit(Changes(make_config(n_epochs=1)))
     assert "what pre_epoch changes in it counts only if its length changes too" in caplog.text

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dream_trainer as dt
 from tests.api import DistributedDataLoader, format_bytes
-from tests.trainer.arithmetic import same_bits
 from tests.trainer.sequences import (
     HEAD,
     LENGTH,
@@ -202,62 +198,3 @@ def test_a_model_of_transformers_shares_its_sequences_unchanged() -> None:
     alone = run_world(train_foreign, 1, Case())[0]
     for norms in run_world(train_foreign, 2, Case(2, attention="ulysses")):
         assert norms == pytest.approx(alone, rel=1e-6)  # its norms compute in float32
-
-
-# -- checkpoints
-
-
-class Random(Observed):
-    """Random weights, dropped outputs, and what was loaded."""
-
-    loaded: dict[str, Any] | None = None
-
-    def init_weights(self) -> None:
-        self.model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear | nn.Embedding) else None)
-
-    def configure_optimizers(self) -> None:
-        super().configure_optimizers()
-        self.start = state_of(self)
-
-    def on_load(self, path: Path) -> None:
-        self.loaded = state_of(self)
-
-
-def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
-    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    results = []
-    for max_steps in steps:
-        config = replace(
-            config_of(case, experiment, max_steps=max_steps),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-        )
-        with Random(config) as trainer:
-            trainer.fit()
-            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state_of(trainer)})
-    return results
-
-
-def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
-    return [*travel(case, "unbroken", 4), *travel(case, "broken", 2, 4)]
-
-
-def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_ranks_own() -> None:
-    dropping = Case(2, shard="auto", packed=True, dropout=0.3)
-    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, dropping):
-        assert same_bits(resumed["loaded"], broken["state"])
-        assert same_bits(resumed["state"], unbroken["state"])
-
-
-def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_sequences() -> None:
-    alone = run_world(travel, 1, Case(packed=True), "alone", 6)[0][0]
-    meshes = [Case(2, shard="auto", packed=True), Case(packed=True), Case(2, dp=2, shard=2, packed=True)]
-    before = None
-    for number, case in enumerate(meshes, start=1):
-        ranks = run_world(travel, case.world_size, case, "hops", 2 * number)
-        for (rank,) in ranks:
-            weights = {name: value for name, value in rank["start"].items() if " of " not in name}
-            assert same_bits(weights, alone["start"])
-            assert before is None or same_bits(rank["loaded"], before)
-        before = ranks[0][0]["state"]
-    for name, value in alone["state"].items():
-        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -22,6 +22,7 @@ from tests.trainer.small import (
     Spread,
     Validates,
     batches,
+    fit,
     make_config,
     network,
     weights,
@@ -32,12 +33,6 @@ from tests.worlds import run_world
 class Checked(Validates, Alone, dt.EvalMixin):
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.metrics = [*vars(self).get("metrics", []), metrics]
-
-
-def fit(trainer: Any) -> Any:
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 def mean_loss(model: nn.Module, data: list[Batch]) -> float:

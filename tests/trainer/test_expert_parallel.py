@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dream_trainer as dt
 from tests.api import DistributedDataLoader, ExpertExchange, split_experts
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.mixtures import (
@@ -210,37 +208,8 @@ def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path
 # -- checkpoints
 
 
-def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
-    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
-    results = []
-    for max_steps in steps:
-        checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
-        with Trained(
-            config_of(case, experiment, training={"max_steps": max_steps}, checkpoints=checkpoints)
-        ) as trainer:
-            trainer.fit()
-            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": everything(trainer)})
-    return results
-
-
 def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:
     case = Case(2, ep=2, accumulation=2, recompute="full")
     for unbroken, broken, resumed in run_world(stop_and_go_on, 2, case):
         assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
         assert same_bits(resumed["state"], unbroken["state"])
-
-
-def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_experts(tmp_path: Path) -> None:
-    (alone,) = travel(Case(), "alone", str(tmp_path), 8)
-    meshes = [Case(2, ep=2), Case(4, ep=2, shard="auto"), Case(), Case(4, ep=4)]
-    before = None
-    for number, case in enumerate(meshes, start=1):
-        arguments = case, "hops", str(tmp_path), 2 * number
-        ranks = run_world(travel, case.world_size, *arguments) if case.world_size > 1 else [travel(*arguments)]
-        for (rank,) in ranks:
-            assert same_bits(rank["start"], alone["start"])
-            assert before is None or same_bits(rank["loaded"], before)
-        before = ranks[0][0]["state"]
-    for name, value in alone["state"].items():
-        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -39,7 +39,7 @@ def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
             trainer.fit()
             results.append(
                 {
-                    "start": trainer.start,
+                    "start": trainer.initial,
                     "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
                     "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, STEPS + 1)],
                     "norms": trainer.norms,
@@ -212,7 +212,7 @@ def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
 def train_stages(n_stages: int) -> dict[str, Any]:
     with Staged(config_of(Case(), devices={"pipeline_parallel": n_stages})) as trainer:
         trainer.fit()
-        found = {"norms": trainer.norms, "start": trainer.start, "state": state_of(trainer.model)}
+        found = {"norms": trainer.norms, "start": trainer.initial, "state": state_of(trainer.model)}
         return found | {"critic": state_of(trainer.critic), "logged": trainer.logged}
 
 

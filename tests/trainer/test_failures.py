@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.small import ROOT, Alone, Batch, Samples, Sharded, Spread, batches, make_config, run_ranks
+from tests.trainer.small import ROOT, Alone, Batch, Samples, Sharded, Spread, batches, fit, make_config, run_ranks
 
 
 class Endless(IterableDataset[Any]):
@@ -404,6 +404,5 @@ def test_a_signal_ends_training_after_the_running_step_with_the_status_that_shel
 
 def test_a_signal_handler_of_the_user_is_back_after_fit() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with Alone(make_config(n_epochs=1), batches(2)) as trainer:
-        trainer.fit()
+    fit(Alone(make_config(n_epochs=1), batches(2)))
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

@@ -93,7 +93,7 @@ class Trained(dt.DreamTrainer):
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.losses: list[float] = []
-        self.start, self.n_bytes = weights(self), 0.0
+        self.initial, self.n_bytes = weights(self), 0.0
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> dict[str, Any]:
         weight = torch.numel if self.config.device_parameters.context_parallel > 1 else None
@@ -205,7 +205,7 @@ def test_the_blocks_linear_layers_are_torchaos(recipe: str, recompute: str, capl
 
     with Trained(config_of(float8=recipe, activation_checkpointing=recompute)) as trainer:
         trainer.fit()
-        assert trainer.losses == by_hand(trainer.start, recipe, STEPS)
+        assert trainer.losses == by_hand(trainer.initial, recipe, STEPS)
         found = [name for name, module in trainer.model.named_modules() if isinstance(module, Float8Linear)]
         assert found == [f"layers.{n}.{name}" for n in range(2) for name in ("up", "down")]
         assert {own_class(module) for module in trainer.model.modules()} == {type(m) for m in Net().modules()}
@@ -218,7 +218,7 @@ def test_the_blocks_linear_layers_are_torchaos(recipe: str, recompute: str, capl
 def test_half_precision_is_the_input_of_float8(precision: str) -> None:
     with Trained(config_of(float8="tensorwise", precision=precision)) as trainer:
         trainer.fit()
-        assert trainer.losses == pytest.approx(by_hand(trainer.start, "tensorwise", STEPS), rel=2e-2)
+        assert trainer.losses == pytest.approx(by_hand(trainer.initial, "tensorwise", STEPS), rel=2e-2)
         layer, x = trainer.model.layers[0].up, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         with trainer.autocast():
@@ -263,7 +263,7 @@ def on_two_ranks(directory: str) -> dict[str, Any]:
             found[name] = {
                 "losses": trainer.losses,
                 "weights": weights(trainer),
-                "start": trainer.start,
+                "start": trainer.initial,
                 "sent": trainer.n_bytes,
                 "mesh": trainer.describe(),
                 "validated": trainer.evaluate()["val/loss"] if name == "sharded" else None,
@@ -312,7 +312,7 @@ def mixture(expert_parallel: int) -> dict[str, Any]:
     with Mixed(config_of(experiment=f"mixture {expert_parallel}", micro_batch=BATCH // 2, **options)) as trainer:
         trainer.fit()
         kinds = {name: type(module).__name__ for name, module in trainer.model.layers[0].named_modules()}
-        return {"losses": trainer.losses, "start": trainer.start, "kinds": kinds}
+        return {"losses": trainer.losses, "start": trainer.initial, "kinds": kinds}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import ConfigError, JoinedBuffers, World, export_checkpoint
-from tests.trainer.small import WIDTH, Samples, Sharded, Spread, Validates, make_config, network, sgd, weights
+from tests.trainer.small import WIDTH, Samples, Sharded, Spread, Validates, fit, make_config, network, sgd, weights
 from tests.trainer.small import fill as fill_weights
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
@@ -178,8 +178,7 @@ def look_once() -> list[list[str]]:
         config.experiment = f"saves {saves}"
         config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves)
         cls = type("Of", (Replicas,), {"policies": {}})
-        with cls(config, loader(N_TRAINED), None if saves else loader(N_VALIDATED)) as trainer:
-            trainer.fit()
+        fit(cls(config, loader(N_TRAINED), None if saves else loader(N_VALIDATED)))
         of_runs.append([line for line in lines if "buffers differ" in line])
     logging.getLogger("dream_trainer").removeHandler(handler)
     return of_runs

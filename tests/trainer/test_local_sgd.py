@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
-from tests.trainer.small import WIDTH, Batch, batches, fill, run_config
+from tests.trainer.small import WIDTH, Batch, batches, fill, fit, run_config
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -459,8 +459,7 @@ def test_another_number_is_refused_another_run_begins_from_the_average_and_one_b
 
 def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None:
     for rounds in (replace(PLAIN, workers="hosts"), replace(DILOCO, workers="hosts")):
-        with make_trainer(make_config(f"{rounds.outer}", rounds)) as trainer:
-            trainer.fit()
+        trainer = fit(make_trainer(make_config(f"{rounds.outer}", rounds)))
         assert_close(state_of(trainer), by_hand(1, replace(rounds, workers=1))["states"][0])
 
 

@@ -30,6 +30,7 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fit,
     make_config,
     weights,
 )
@@ -37,9 +38,7 @@ from tests.trainer.small import (
 
 def train(data: Any, **training: Any) -> Alone:
     trainer = Alone(make_config(**training), data)
-    with trainer:
-        trainer.fit()
-    return trainer
+    return fit(trainer)
 
 
 def firsts(trainer: Alone) -> list[int]:
@@ -403,8 +402,7 @@ class Checked(Validates, Alone):
 def test_counters_show_completed_work_at_every_event() -> None:
     diary = Diary()
     config = make_config(n_epochs=2, gradient_accumulation_steps=2, callbacks=[diary])
-    with Checked(config, batches(3), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Checked(config, batches(3), batches(1)))
     expected: list[tuple[str, int, int, int, int]] = []
     for epoch in range(2):
         step, samples = 2 * epoch, 6 * epoch
@@ -442,8 +440,7 @@ def test_a_window_with_two_steps_counts_once_and_one_without_any_counts_not_at_a
             parameters = list(self.model.parameters())
             self.halves = [torch.optim.SGD(half, lr=0.1) for half in (parameters[:2], parameters[2:])]
 
-    with Twice(make_config(n_epochs=1), batches(6)) as trainer:
-        trainer.fit()
+    trainer = fit(Twice(make_config(n_epochs=1), batches(6)))
     assert trainer.global_step == 3
     assert trainer.samples_seen == 12
 
@@ -456,8 +453,7 @@ def test_is_accumulating_gradients_is_false_on_the_last_batch_of_a_window_only()
             return result
 
     flags: list[bool] = []
-    with Watch(make_config(n_epochs=1, gradient_accumulation_steps=3), batches(7)) as trainer:
-        trainer.fit()
+    fit(Watch(make_config(n_epochs=1, gradient_accumulation_steps=3), batches(7)))
     assert flags == [True, True, False, True, True, False, False]
 
 
@@ -553,8 +549,7 @@ def test_a_stop_asked_for_after_a_validation_trains_no_further_step() -> None:
             if self.current_epoch == 1:
                 self.request_stop("it gets no better")
 
-    with Early(make_config(n_epochs=5), batches(3), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Early(make_config(n_epochs=5), batches(3), batches(1)))
     assert trainer.global_step == 6
     assert trainer.current_epoch == 2
 
@@ -706,8 +701,7 @@ def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_ste
     config.checkpoint_parameters = dt.CheckpointParameters(
         save_every_n_steps=2, save_every_n_epochs=None, async_save=False
     )
-    with Idles(config, batches(12), batches(1)) as trainer:
-        trainer.fit()
+    fit(Idles(config, batches(12), batches(1)))
     assert done == [
         *(("validates", 2, 4), ("saves", 2, 4)),
         *(("validates", 4, 8), ("saves", 4, 8)),
@@ -766,8 +760,7 @@ class Everything(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMi
 
 def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkpoint(tmp_path: Path) -> None:
     config = make_config(n_epochs=5, fast_dev_run=True, gradient_accumulation_steps=2)
-    with Everything(config, batches(6), batches(3)) as trainer:
-        trainer.fit()
+    trainer = fit(Everything(config, batches(6), batches(3)))
     assert firsts(trainer) == [0, 2]
     assert trainer.global_step == 1
     assert trainer.validated == [(1, 0)]
@@ -777,8 +770,7 @@ def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkp
 @pytest.mark.pitfall(48)
 def test_sanity_validation_runs_before_training_and_logs_nothing(tmp_path: Path) -> None:
     config = make_config(n_epochs=1, num_sanity_val_steps=2, loggers=("jsonl",), log_every=1)
-    with Everything(config, batches(2), batches(3)) as trainer:
-        trainer.fit()
+    trainer = fit(Everything(config, batches(2), batches(3)))
     assert trainer.validated == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
     lines = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
@@ -793,8 +785,7 @@ def test_deterministic_holds_during_fit_and_not_after() -> None:
             return super().training_step(batch, batch_idx)
 
     flags: list[bool] = []
-    with Watch(make_config(max_steps=2, deterministic=True), batches(2)) as trainer:
-        trainer.fit()
+    fit(Watch(make_config(max_steps=2, deterministic=True), batches(2)))
     assert flags == [True, True]
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -872,8 +863,7 @@ def test_a_batch_of_any_structure_reaches_the_step_as_what_it_was(kind: str) -> 
             return {}
 
     data = batches(3)
-    with Takes(make_config(n_epochs=1), [wrap(x, y) for x, y, _ in data]) as trainer:
-        trainer.fit()
+    trainer = fit(Takes(make_config(n_epochs=1), [wrap(x, y) for x, y, _ in data]))
     assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in data]))
 
 
@@ -886,8 +876,7 @@ def test_move_batch_and_batch_size_are_the_users_to_change() -> None:
         def batch_size(self, batch: Any) -> int:
             return 100
 
-    with Own(make_config(n_epochs=1), batches(3)) as trainer:
-        trainer.fit()
+    trainer = fit(Own(make_config(n_epochs=1), batches(3)))
     assert trainer.samples_seen == 300
     assert_same_weights(weights(trainer.model), by_hand([[(x * 2, y)] for x, y, _ in batches(3)]))
 

@@ -26,6 +26,7 @@ from tests.trainer.small import (
     batches,
     by_hand,
     fill,
+    fit,
     fused_adamw,
     make_config,
     network,
@@ -151,8 +152,7 @@ class Evaluated(Validates, Sharded, dt.EvalMixin, dt.LoggerMixin):
 def main_process_only() -> tuple[list[int], dict[str, str]]:
     watch = Watches()
     data = DistributedDataLoader(Samples(12), 2), DistributedDataLoader(Samples(4), 2)
-    with Evaluated(make_config(n_epochs=1, callbacks=[watch], fsdp=BY_BLOCKS), *data) as trainer:
-        trainer.fit()
+    fit(Evaluated(make_config(n_epochs=1, callbacks=[watch], fsdp=BY_BLOCKS), *data))
     return watch.steps, watch.refused
 
 

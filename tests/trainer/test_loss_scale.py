@@ -17,7 +17,7 @@ import dream_trainer as dt
 from tests.api import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, NonFiniteError
 from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import full
-from tests.trainer.small import make_config
+from tests.trainer.small import fit, make_config
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -188,13 +188,11 @@ def in_float32(factors: list[float], *, skip: int = 0) -> dict[str, Tensor]:
 
 def test_the_scale_is_resumed() -> None:
     config = make_config(devices=FP16, n_epochs=1, train_batch_size=SIZE)
-    with Trainer(replace(config, experiment="whole"), WILD) as whole:
-        whole.fit()
+    whole = fit(Trainer(replace(config, experiment="whole"), WILD))
     for max_steps in (3, None):
         training = replace(config.training_parameters, max_steps=max_steps)
         saving = dt.CheckpointParameters(save_every_n_epochs=None)
-        with Trainer(replace(config, training_parameters=training, checkpoint_parameters=saving), WILD) as resumed:
-            resumed.fit()
+        resumed = fit(Trainer(replace(config, training_parameters=training, checkpoint_parameters=saving), WILD))
     assert resumed.scales == whole.scales[3:]
     assert resumed.skipped_steps == whole.skipped_steps
     for name, weight in weights(resumed.model).items():

@@ -28,6 +28,7 @@ from tests.trainer.small import (
     batches,
     by_hand,
     fill,
+    fit,
     fused_adamw,
     make_config,
     network,
@@ -67,9 +68,7 @@ class Bad(Poisoned, Alone):
 def train(make_optimizer: Any, poison: dict[int, tuple[float, int]], count: int = 6, **training: Any) -> Bad:
     trainer = Bad(make_config(n_epochs=1, **training), batches(count), make_optimizer=make_optimizer)
     trainer.poison = poison
-    with trainer:
-        trainer.fit()
-    return trainer
+    return fit(trainer)
 
 
 @pytest.mark.pitfall(14)

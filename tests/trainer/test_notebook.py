@@ -26,6 +26,7 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fit,
     make_config,
     weights,
 )
@@ -123,8 +124,7 @@ def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes
         first.fit()
         with pytest.raises(CheckpointError, match="another trainer of this process has trained .* Build this one anew"):
             second.fit()
-        with built(3) as third:
-            third.fit()
+        fit(built(3))
         written, message = files(), "has trained runs/.* since this one did, whose state is older"
         first.set_limits(n_epochs=4)
         for call in (first.save_checkpoint, first.fit):

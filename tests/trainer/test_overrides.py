@@ -9,7 +9,7 @@ import torch
 
 import dream_trainer as dt
 from tests.api import HookError
-from tests.trainer.small import Alone, batches, make_config
+from tests.trainer.small import Alone, batches, fit, make_config
 
 heard: list[str] = []
 
@@ -62,8 +62,7 @@ class PoliteTwice(Mixed):
 def trained(*bases: type) -> list[str]:
     """Who heard of the one optimizer step of a trainer with these bases."""
     heard.clear()
-    with type("Mine", bases, {})(make_config(n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
+    fit(type("Mine", bases, {})(make_config(n_epochs=1), batches(1)))
     return list(heard)
 
 
@@ -93,8 +92,7 @@ def test_every_definition_of_an_event_is_heard_once_wherever_its_class_stands(
 
 def test_a_class_with_one_base_overrides_its_event_as_in_python() -> None:
     heard.clear()
-    with Twice(make_config(n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
+    fit(Twice(make_config(n_epochs=1), batches(1)))
     assert heard == ["derived"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +112,12 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
     "meshes",
     [
         pytest.param([Case(2, tp=2), Case()], id="to one process"),
+        pytest.param([Case(2), Case(), Case(2, dp=2, shard="auto")], id="of stages"),
+        pytest.param(
+            [Case(cp=2, shard="auto", packed=True), Case(packed=True), Case(cp=2, dp=2, shard=2, packed=True)],
+            id="of sequences",
+        ),
+        pytest.param([Case(dp=2, ep=2), Case(dp=4, ep=2, shard="auto"), Case(), Case(dp=4, ep=4)], id="of experts"),
         pytest.param(
             [
                 Case(),
@@ -136,12 +142,16 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
         ),
     ],
 )
-def test_a_checkpoint_moves_between_meshes(meshes: list[Case], tmp_path: Path) -> None:
-    (alone,) = travel([(Case(blocks=meshes[0].blocks), len(meshes))], "alone", str(tmp_path))
+def test_a_checkpoint_moves_between_meshes(meshes: list[Case]) -> None:
+    if max(case.ep for case in meshes) > 1:
+        meshes = [replace(case, experts=True) for case in meshes]
+    (alone,) = travel([(meshes[0].alone, len(meshes))], "alone")
     before = None
     for steps, case in enumerate(meshes, start=1):
-        hop = [(case, steps)], "hops", str(tmp_path)
-        ranks = [found for (found,) in (run_world(travel, case.world_size, *hop) if case.pp > 1 else [travel(*hop)])]
+        hop = [(case, steps)], "hops"
+        ranks = [
+            found for (found,) in (run_world(travel, case.world_size, *hop) if case.world_size > 1 else [travel(*hop)])
+        ]
         assert same_bits(united([rank["start"] for rank in ranks]), alone["start"])
         assert before is None or same_bits(united([rank["loaded"] for rank in ranks]), before)
         before = united([rank["state"] for rank in ranks])
@@ -149,12 +159,12 @@ def test_a_checkpoint_moves_between_meshes(meshes: list[Case], tmp_path: Path) -
         torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def stop_and_go_on(cases: list[Case]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Each case in one go, and stopped after two of four steps."""
     found = []
     for number, case in enumerate(cases):
-        (unbroken,) = travel([(case, 4)], f"unbroken {number}", directory)
-        found.append((unbroken, travel([(case, 2), (case, 4)], f"broken {number}", directory)))
+        (unbroken,) = travel([(case, 4)], f"unbroken {number}")
+        found.append((unbroken, travel([(case, 2), (case, 4)], f"broken {number}")))
     return found
 
 
@@ -162,6 +172,7 @@ def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, An
     "cases",
     [
         pytest.param([Case(2, cp=2, ep=2, experts=True, packed=True, dropout=0.3)], id="sequences and experts"),
+        pytest.param([Case(cp=2, shard="auto", packed=True, dropout=0.3)], id="sequences alone"),
         pytest.param(
             [
                 Case(2, tp=2, dropout=0.3),
@@ -184,8 +195,8 @@ def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, An
         ),
     ],
 )
-def test_a_run_in_stages_goes_on_to_the_bit(cases: list[Case], tmp_path: Path) -> None:
-    for of_rank in run_world(stop_and_go_on, 4, cases, str(tmp_path)):
+def test_a_run_goes_on_to_the_bit(cases: list[Case]) -> None:
+    for of_rank in run_world(stop_and_go_on, cases[0].world_size, cases):
         for straight, (broken, resumed) in of_rank:
             assert same_bits(resumed["loaded"], broken["state"])
             assert same_bits(resumed["state"], straight["state"])

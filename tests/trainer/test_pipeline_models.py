@@ -104,7 +104,7 @@ class Several(Trained):
         super().configure_optimizers()
         self.reader_optimizer = torch.optim.SGD(self.reader.parameters(), lr=0.05, momentum=0.5)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
-        self.start = weights_of(self)
+        self.initial = weights_of(self)
 
     def learn(self, batch: tuple[Tensor, Tensor]) -> None:
         tokens, labels = batch
@@ -163,7 +163,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     for case in cases:
         with Several(config_of(case)) as trainer:
             trainer.fit()
-            results.append({"norms": trainer.norms, "start": trainer.start, "weights": weights_of(trainer)})
+            results.append({"norms": trainer.norms, "start": trainer.initial, "weights": weights_of(trainer)})
             results[-1] |= {"logged": trainer.logged, "described": mesh_lines(trainer)}
     return results
 
@@ -298,7 +298,7 @@ class Normed(Trained):
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
-        self.start |= {f"judge.{name}": value.clone() for name, value in self.judge.state_dict().items()}
+        self.initial |= {f"judge.{name}": value.clone() for name, value in self.judge.state_dict().items()}
         self.judge_optimizer = torch.optim.SGD(self.judge.parameters(), lr=0.1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def be_careless_and_normed() -> tuple[dict[str, str], dict[str, Tensor], list[fl
             trainer.fit()
             if isinstance(trainer, Careless):
                 told = trainer.told
-    return told, trainer.start, trainer.norms, {name: v.clone() for name, v in trainer.judge.state_dict().items()}
+    return told, trainer.initial, trainer.norms, {name: v.clone() for name, v in trainer.judge.state_dict().items()}
 
 
 def test_losses_through_two_models_are_refused_or_trained_as_in_one_process() -> None:

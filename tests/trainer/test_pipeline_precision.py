@@ -52,7 +52,7 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
         with Half(config_of(case, val_every_n_epochs=None)) as trainer:
             trainer.fit()
             losses = [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)]
-            results.append({"losses": losses, "norms": trainer.norms, "start": trainer.start, "sent": trainer.sent})
+            results.append({"losses": losses, "norms": trainer.norms, "start": trainer.initial, "sent": trainer.sent})
             results[-1] |= {"weights": weights_of(trainer), "skipped": trainer.skipped_steps}
     return results
 

@@ -46,7 +46,7 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         with Poisoned(config_of(case, nonfinite="retry", val_every_n_epochs=None)) as trainer:
             trainer.fit()
-            results.append({"norms": trainer.norms, "start": trainer.start, "weights": weights_of(trainer)})
+            results.append({"norms": trainer.norms, "start": trainer.initial, "weights": weights_of(trainer)})
             results[-1] |= {"runs": trainer.runs, "skipped": trainer.skipped_steps}
     return results
 

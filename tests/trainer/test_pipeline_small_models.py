@@ -66,7 +66,7 @@ class Adversaries(dt.DreamTrainer):
         self.generator_optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1)
         self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
         self.norms: list[float] = []
-        self.start = deepcopy((self.critic.state_dict(), self.generator.state_dict()))
+        self.initial = deepcopy((self.critic.state_dict(), self.generator.state_dict()))
 
     def fooled(self, made: Tensor, ones: Tensor) -> Tensor:
         return told(self.critic(made), ones)
@@ -96,7 +96,7 @@ def train() -> dict[str, tuple[list[float], tuple[State, State], tuple[State, St
         with type(kind, (Adversaries,), {"kind": kind})(config) as trainer:
             trainer.fit()
             end = deepcopy((trainer.critic.state_dict(), trainer.generator.state_dict()))
-            results[kind] = trainer.norms, trainer.start, end
+            results[kind] = trainer.norms, trainer.initial, end
     return results
 
 

@@ -53,7 +53,7 @@ def train(cases: list[Case], experiment: str, steps: int) -> list[dict[str, Any]
             averages = trainer.get_callback(EMA).checkpoint_tensors()
             losses = [metrics["train/loss"] for _, metrics in sorted(trainer.logged.items())]
             results.append(
-                {"losses": losses, "norms": trainer.norms, "start": trainer.start, "state": state_of(trainer)}
+                {"losses": losses, "norms": trainer.norms, "start": trainer.initial, "state": state_of(trainer)}
             )
             results[-1] |= {"weights": weights_of(trainer), "averages": {n: full(a) for n, a in averages.items()}}
             if experiment == "hops" and case.pp > 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import ConfigError
 from tests.trainer.arithmetic import full
-from tests.trainer.small import BY_BLOCKS, make_config
+from tests.trainer.small import BY_BLOCKS, fit, make_config
 from tests.worlds import run_world
 
 N_STEPS, SIZE, WIDTH, VOCABULARY, LENGTH = 8, 4, 8, 16, 6
@@ -237,8 +237,7 @@ def twice(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.pitfall(25)
 def test_a_forward_without_gradients_or_a_step_before_a_forward_changes_nothing() -> None:
-    with Pair(make_config(devices=BF16, n_epochs=1)) as trainer:
-        trainer.fit()
+    trainer = fit(Pair(make_config(devices=BF16, n_epochs=1)))
     model = nn.Linear(WIDTH, WIDTH)
     fill(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -284,8 +283,7 @@ class FullHeadByParts(FullHead):
 
 @pytest.mark.parametrize("cls", [FullHead, FullHeadByParts])
 def test_what_is_computed_in_float32_has_its_gradient_in_float32(cls: type[FullHead]) -> None:
-    with cls(make_config(devices=BF16, n_epochs=1)) as trainer:
-        trainer.fit()
+    trainer = fit(cls(make_config(devices=BF16, n_epochs=1)))
     model = nn.Linear(WIDTH, WIDTH)
     fill(model)
     (batch,), _ = trainer.configure_dataloaders()

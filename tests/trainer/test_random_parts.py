@@ -105,7 +105,7 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.start = weights_of(self.model)
+        self.initial = weights_of(self.model)
         self.dropped: dict[str, list[Tensor]] = {}
         self.ends: list[float] = []
         for name, layer in self.model.named_modules():
@@ -147,7 +147,7 @@ def config_of(case: Case, experiment: str, **training: Any) -> Config:
 def fit(case: Case, experiment: str, **training: Any) -> dict[str, Any]:
     with Trained(config_of(case, experiment, **training)) as trainer:
         trainer.fit()
-        found = {"start": trainer.start, "weights": weights_of(trainer.model)}
+        found = {"start": trainer.initial, "weights": weights_of(trainer.model)}
         return found | {"dropped": trainer.dropped, "ends": trainer.ends}
 
 

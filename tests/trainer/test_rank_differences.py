@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, PerRankLoader, RanksDifferError, World
-from tests.trainer.small import Samples, Spread, Validates, batches, fused_adamw, make_config, sgd
+from tests.trainer.small import Samples, Spread, Validates, batches, fit, fused_adamw, make_config, sgd
 from tests.worlds import run_world
 
 ROWS = torch.arange(36.0).view(12, 3).double()
@@ -155,8 +155,7 @@ def saved_with(kind: type, callbacks: list[dt.Callback]) -> list[str]:
     of_run = make_config(max_steps=4, callbacks=callbacks)
     of_run.experiment = kind.__name__
     of_run.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2)
-    with kind(of_run, loader()) as trainer:
-        trainer.fit()
+    fit(kind(of_run, loader()))
     logging.getLogger("dream_trainer").removeHandler(handler)
     return [line for line in lines if "on a resume" in line]
 

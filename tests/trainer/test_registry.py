@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from tests.api import ConfigError, HookError
-from tests.trainer.small import Alone, Spread, batches, make_config
+from tests.trainer.small import Alone, Spread, batches, fit, make_config
 
 
 def empty() -> Any:
@@ -146,8 +146,7 @@ def test_a_private_name_may_hold_a_module_without_state() -> None:
             super().configure_models()
             self._activation = nn.ReLU()
 
-    with Activated(make_config(n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Activated(make_config(n_epochs=1), batches(1)))
     assert list(trainer.named_models()) == ["model"]
 
 

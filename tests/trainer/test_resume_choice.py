@@ -434,8 +434,7 @@ def test_optimizer_state_follows_names_and_not_positions() -> None:
 
 def resume_another_model() -> None:
     """What `test_every_rank_refuses...` starts."""
-    with altered(make_config(), "renamed", length=4 * STEPS) as trainer:
-        trainer.fit()
+    fit(altered(make_config(), "renamed", length=4 * STEPS))
 
 
 @pytest.mark.pitfall(38)

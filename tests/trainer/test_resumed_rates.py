@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as lrs
 import dream_trainer as dt
 from tests.api import BranchParameters, CheckpointError, ConfigError, Every, read_record
 from tests.trainer import saves
-from tests.trainer.small import Batch
+from tests.trainer.small import Batch, fit
 from tests.worlds import run_world
 
 SHORT, LONG = 6, 20
@@ -109,12 +109,6 @@ def make_config(experiment: str, steps: int, rate: float = RATE, **checkpoint: A
         training={"max_steps": steps, "val_every_n_epochs": None},
         **{"save_every_n_epochs": None} | checkpoint,
     )
-
-
-def fit(trainer: Scheduled) -> Scheduled:
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 def by_hand(

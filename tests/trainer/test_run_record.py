@@ -46,16 +46,14 @@ def test_the_barest_trainer_keeps_its_config_and_its_record() -> None:
 def test_nothing_is_written_by_a_trial_or_an_evaluation_or_where_nothing_can_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with Alone(small.make_config(fast_dev_run=True), batches(4)) as trainer:
-        trainer.fit()
+    fit(Alone(small.make_config(fast_dev_run=True), batches(4)))
     assert not Path("runs").exists()
     with Saves(make_config()) as trainer:
         trainer.evaluate()
     assert {path.name for path in RUN.iterdir()} == {"run.lock"}
     ALONE.parent.mkdir(parents=True)
     ALONE.write_text("a file where the directory would be")
-    with Alone(small.make_config(max_steps=3), batches(4)) as trainer:
-        trainer.fit()
+    trainer = fit(Alone(small.make_config(max_steps=3), batches(4)))
     assert trainer.global_step == 3
     assert caplog.text.count("the run's record of itself is not written") == 1
 
@@ -169,8 +167,7 @@ def test_while_it_runs_it_is_alive_and_a_killed_one_is_not() -> None:
             seen.append((record.state, is_alive(trainer.run_dir, record)))
 
     run(callbacks=[Looks()])
-    with Alone(small.make_config(max_steps=1, callbacks=[Looks()]), batches(2)) as trainer:
-        trainer.fit()
+    fit(Alone(small.make_config(max_steps=1, callbacks=[Looks()]), batches(2)))
     assert set(seen) == {("running", True)}
     assert is_alive(RUN, record_of(RUN)) is False  # its lock is free
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -219,8 +216,7 @@ class Dies(SavesAndFailsOnOne):
 
 def fail_on_one(kind: type[FailsOnOne]) -> None:
     data = DistributedDataLoader(small.Samples(16), 2)
-    with kind(small.make_config(n_epochs=1), data) as trainer:
-        trainer.fit()
+    fit(kind(small.make_config(n_epochs=1), data))
 
 
 @pytest.mark.parametrize("kind", [FailsOnOne, SavesAndFailsOnOne])

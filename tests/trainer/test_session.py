@@ -9,7 +9,7 @@ import pytest
 
 import dream_trainer as dt
 from tests.api import DataError, Every, HookError, StepError
-from tests.trainer.small import Alone, Batch, Validates, assert_same_weights, batches, by_hand, make_config
+from tests.trainer.small import Alone, Batch, Validates, assert_same_weights, batches, by_hand, fit, make_config
 from tests.trainer.small import weights as weights_of
 
 
@@ -133,7 +133,6 @@ def test_a_hang_in_what_one_rank_runs_alone_is_reported_with_its_callback() -> N
 
     inside: list[str] = []
     outside: list[str] = []
-    with Looked(make_config(n_epochs=1, callbacks=[Looks()]), batches(1)) as trainer:
-        trainer.fit()
+    fit(Looked(make_config(n_epochs=1, callbacks=[Looks()]), batches(1)))
     assert inside == [f"{outside[0]}, in Looks.post_train_step, which is main_process_only"]
     assert outside == ["training, step 1, batch 1, exchange 2"]

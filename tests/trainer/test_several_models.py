@@ -21,6 +21,7 @@ from tests.trainer.small import (
     Samples,
     assert_same_weights,
     fill,
+    fit,
     make_config,
     network,
     weights,
@@ -523,8 +524,7 @@ class Pair(Body):
 
 
 def fit_pair(kind: type[Pair]) -> None:
-    with kind(make_config(max_steps=2)) as trainer:
-        trainer.fit()
+    fit(kind(make_config(max_steps=2)))
 
 
 def test_a_step_of_another_model_s_optimizer_is_refused_by_name() -> None:
@@ -606,7 +606,6 @@ def test_nothing_is_said_where_each_trainable_parameter_has_an_optimizer(caplog:
             self.second.requires_grad_(False)
             next(self.first.parameters()).requires_grad_(True)
 
-    with Frozen(make_config(max_steps=1)) as trainer:
-        trainer.fit()
+    fit(Frozen(make_config(max_steps=1)))
     assert "no optimizer" not in caplog.text
     assert "in self." not in caplog.text

@@ -23,7 +23,7 @@ import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, Flags, fsdp_modules, gathered_twins, local_tensor
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, make_config
+from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, fit, make_config
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -200,8 +200,7 @@ class CallsCounted(Whole):
 
 def test_an_everyday_step_of_one_process_makes_few_calls_of_our_own() -> None:
     config = make_config(max_steps=24, gradient_clip_val=1.0, callbacks=[cb.Progress(clock=float)], loggers=("jsonl",))
-    with CallsCounted(config) as trainer:
-        trainer.fit()
+    trainer = fit(CallsCounted(config))
     assert 50 * (LAST - FIRST) < trainer.n_calls <= MOST_CALLS * (LAST - FIRST)
 
 

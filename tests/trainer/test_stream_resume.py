@@ -17,7 +17,7 @@ import torch.nn as nn
 import dream_trainer as dt
 from tests.api import Map, Shuffle, StreamLoader
 from tests.data.lane_truth import GLOBAL_BATCH, KINDS, digest, identity, lengths, make_source, write_tar
-from tests.trainer.small import run_config, run_ranks
+from tests.trainer.small import fit, run_config, run_ranks
 from tests.worlds import run_world
 
 COUNTS = lengths(8, most=17)
@@ -82,8 +82,7 @@ def train(
         multiprocessing_context="fork" if workers else None,
     )
     config = make_config(stop, seed, gradient_accumulation_steps=accumulation)
-    with Streamed(config, loader, kill_in) as trainer:
-        trainer.fit()
+    fit(Streamed(config, loader, kill_in))
 
 
 Part = tuple[tuple[int, int, int], int]

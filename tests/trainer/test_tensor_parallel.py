@@ -239,7 +239,7 @@ class Observed(Trained):
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
-        self.start = weights_of(self.model)
+        self.initial = weights_of(self.model)
 
     def configure_metrics(self) -> None:
         from torchmetrics import SumMetric
@@ -302,7 +302,7 @@ def observe(mesh: str, experiment: str, directory: str, max_steps: int) -> dict[
     with Observed(config) as trainer:
         trainer.fit()
         return {
-            "start": trainer.start,
+            "start": trainer.initial,
             "loaded": trainer.loaded,
             "state": state_of(trainer),
             "metrics": trainer.evaluate(),

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
 from dream_trainer import simple
-from tests.trainer.small import run_config
+from tests.trainer.small import fit, run_config
 from tests.worlds import run_world
 
 WIDTH = 8
@@ -161,8 +161,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 
     def run(kind: type[Probe], experiment: str = "run", steps: int = 1, **checkpoint: Any) -> list[str]:
         caplog.clear()
-        with kind(config(experiment, steps, **checkpoint)) as trainer:
-            trainer.fit()
+        fit(kind(config(experiment, steps, **checkpoint)))
         return [m for record in caplog.records if "random initial values" in (m := record.getMessage())]
 
     return run
@@ -211,8 +210,7 @@ def train_on_ranks() -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dream_trainer").addHandler(handler)
     for kind in (Probe, Loaded):
-        with kind(config(kind.__name__)) as trainer:
-            trainer.fit()
+        fit(kind(config(kind.__name__)))
     return [line for line in said if "random initial values" in line]
 
 

@@ -26,6 +26,7 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fit,
     make_config,
     network,
     weights,
@@ -59,12 +60,6 @@ def whole_loss(model: nn.Module, length: int) -> float:
     data = Samples(length)
     with torch.no_grad():
         return mse_loss(model(data.x), data.y).item()
-
-
-def fit(trainer: Any) -> Any:
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 # -- exact, in one process
@@ -389,6 +384,5 @@ def test_a_model_that_is_trained_in_eval_mode_is_named(caplog: pytest.LogCapture
     assert "Call self.model.train() in configure_models" in line
     caplog.clear()
     Evaluating.modes = (True, False, False)
-    with Evaluating(make_config(n_epochs=1), batches(2)) as trainer:
-        trainer.fit()
+    trainer = fit(Evaluating(make_config(n_epochs=1), batches(2)))
     assert "eval mode" not in caplog.text

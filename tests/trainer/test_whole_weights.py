@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import HookError, StepError
-from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, make_config, network, weights
+from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, fit, make_config, network, weights
 from tests.worlds import run_world
 
 
@@ -149,7 +149,7 @@ class BuiltEarly(Sharded):
     def init_weights(self) -> None: ...
 
     def pre_fit(self) -> None:
-        self.start = weights(self.model)
+        self.initial = weights(self.model)
 
 
 def built_in_the_constructor() -> tuple[dict[str, Tensor], str, str]:
@@ -160,7 +160,7 @@ def built_in_the_constructor() -> tuple[dict[str, Tensor], str, str]:
         say = trainer.warn_once
         vars(trainer)["warn_once"] = lambda key, message: (said.append(message), say(key, message))
         trainer.fit()
-    return own, trainer.start, "\n".join(said)
+    return own, trainer.initial, "\n".join(said)
 
 
 @pytest.mark.pitfall(73)
@@ -234,6 +234,5 @@ def test_an_optimizer_under_two_names_counts_once() -> None:
 
 def test_one_rank_alone_names_a_model_that_was_built_in_the_constructor(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(max_steps=1)
-    with BuiltEarly(replace(config), loader()) as trainer:
-        trainer.fit()
+    fit(BuiltEarly(replace(config), loader()))
     assert "self.model was built before configure_models" in caplog.text
