@@ -51,6 +51,16 @@ def finish(trainer: Alone) -> None:
         trainer.norms.append(trainer.step(trainer.model, trainer.optimizer).item())
 
 
+def weighing(weight: Callable[[int], Any] = lambda batch_idx: None) -> Step:
+    """A step with one backward, weighted by the batch's number, which steps at a window's end."""
+
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch), weight=weight(batch_idx))
+        finish(trainer)
+
+    return step
+
+
 def windows_of(data: list[Batch], size: int) -> list[list[Batch]]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
@@ -64,12 +74,8 @@ def windows_of(data: list[Batch], size: int) -> list[list[Batch]]:
 def test_a_window_equals_one_large_batch_also_when_the_epoch_cuts_it_short(
     accumulation: int, make_optimizer: Any
 ) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        finish(trainer)
-
     data = batches(7)
-    trainer = train(step, data, gradient_accumulation_steps=accumulation, make_optimizer=make_optimizer)
+    trainer = train(weighing(), data, gradient_accumulation_steps=accumulation, make_optimizer=make_optimizer)
     large = [
         [(torch.cat([x for x, _, _ in window]), torch.cat([y for _, y, _ in window]))]
         for window in windows_of(data, accumulation)
@@ -117,12 +123,8 @@ def test_one_token_of_loss_10_and_nine_of_loss_1_weigh_1_9() -> None:
 
 
 def test_fractional_weights_normalise_by_their_sum() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=0.25 if batch_idx % 2 else 0.5)
-        finish(trainer)
-
     data = batches(2)
-    trainer = train(step, data, gradient_accumulation_steps=2)
+    trainer = train(weighing(lambda n: 0.25 if n % 2 else 0.5), data, gradient_accumulation_steps=2)
     model = network()
     fill(model)
     (mse_loss(model(data[0][0]), data[0][1]) * 2 / 3 + mse_loss(model(data[1][0]), data[1][1]) / 3).backward()
@@ -168,12 +170,13 @@ def test_two_backward_calls_in_one_batch_add_up_and_count_as_one_batch() -> None
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool, accumulation: int) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=2 if weighted else None)
-        finish(trainer)
-
     data = batches(4)
-    trainer = train(step, data, gradient_accumulation_steps=accumulation, gradient_clip_val=0.05)
+    trainer = train(
+        weighing(lambda n: 2 if weighted else None),
+        data,
+        gradient_accumulation_steps=accumulation,
+        gradient_clip_val=0.05,
+    )
     model = network()
     fill(model)
     optimizer, norms = sgd(model), []
@@ -199,12 +202,8 @@ def test_a_norm_below_the_limit_is_left_as_it_is() -> None:
 
 
 def test_clipping_by_value_clips_the_normalised_gradient() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=3)
-        finish(trainer)
-
     data = batches(4)
-    trainer = train(step, data, gradient_accumulation_steps=2, gradient_clip_value=0.02)
+    trainer = train(weighing(lambda n: 3), data, gradient_accumulation_steps=2, gradient_clip_value=0.02)
     model = network()
     fill(model)
     optimizer = sgd(model)
@@ -453,63 +452,54 @@ def test_a_batch_of_weight_zero_counts_for_nothing_whatever_its_finite_loss_is()
 # -- misuse
 
 
-def test_step_in_the_middle_of_a_window_is_an_error_that_says_when_to_call_it() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        trainer.step(trainer.model, trainer.optimizer)
+def steps_early(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.backward(loss_of(trainer, batch))
+    trainer.step(trainer.model, trainer.optimizer)
 
-    with pytest.raises(StepError, match="is_accumulating_gradients"):
-        train(step, batches(4), gradient_accumulation_steps=2)
+
+def steps_never(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.backward(loss_of(trainer, batch))
+
+
+def weighs_one_of_two(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.other = nn.Linear(1, 1)
+    trainer.other_optimizer = torch.optim.SGD(trainer.other.parameters(), lr=1.0)
+    trainer.backward(loss_of(trainer, batch), weight=2)
+
+
+def steps_a_plateau(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.backward(loss_of(trainer, batch))
+    trainer.step(trainer.model, trainer.optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer))
+
+
+def goes_on_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    steps_early(trainer, batch, batch_idx)
+    trainer.backward(loss_of(trainer, batch))
 
 
 @pytest.mark.pitfall(17)
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_window_with_backward_and_no_step_is_an_error(accumulation: int) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-
-    with pytest.raises(StepError, match=r"no step\(\).*self\.step\(model, optimizer\)"):
+@pytest.mark.parametrize(
+    ("step", "accumulation", "told"),
+    [
+        (steps_early, 2, "is_accumulating_gradients"),
+        (steps_never, 1, r"no step\(\).*self\.step\(model, optimizer\)"),
+        (steps_never, 3, r"no step\(\).*self\.step\(model, optimizer\)"),
+        (weighing(lambda n: None if n else 2), 2, "Weight every micro-batch, or none"),
+        (weighing(lambda n: 2 if n else None), 2, "Weight every micro-batch, or none"),
+        (weighs_one_of_two, 1, r"\(model, other\).*model="),
+        (steps_a_plateau, 1, "post_val_epoch"),
+        (goes_on_after_its_step, 1, "step"),
+    ],
+)
+def test_a_window_that_is_not_one_of_backward_and_step_is_an_error(step: Step, accumulation: int, told: str) -> None:
+    with pytest.raises(StepError, match=told):
         train(step, batches(4), gradient_accumulation_steps=accumulation)
 
 
-@pytest.mark.parametrize("weighted_first", [True, False])
-def test_weighted_and_unweighted_calls_in_one_window_are_an_error(weighted_first: bool) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=2 if weighted_first is (batch_idx == 0) else None)
-        finish(trainer)
-
-    with pytest.raises(StepError, match="Weight every micro-batch, or none"):
-        train(step, batches(2), gradient_accumulation_steps=2)
-
-
 def test_weighted_and_unweighted_windows_may_follow_each_other() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=2 if batch_idx < 2 else None)
-        finish(trainer)
-
     data = batches(4)
-    trainer = train(step, data, gradient_accumulation_steps=2)
+    trainer = train(weighing(lambda n: 2 if n < 2 else None), data, gradient_accumulation_steps=2)
     assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 2)))
-
-
-def test_several_weighted_models_want_to_know_whose_weight_it_is() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.other = nn.Linear(1, 1)
-        trainer.other_optimizer = torch.optim.SGD(trainer.other.parameters(), lr=1.0)
-        trainer.backward(loss_of(trainer, batch), weight=2)
-
-    with pytest.raises(StepError, match=r"\(model, other\).*model="):
-        train(step, batches(1))
-
-
-def test_a_plateau_scheduler_given_to_step_is_an_error_that_says_where_it_belongs() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer)
-        trainer.step(trainer.model, trainer.optimizer, plateau)
-
-    with pytest.raises(StepError, match="post_val_epoch"):
-        train(step, batches(1))
 
 
 def test_backward_and_step_outside_of_training_are_errors() -> None:
@@ -518,16 +508,6 @@ def test_backward_and_step_outside_of_training_are_errors() -> None:
         trainer.backward(torch.ones((), requires_grad=True))
     with pytest.raises(StepError, match="outside of training"):
         trainer.step(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-
-
-def test_a_backward_after_the_windows_last_step_is_an_error() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        finish(trainer)
-        trainer.backward(loss_of(trainer, batch))
-
-    with pytest.raises(StepError, match="step"):
-        train(step, batches(2))
 
 
 @pytest.mark.parametrize("event", ["post_train_step", "post_epoch", "post_val_epoch"])

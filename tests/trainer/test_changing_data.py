@@ -144,29 +144,6 @@ def test_persistent_workers_see_the_dataset_of_their_pass() -> None:
     assert len(train(Records, data).seen) == sum(STEPS)
 
 
-@pytest.mark.pitfall(77)
-@pytest.mark.parametrize("kind", [GrowsUnsaid])
-def test_another_length_in_the_middle_of_an_epoch_is_refused(kind: type[Records]) -> None:
-    train(kind, plain(Unaware()), 6)
-    with pytest.raises(DataError, match="middle of a pass over 10 training samples, and the dataset has 8"):
-        train(kind, plain(Unaware()))
-
-
-@pytest.mark.pitfall(77)
-def test_another_length_at_the_end_of_an_epoch_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    train(Records, plain(Samples(8)), n_epochs=1)
-    trainer = train(Records, plain(Samples(12)), n_epochs=2)
-    assert len(trainer.seen) == 6
-    assert "the training dataset has 12 samples, and had 8" in caplog.text
-
-
-@pytest.mark.pitfall(77)
-def test_a_loader_that_a_resumed_run_does_not_get_again_is_refused() -> None:
-    train(ReplacesOnce, plain(Samples(16)), 10)
-    with pytest.raises(DataError, match="Assign it in pre_epoch"):
-        train(ReplacesOnce, plain(Samples(16)))
-
-
 class OtherBatches(Records):
     def pre_epoch(self) -> None:
         if self.current_epoch == 1:
@@ -175,9 +152,27 @@ class OtherBatches(Records):
 
 
 @pytest.mark.pitfall(77)
-def test_a_new_loader_keeps_the_batch_size() -> None:
-    with pytest.raises(DataError, match="batch size 4, and the run has 2"):
-        train(OtherBatches, plain(Samples(16)))
+@pytest.mark.parametrize(
+    ("kind", "data", "until", "told"),
+    [
+        (GrowsUnsaid, Unaware, 6, "middle of a pass over 10 training samples, and the dataset has 8"),
+        (ReplacesOnce, lambda: Samples(16), 10, "Assign it in pre_epoch"),
+        (OtherBatches, lambda: Samples(16), 0, "batch size 4, and the run has 2"),
+    ],
+)
+def test_data_with_which_a_run_cannot_go_on_is_refused(kind: type[Records], data: Any, until: int, told: str) -> None:
+    if until:
+        train(kind, plain(data()), until)
+    with pytest.raises(DataError, match=told):
+        train(kind, plain(data()))
+
+
+@pytest.mark.pitfall(77)
+def test_another_length_at_the_end_of_an_epoch_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    train(Records, plain(Samples(8)), n_epochs=1)
+    trainer = train(Records, plain(Samples(12)), n_epochs=2)
+    assert len(trainer.seen) == 6
+    assert "the training dataset has 12 samples, and had 8" in caplog.text
 
 
 class GrowsOnOneRank(Records):

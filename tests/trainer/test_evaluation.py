@@ -142,18 +142,19 @@ def test_evaluate_between_two_trainings_leaves_training_as_it_was() -> None:
     assert all(torch.equal(v, weights(plain.model)[n]) for n, v in weights(trainer.model).items())
 
 
-def test_evaluate_without_a_step_or_without_data_is_an_error() -> None:
-    class NoStep(Alone, dt.EvalMixin):
-        pass
-
-    with pytest.raises(HookError, match="validation_step"):
-        NoStep(make_config(), batches(1)).evaluate(batches(1))
-    with pytest.raises(HookError, match=r"evaluate\(dataloader\)"):
-        Checked(make_config(), batches(1)).evaluate()
-    with pytest.raises(HookError, match=r"evaluate\(\) got a dict without a loader"):
-        Checked(make_config(), batches(1)).evaluate({})
-    with pytest.raises(HookError, match=r"evaluate\(dataloader\)"):
-        Checked(make_config(), batches(1), {}).evaluate()
+@pytest.mark.parametrize(
+    ("cls", "data", "call", "told"),
+    [
+        (type("NoStep", (Alone, dt.EvalMixin), {}), (), lambda t: t.evaluate(batches(1)), "validation_step"),
+        (Checked, (), lambda t: t.evaluate(), r"evaluate\(dataloader\)"),
+        (Checked, (), lambda t: t.evaluate({}), r"evaluate\(\) got a dict without a loader"),
+        (Checked, ({},), lambda t: t.evaluate(), r"evaluate\(dataloader\)"),
+        (Checked, (), lambda t: t.predict(batches(1)), "predict_step"),
+    ],
+)
+def test_evaluate_and_predict_without_a_step_or_data_are_errors(cls: Any, data: Any, call: Any, told: str) -> None:
+    with pytest.raises(HookError, match=told):
+        call(cls(make_config(), batches(1), *data))
 
 
 def test_a_loader_without_a_batch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -196,11 +197,6 @@ def test_predict_gives_the_results_in_order_on_the_cpu() -> None:
         torch.testing.assert_close(torch.cat([part["y"] for part in found]), expected)
         assert not found[0]["y"].requires_grad
         assert trainer.model.training
-
-
-def test_predict_without_predict_step_is_an_error() -> None:
-    with pytest.raises(HookError, match="predict_step"):
-        Checked(make_config(), batches(1)).predict(batches(1))
 
 
 # -- torchmetrics, over ranks and with padding batches

@@ -162,35 +162,28 @@ def test_a_config_without_a_mixins_field_is_named_when_the_trainer_is_built(mixi
         type("T", (Algorithm, BaseTrainer, mixin), {})(make_config(()))
 
 
-def test_a_missing_training_step_is_named_when_the_trainer_is_built() -> None:
-    class Incomplete(BaseTrainer):
-        def configure_dataloaders(self) -> tuple[Any, Any]:
-            return batches(), None
-
-    with pytest.raises(HookError, match="training_step"):
-        Incomplete(make_config(()))
+DATA, STEP, MODELS = "configure_dataloaders", "training_step", "configure_models"
 
 
-def test_missing_models_and_optimizers_are_named_when_the_trainer_is_built() -> None:
-    class NoModels(BaseTrainer, dt.SetupMixin):
-        training_step = Algorithm.training_step
-        configure_dataloaders = Algorithm.configure_dataloaders
-
-    with pytest.raises(HookError, match="configure_models"):
-        NoModels(make_config((0,)))
-
-    class NoOptimizers(NoModels):
-        configure_models = Algorithm.configure_models
-
-    with pytest.raises(HookError, match="assign your optimizers to self there.$"):
-        NoOptimizers(make_config((0,)))
-
-    class Misspelt(NoOptimizers):
-        def configure_optimisers(self) -> None:
-            pass
-
-    with pytest.raises(HookError, match=r"override configure_optimizers, .* defines configure_optimisers: rename that"):
-        Misspelt(make_config((0,)))
+@pytest.mark.parametrize(
+    ("bases", "defined", "told"),
+    [
+        ((BaseTrainer,), (DATA,), STEP),
+        ((BaseTrainer, dt.SetupMixin), (DATA, STEP), MODELS),
+        ((BaseTrainer, dt.SetupMixin), (DATA, STEP, MODELS), "assign your optimizers to self there.$"),
+        (
+            (BaseTrainer, dt.SetupMixin),
+            (DATA, STEP, MODELS, "configure_optimisers"),
+            "override configure_optimizers, .* defines configure_optimisers: rename that",
+        ),
+    ],
+)
+def test_a_missing_hook_is_named_when_the_trainer_is_built(
+    bases: tuple[type, ...], defined: tuple[str, ...], told: str
+) -> None:
+    hooks = {name: getattr(Algorithm, name, lambda self: None) for name in defined}
+    with pytest.raises(HookError, match=told):
+        type("T", bases, hooks)(make_config((0,)))
 
 
 @pytest.mark.pitfall(51)
