@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, step_by_hand
 from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 8, 10, 8
@@ -225,14 +225,8 @@ def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
     for tokens, labels in zip(data.tokens.split(BATCH), data.labels.split(BATCH), strict=True):
         loss, _ = loss_of(model, (tokens, labels))
         loss.backward()
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
         losses.append(loss.item())
-        norms.append(norm.item())
-        if case.clip is not None and norm > case.clip:
-            for p in model.parameters():
-                p.grad *= case.clip / (norm + 1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_by_hand(case, model, optimizer))
         largest.append(float(model.blocks[1].moe.loads.max() / (2 * BATCH * LENGTH / case.experts)))
         for block in model.blocks:
             loads = block.moe.loads.double()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, packed_attention, packed_attention_mask
-from tests.trainer.arithmetic import fill, full
+from tests.trainer.arithmetic import fill, full, step_by_hand
 from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, HEAD, LENGTH, STEPS = 13, 16, 4, 16, 10
@@ -227,13 +227,7 @@ def reference(case: Case) -> dict[str, Any]:
         loss.backward()
         labels.append(count.item())
         losses.append(loss.item())
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
-        norms.append(norm.item())
-        if case.clip is not None and norm > case.clip:
-            for p in model.parameters():
-                p.grad *= case.clip / (norm + 1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_by_hand(case, model, optimizer))
     with torch.no_grad():
         seen = [
             loss_of(model, case, with_positions({name: x[None] for name, x in row.items()})) for row in Rows(7).rows

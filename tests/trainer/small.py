@@ -55,6 +55,12 @@ def network() -> nn.Module:
     return nn.Sequential(blocks, nn.Linear(WIDTH, 1)).double()
 
 
+def filled_network() -> nn.Module:
+    model = network()
+    fill(model)
+    return model
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Momentum, so that a wrong step leaves a mark on all later ones."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -159,8 +165,7 @@ class Alone(Algorithm, dt.BaseTrainer):
     """One process; the model is built in `setup`."""
 
     def setup(self) -> None:
-        self.model = network()
-        fill(self.model)
+        self.model = filled_network()
         self.optimizer = self.make_optimizer(self.model)
 
 
@@ -200,8 +205,7 @@ def by_hand(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
 ) -> nn.Module:
     """The loop as one writes it: each window's loss is the mean over its micro-batches."""
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = make_optimizer(model)
     for window in windows:
         sum(mse_loss(model(x), y) / len(window) for x, y, *_ in window).backward()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, step_by_hand
 from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
@@ -228,13 +228,7 @@ def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
         loss = sum(mean_loss(model(a), b) * w for (a, b), w in zip(chunks, weights, strict=True)) / sum(weights)
         loss.backward()
         losses.append(loss.item())
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in trained))
-        norms.append(norm.item())
-        if case.clip is not None and norm > case.clip:
-            for p in trained:
-                p.grad *= case.clip / (norm + 1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_by_hand(case, model, optimizer))
     rows = Rows(13)
     with torch.no_grad():
         predicted = model(rows.tokens)

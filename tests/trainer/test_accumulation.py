@@ -20,7 +20,7 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
-    fill,
+    filled_network,
     fit,
     fused_adamw,
     make_config,
@@ -127,8 +127,7 @@ def test_one_token_of_loss_10_and_nine_of_loss_1_weigh_1_9() -> None:
 def test_fractional_weights_normalise_by_their_sum() -> None:
     data = batches(2)
     trainer = train(weighing(lambda n: 0.25 if n % 2 else 0.5), data, gradient_accumulation_steps=2)
-    model = network()
-    fill(model)
+    model = filled_network()
     (mse_loss(model(data[0][0]), data[0][1]) * 2 / 3 + mse_loss(model(data[1][0]), data[1][1]) / 3).backward()
     for found, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):
         start = dict(zip(model.parameters(), filled(), strict=True))[parameter]
@@ -152,8 +151,7 @@ def test_a_weight_counts_as_it_was_when_it_was_given() -> None:
 
 
 def filled() -> list[torch.Tensor]:
-    model = network()
-    fill(model)
+    model = filled_network()
     return [p.detach() for p in model.parameters()]
 
 
@@ -179,8 +177,7 @@ def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool,
         gradient_accumulation_steps=accumulation,
         gradient_clip_val=0.05,
     )
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer, norms = sgd(model), []
     for window in windows_of(data, accumulation):
         sum(mse_loss(model(x), y) / len(window) for x, y, _ in window).backward()
@@ -206,8 +203,7 @@ def test_a_norm_below_the_limit_is_left_as_it_is() -> None:
 def test_clipping_by_value_clips_the_normalised_gradient() -> None:
     data = batches(4)
     trainer = train(weighing(lambda n: 3), data, gradient_accumulation_steps=2, gradient_clip_value=0.02)
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = sgd(model)
     for window in windows_of(data, 2):
         sum(mse_loss(model(x), y) / 2 for x, y, _ in window).backward()
@@ -227,8 +223,7 @@ def test_pre_optimizer_step_sees_normalised_gradients_and_what_it_changes_counts
     seen: list[dict[str, torch.Tensor]] = []
     data = batches(3)
     trainer = fit(Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data))
-    model = network()
-    fill(model)
+    model = filled_network()
     sum(mse_loss(model(x), y) / 3 for x, y, _ in data).backward()
     assert_same_weights(seen[0], {name: p.grad for name, p in model.named_parameters()})
     doubled = torch.sqrt(sum(p.grad.mul(2).square().sum() for p in model.parameters()))
@@ -257,8 +252,7 @@ def test_a_parameter_group_added_during_training_is_stepped() -> None:
         return torch.optim.SGD(model[1].parameters(), lr=0.1)
 
     trainer = train(step, batches(2), make_optimizer=head_only)
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = head_only(model)
     for number, (x, y, _) in enumerate(batches(2)):
         if number == 1:  # as in plain PyTorch, the new parameters bring the gradients they have
@@ -287,8 +281,7 @@ def test_parameters_unfrozen_during_training_are_normalised_clipped_and_zeroed(
     data = batches(6 * accumulation)
     training: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clip_val": clip}
     trainer = fit(Unfreezes(make_config(n_epochs=1, **training), data))
-    model = network()
-    fill(model)
+    model = filled_network()
     model[0].requires_grad_(False)
     optimizer, norms = sgd(model), []
     for number, window in enumerate(windows_of(data, accumulation)):
@@ -314,8 +307,7 @@ def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_tot
 
     data = batches(2)
     trainer = train(step, data)
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = sgd(model)
     for x, y, _ in [batch for batch in data for _ in range(3)]:
         (mse_loss(model(x), y) * 5 / 3).backward()  # (count * 1 + 2 * count * 2) / (3 * count)

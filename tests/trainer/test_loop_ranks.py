@@ -26,6 +26,7 @@ from tests.trainer.small import (
     batches,
     by_hand,
     fill,
+    filled_network,
     fit,
     fused_adamw,
     make_config,
@@ -494,8 +495,7 @@ def test_a_main_process_only_callback_runs_on_rank_0_and_its_collectives_raise(t
 def test_a_main_process_only_callback_may_look_at_gradients_while_other_ranks_have_none(
     two: list[dict[str, Any]],
 ) -> None:
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer, norms = sgd(model), []
     for x, y, _ in batches(3, size=4):
         nn.functional.mse_loss(model(x), y).backward()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.trainer.arithmetic import fill, full
-from tests.trainer.small import WIDTH, Batch, Samples, network, run_config, weights
+from tests.trainer.small import WIDTH, Batch, Samples, filled_network, network, run_config, weights
 from tests.worlds import run_world
 
 LENGTH, GLOBAL_BATCH, SAVED_AT, LAST, CLIP = 48, 8, 3, 6, 0.05
@@ -144,8 +144,7 @@ TRAINED = {
 
 def base_values() -> dict[str, Tensor]:
     """Weights as somebody else saved them: of the network without adapters."""
-    model = network()
-    fill(model)
+    model = filled_network()
     return {name: -0.7 * value for name, value in model.state_dict().items()}
 
 
