@@ -25,6 +25,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
 from tests.trainer.arithmetic import fill, full
 from tests.trainer.small import Config as SmallConfig
+from tests.trainer.small import run_config
 
 WIDTH, SEED = 3, 7
 DEALT = ("own", "plain")
@@ -475,10 +476,9 @@ def make_config(case: Case, experiment: str, *, saves: bool) -> Config:
         {"global_batch_size": window} if case.by_global_batch else {"gradient_accumulation_steps": case.accumulation}
     )
     clips = {"none": {}, "norm": {"gradient_clip_val": 0.3}, "value": {"gradient_clip_value": 0.05}}
-    return Config(
-        project="tests",
-        group="drawn",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         seed=SEED,
         device_parameters=dt.DeviceParameters(
             device="cpu", activation_checkpointing=case.recompute, overlap_reduce=case.layout == "overlapped"
@@ -493,7 +493,6 @@ def make_config(case: Case, experiment: str, *, saves: bool) -> Config:
             **clips[case.clip],
         ),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         case=case,
     )
 

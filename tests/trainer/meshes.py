@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE, packed_attention, packed_attention_mask
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.trainer.stages import state_of, united, weights_of
 
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
@@ -222,7 +222,7 @@ class Trained(dt.DreamTrainer):
             self.gain_optimizer = torch.optim.SGD(self.gain.parameters(), lr=1e-2)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
-        self.start = weights_of(self)
+        self.initial = weights_of(self)
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.setdefault(step, {}).update(metrics)
@@ -270,10 +270,9 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="meshes",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             pipeline_parallel=case.pp,
@@ -288,23 +287,21 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         ),
         compile_parameters=dt.CompileParameters(backend="aot_eager"),
         tensor_parallel_parameters=dt.TensorParallelParameters(loss_parallel=case.loss_parallel),
-        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
-        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),  # type: ignore[arg-type]
+        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
+        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),
         training_parameters=dt.TrainingParameters(
             **{"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}
             | {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0}
             | {"nonfinite": "skip" if case.poisoned else "raise"}
             | training
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         case=case,
     )
 
 
-def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
+def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Trains cases of one world size, one after the other, on this rank."""
-    os.chdir(directory)
     results = []
     for case in cases:
         with Trained(config_of(case)) as trainer:
@@ -319,7 +316,7 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
                     "scale": trainer._accumulation.loss_scale_state(),
                     "loads": {name: v for name, v in trainer.logged[case.steps].items() if "_load" in name},
                     "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
-                    "start": trainer.start,
+                    "start": trainer.initial,
                     "weights": weights_of(trainer),
                     "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False))),
                 }
@@ -327,9 +324,8 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
     return results
 
 
-def travel(hops: Sequence[tuple[Case, int]], experiment: str, directory: str) -> list[dict[str, Any]]:
+def travel(hops: Sequence[tuple[Case, int]], experiment: str) -> list[dict[str, Any]]:
     """Trains up to each hop's step, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
     results = []
     for case, max_steps in hops:
         checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
@@ -337,7 +333,7 @@ def travel(hops: Sequence[tuple[Case, int]], experiment: str, directory: str) ->
             replace(config_of(case, experiment, max_steps=max_steps), checkpoint_parameters=checkpoints)
         ) as trainer:
             trainer.fit()
-            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state_of(trainer)})
+            results.append({"start": trainer.initial, "loaded": trainer.loaded, "state": state_of(trainer)})
     return results
 
 

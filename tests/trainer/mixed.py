@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, Mixture, MixtureWeights, Stage
-from tests.trainer.small import Config
+from tests.trainer.small import Config, run_config
 
 GLOBAL_BATCH, STEPS = 8, 24
 SOURCES = {"code": range(500), "docs": range(1000, 1040), "talk": range(2000, 2020)}
@@ -68,13 +68,10 @@ def train(directory: str, steps: int, accumulation: int, options: dict[str, Any]
     told = os.open(f"stderr_{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(told, 2)  # of a rank that fails for all, this is what there is to read
     os.close(told)
-    config = Config(
-        project="tests",
-        group="mixed",
-        experiment="run",
+    config = run_config(
+        cls=Config,
         seed=options.get("seed", 5),
         callbacks=dt.CallbackCollection([MixtureWeights({CHANGED_AFTER: {"docs": 1, "code": 1}})]),
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(
             n_epochs=None, max_steps=steps, gradient_accumulation_steps=accumulation
         ),

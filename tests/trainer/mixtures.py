@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, step_by_hand
+from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 8, 10, 8
 RATE = 0.02
@@ -142,7 +143,7 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=self.config.case.fused)
-        self.start = state_of(self.model)
+        self.initial = state_of(self.model)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
 
@@ -175,10 +176,9 @@ class Trained(dt.DreamTrainer):
 
 def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
     training = {"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}
-    return Config(
-        project="tests",
-        group="experts",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             dp_replicate=case.replicate,  # type: ignore[arg-type]
@@ -225,14 +225,8 @@ def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
     for tokens, labels in zip(data.tokens.split(BATCH), data.labels.split(BATCH), strict=True):
         loss, _ = loss_of(model, (tokens, labels))
         loss.backward()
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
         losses.append(loss.item())
-        norms.append(norm.item())
-        if case.clip is not None and norm > case.clip:
-            for p in model.parameters():
-                p.grad *= case.clip / (norm + 1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_by_hand(case, model, optimizer))
         largest.append(float(model.blocks[1].moe.loads.max() / (2 * BATCH * LENGTH / case.experts)))
         for block in model.blocks:
             loads = block.moe.loads.double()

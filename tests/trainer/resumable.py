@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, PerRankLoader, read_jsonl
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 
 FEATURES, CLASSES = 5, 3
 STEPS_PER_EPOCH, EPOCHS = 6, 2
@@ -285,17 +286,15 @@ def make_config(
 ) -> Config:
     """The config of one run; further arguments are training parameters."""
     defaults: dict[str, Any] = {"n_epochs": EPOCHS, "gradient_accumulation_steps": 2, "val_every_n_steps": 4}
-    return Config(
-        project="tests",
-        group="resume",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         seed=seed,
         callbacks=dt.CallbackCollection([History(), *callbacks]),
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(**(defaults | training)),
         checkpoint_parameters=checkpoint or dt.CheckpointParameters(save_every_n_epochs=None),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=log_every),
-        **(own or {}),
+        **own or {},
     )
 
 

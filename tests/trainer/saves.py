@@ -15,7 +15,7 @@ import dream_trainer as dt
 from dream_trainer.checkpoint import snapshot_writer
 from tests.api import DistributedDataLoader, Ranks, Snapshot, load_tensors, tensor_metadata
 from tests.trainer import small
-from tests.trainer.small import Batch, Samples, Validates, weights
+from tests.trainer.small import Batch, Samples, Validates, fit, weights
 
 STEPS = 6  # of an epoch: 12 samples, batches of 2
 
@@ -68,13 +68,6 @@ def make_config(
         logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(**checkpoint),
     )
-
-
-def fit(trainer: Saves) -> Saves:
-    """Trains and closes."""
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 def run(**options: Any) -> Saves:

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, packed_attention, packed_attention_mask
-from tests.trainer.arithmetic import fill, full
+from tests.trainer.arithmetic import fill, full, step_by_hand
+from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, HEAD, LENGTH, STEPS = 13, 16, 4, 16, 10
 
@@ -178,10 +179,9 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="context-parallel",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             context_parallel=case.cp,
@@ -194,13 +194,12 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             compile=case.backend is not None,
         ),
         compile_parameters=dt.CompileParameters(backend=case.backend or "inductor"),
-        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
+        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
         training_parameters=dt.TrainingParameters(
             **{"n_epochs": 1, "gradient_clip_val": case.clip, "train_batch_size": rows_per_batch(case)}
             | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
             | training
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         case=case,
     )
@@ -228,13 +227,7 @@ def reference(case: Case) -> dict[str, Any]:
         loss.backward()
         labels.append(count.item())
         losses.append(loss.item())
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
-        norms.append(norm.item())
-        if case.clip is not None and norm > case.clip:
-            for p in model.parameters():
-                p.grad *= case.clip / (norm + 1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_by_hand(case, model, optimizer))
     with torch.no_grad():
         seen = [
             loss_of(model, case, with_positions({name: x[None] for name, x in row.items()})) for row in Rows(7).rows

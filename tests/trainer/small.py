@@ -55,6 +55,12 @@ def network() -> nn.Module:
     return nn.Sequential(blocks, nn.Linear(WIDTH, 1)).double()
 
 
+def filled_network() -> nn.Module:
+    model = network()
+    fill(model)
+    return model
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Momentum, so that a wrong step leaves a mark on all later ones."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -108,6 +114,22 @@ def make_config(
     )
 
 
+def run_config(experiment: str = "run", cls: Callable[..., Any] = dt.DreamTrainerConfig, **fields: Any) -> Any:
+    """A config of `cls` on the CPU that writes nothing, as far as its fields don't say otherwise."""
+    defaults = {"project": "tests", "group": "trainer", "experiment": experiment}
+    devices, loggers = dt.DeviceParameters(device="cpu"), LoggerParameters(loggers=())
+    saves = CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+    defaults |= {"device_parameters": devices, "logger_parameters": loggers, "checkpoint_parameters": saves}
+    return cls(**defaults | fields)
+
+
+def fit(trainer: Any) -> Any:
+    """Trains and closes."""
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
 class Algorithm:
     """The user's part of a trainer; records which samples each window saw, its losses and norms."""
 
@@ -143,8 +165,7 @@ class Alone(Algorithm, dt.BaseTrainer):
     """One process; the model is built in `setup`."""
 
     def setup(self) -> None:
-        self.model = network()
-        fill(self.model)
+        self.model = filled_network()
         self.optimizer = self.make_optimizer(self.model)
 
 
@@ -184,8 +205,7 @@ def by_hand(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
 ) -> nn.Module:
     """The loop as one writes it: each window's loss is the mean over its micro-batches."""
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = make_optimizer(model)
     for window in windows:
         sum(mse_loss(model(x), y) / len(window) for x, y, *_ in window).backward()

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, step_by_hand
+from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
 
@@ -133,7 +134,7 @@ class Trained(dt.DreamTrainer):
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
-        self.start = weights_of(self)
+        self.initial = weights_of(self)
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.setdefault(step, {}).update(metrics)
@@ -158,10 +159,9 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="pipeline-parallel",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             pipeline_parallel=case.pp,
@@ -185,7 +185,6 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
             | training
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         case=case,
     )
@@ -229,13 +228,7 @@ def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
         loss = sum(mean_loss(model(a), b) * w for (a, b), w in zip(chunks, weights, strict=True)) / sum(weights)
         loss.backward()
         losses.append(loss.item())
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in trained))
-        norms.append(norm.item())
-        if case.clip is not None and norm > case.clip:
-            for p in trained:
-                p.grad *= case.clip / (norm + 1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_by_hand(case, model, optimizer))
     rows = Rows(13)
     with torch.no_grad():
         predicted = model(rows.tokens)

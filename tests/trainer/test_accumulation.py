@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import mse_loss
 
+import dream_trainer as dt
 from tests.api import StepError
 from tests.trainer.small import (
     Alone,
@@ -18,7 +20,8 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
-    fill,
+    filled_network,
+    fit,
     fused_adamw,
     make_config,
     network,
@@ -37,8 +40,7 @@ def train(step: Step, data: list[Batch], *, make_optimizer: Any = sgd, **trainin
             step(self, batch, batch_idx)
             return {}
 
-    with Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer) as trainer:
-        trainer.fit()
+    trainer = fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
     return trainer
 
 
@@ -49,6 +51,16 @@ def loss_of(trainer: Alone, batch: Batch) -> torch.Tensor:
 def finish(trainer: Alone) -> None:
     if not trainer.is_accumulating_gradients:
         trainer.norms.append(trainer.step(trainer.model, trainer.optimizer).item())
+
+
+def weighing(weight: Callable[[int], Any] = lambda batch_idx: None) -> Step:
+    """A step with one backward, weighted by the batch's number, which steps at a window's end."""
+
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch), weight=weight(batch_idx))
+        finish(trainer)
+
+    return step
 
 
 def windows_of(data: list[Batch], size: int) -> list[list[Batch]]:
@@ -64,12 +76,8 @@ def windows_of(data: list[Batch], size: int) -> list[list[Batch]]:
 def test_a_window_equals_one_large_batch_also_when_the_epoch_cuts_it_short(
     accumulation: int, make_optimizer: Any
 ) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        finish(trainer)
-
     data = batches(7)
-    trainer = train(step, data, gradient_accumulation_steps=accumulation, make_optimizer=make_optimizer)
+    trainer = train(weighing(), data, gradient_accumulation_steps=accumulation, make_optimizer=make_optimizer)
     large = [
         [(torch.cat([x for x, _, _ in window]), torch.cat([y for _, y, _ in window]))]
         for window in windows_of(data, accumulation)
@@ -112,20 +120,14 @@ def test_one_token_of_loss_10_and_nine_of_loss_1_weigh_1_9() -> None:
         def batch_size(self, batch: Any) -> int:
             return 1
 
-    with Constant(make_config(n_epochs=1, gradient_accumulation_steps=2), [(10.0, 1), (1.0, 9)]) as trainer:
-        trainer.fit()
+    trainer = fit(Constant(make_config(n_epochs=1, gradient_accumulation_steps=2), [(10.0, 1), (1.0, 9)]))
     assert trainer.model.weight.item() == pytest.approx(-1.9, abs=1e-12)
 
 
 def test_fractional_weights_normalise_by_their_sum() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=0.25 if batch_idx % 2 else 0.5)
-        finish(trainer)
-
     data = batches(2)
-    trainer = train(step, data, gradient_accumulation_steps=2)
-    model = network()
-    fill(model)
+    trainer = train(weighing(lambda n: 0.25 if n % 2 else 0.5), data, gradient_accumulation_steps=2)
+    model = filled_network()
     (mse_loss(model(data[0][0]), data[0][1]) * 2 / 3 + mse_loss(model(data[1][0]), data[1][1]) / 3).backward()
     for found, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):
         start = dict(zip(model.parameters(), filled(), strict=True))[parameter]
@@ -149,8 +151,7 @@ def test_a_weight_counts_as_it_was_when_it_was_given() -> None:
 
 
 def filled() -> list[torch.Tensor]:
-    model = network()
-    fill(model)
+    model = filled_network()
     return [p.detach() for p in model.parameters()]
 
 
@@ -169,14 +170,14 @@ def test_two_backward_calls_in_one_batch_add_up_and_count_as_one_batch() -> None
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool, accumulation: int) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=2 if weighted else None)
-        finish(trainer)
-
     data = batches(4)
-    trainer = train(step, data, gradient_accumulation_steps=accumulation, gradient_clip_val=0.05)
-    model = network()
-    fill(model)
+    trainer = train(
+        weighing(lambda n: 2 if weighted else None),
+        data,
+        gradient_accumulation_steps=accumulation,
+        gradient_clip_val=0.05,
+    )
+    model = filled_network()
     optimizer, norms = sgd(model), []
     for window in windows_of(data, accumulation):
         sum(mse_loss(model(x), y) / len(window) for x, y, _ in window).backward()
@@ -200,14 +201,9 @@ def test_a_norm_below_the_limit_is_left_as_it_is() -> None:
 
 
 def test_clipping_by_value_clips_the_normalised_gradient() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=3)
-        finish(trainer)
-
     data = batches(4)
-    trainer = train(step, data, gradient_accumulation_steps=2, gradient_clip_value=0.02)
-    model = network()
-    fill(model)
+    trainer = train(weighing(lambda n: 3), data, gradient_accumulation_steps=2, gradient_clip_value=0.02)
+    model = filled_network()
     optimizer = sgd(model)
     for window in windows_of(data, 2):
         sum(mse_loss(model(x), y) / 2 for x, y, _ in window).backward()
@@ -226,10 +222,8 @@ def test_pre_optimizer_step_sees_normalised_gradients_and_what_it_changes_counts
 
     seen: list[dict[str, torch.Tensor]] = []
     data = batches(3)
-    with Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data) as trainer:
-        trainer.fit()
-    model = network()
-    fill(model)
+    trainer = fit(Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data))
+    model = filled_network()
     sum(mse_loss(model(x), y) / 3 for x, y, _ in data).backward()
     assert_same_weights(seen[0], {name: p.grad for name, p in model.named_parameters()})
     doubled = torch.sqrt(sum(p.grad.mul(2).square().sum() for p in model.parameters()))
@@ -258,8 +252,7 @@ def test_a_parameter_group_added_during_training_is_stepped() -> None:
         return torch.optim.SGD(model[1].parameters(), lr=0.1)
 
     trainer = train(step, batches(2), make_optimizer=head_only)
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = head_only(model)
     for number, (x, y, _) in enumerate(batches(2)):
         if number == 1:  # as in plain PyTorch, the new parameters bring the gradients they have
@@ -287,10 +280,8 @@ def test_parameters_unfrozen_during_training_are_normalised_clipped_and_zeroed(
 
     data = batches(6 * accumulation)
     training: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clip_val": clip}
-    with Unfreezes(make_config(n_epochs=1, **training), data) as trainer:
-        trainer.fit()
-    model = network()
-    fill(model)
+    trainer = fit(Unfreezes(make_config(n_epochs=1, **training), data))
+    model = filled_network()
     model[0].requires_grad_(False)
     optimizer, norms = sgd(model), []
     for number, window in enumerate(windows_of(data, accumulation)):
@@ -316,8 +307,7 @@ def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_tot
 
     data = batches(2)
     trainer = train(step, data)
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = sgd(model)
     for x, y, _ in [batch for batch in data for _ in range(3)]:
         (mse_loss(model(x), y) * 5 / 3).backward()  # (count * 1 + 2 * count * 2) / (3 * count)
@@ -456,63 +446,54 @@ def test_a_batch_of_weight_zero_counts_for_nothing_whatever_its_finite_loss_is()
 # -- misuse
 
 
-def test_step_in_the_middle_of_a_window_is_an_error_that_says_when_to_call_it() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        trainer.step(trainer.model, trainer.optimizer)
+def steps_early(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.backward(loss_of(trainer, batch))
+    trainer.step(trainer.model, trainer.optimizer)
 
-    with pytest.raises(StepError, match="is_accumulating_gradients"):
-        train(step, batches(4), gradient_accumulation_steps=2)
+
+def steps_never(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.backward(loss_of(trainer, batch))
+
+
+def weighs_one_of_two(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.other = nn.Linear(1, 1)
+    trainer.other_optimizer = torch.optim.SGD(trainer.other.parameters(), lr=1.0)
+    trainer.backward(loss_of(trainer, batch), weight=2)
+
+
+def steps_a_plateau(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.backward(loss_of(trainer, batch))
+    trainer.step(trainer.model, trainer.optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer))
+
+
+def goes_on_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    steps_early(trainer, batch, batch_idx)
+    trainer.backward(loss_of(trainer, batch))
 
 
 @pytest.mark.pitfall(17)
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_window_with_backward_and_no_step_is_an_error(accumulation: int) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-
-    with pytest.raises(StepError, match=r"no step\(\).*self\.step\(model, optimizer\)"):
+@pytest.mark.parametrize(
+    ("step", "accumulation", "told"),
+    [
+        (steps_early, 2, "is_accumulating_gradients"),
+        (steps_never, 1, r"no step\(\).*self\.step\(model, optimizer\)"),
+        (steps_never, 3, r"no step\(\).*self\.step\(model, optimizer\)"),
+        (weighing(lambda n: None if n else 2), 2, "Weight every micro-batch, or none"),
+        (weighing(lambda n: 2 if n else None), 2, "Weight every micro-batch, or none"),
+        (weighs_one_of_two, 1, r"\(model, other\).*model="),
+        (steps_a_plateau, 1, "post_val_epoch"),
+        (goes_on_after_its_step, 1, "step"),
+    ],
+)
+def test_a_window_that_is_not_one_of_backward_and_step_is_an_error(step: Step, accumulation: int, told: str) -> None:
+    with pytest.raises(StepError, match=told):
         train(step, batches(4), gradient_accumulation_steps=accumulation)
 
 
-@pytest.mark.parametrize("weighted_first", [True, False])
-def test_weighted_and_unweighted_calls_in_one_window_are_an_error(weighted_first: bool) -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=2 if weighted_first is (batch_idx == 0) else None)
-        finish(trainer)
-
-    with pytest.raises(StepError, match="Weight every micro-batch, or none"):
-        train(step, batches(2), gradient_accumulation_steps=2)
-
-
 def test_weighted_and_unweighted_windows_may_follow_each_other() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch), weight=2 if batch_idx < 2 else None)
-        finish(trainer)
-
     data = batches(4)
-    trainer = train(step, data, gradient_accumulation_steps=2)
+    trainer = train(weighing(lambda n: 2 if n < 2 else None), data, gradient_accumulation_steps=2)
     assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 2)))
-
-
-def test_several_weighted_models_want_to_know_whose_weight_it_is() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.other = nn.Linear(1, 1)
-        trainer.other_optimizer = torch.optim.SGD(trainer.other.parameters(), lr=1.0)
-        trainer.backward(loss_of(trainer, batch), weight=2)
-
-    with pytest.raises(StepError, match=r"\(model, other\).*model="):
-        train(step, batches(1))
-
-
-def test_a_plateau_scheduler_given_to_step_is_an_error_that_says_where_it_belongs() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer)
-        trainer.step(trainer.model, trainer.optimizer, plateau)
-
-    with pytest.raises(StepError, match="post_val_epoch"):
-        train(step, batches(1))
 
 
 def test_backward_and_step_outside_of_training_are_errors() -> None:
@@ -521,16 +502,6 @@ def test_backward_and_step_outside_of_training_are_errors() -> None:
         trainer.backward(torch.ones((), requires_grad=True))
     with pytest.raises(StepError, match="outside of training"):
         trainer.step(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-
-
-def test_a_backward_after_the_windows_last_step_is_an_error() -> None:
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        trainer.backward(loss_of(trainer, batch))
-        finish(trainer)
-        trainer.backward(loss_of(trainer, batch))
-
-    with pytest.raises(StepError, match="step"):
-        train(step, batches(2))
 
 
 @pytest.mark.parametrize("event", ["post_train_step", "post_epoch", "post_val_epoch"])
@@ -555,3 +526,104 @@ def test_a_loss_that_has_no_gradient_to_compute_is_refused_with_what_to_do() -> 
     assert "a loss that needs no gradient. It was computed under" in refused(lambda t, b: loss_of(t, b).detach())
     whole = refused(lambda t, b: (t.model(b[0]) > 0).sum())
     assert "a loss that needs no gradient" in whole
+
+
+# -- what callbacks see of a window
+
+
+class Looks(dt.Callback):
+    """Notes what the window says at each event."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool]] = []
+        self.losses: list[list[float]] = []
+        self.batches: list[Any] = []
+        self.skipped: list[Any] = []
+
+    def pre_fit(self, trainer: dt.AbstractTrainer) -> None:
+        trainer.accumulation_window.watch(lambda optimizer: None)
+        self.seen.append(("pre_fit", trainer.accumulation_window.is_open))
+
+    def pre_train_batch(self, trainer: dt.AbstractTrainer, batch: Any, batch_idx: int) -> None:
+        assert trainer.accumulation_window.batch is batch
+        self.seen.append(("pre_train_batch", trainer.accumulation_window.is_open))
+
+    def post_optimizer_step(self, trainer: dt.AbstractTrainer, model: Any, optimizer: Any) -> None:
+        self.losses.append([float(loss) for loss in trainer.accumulation_window.losses])
+        self.skipped.append(trainer.accumulation_window.step_was_skipped)
+        assert trainer.accumulation_window.loss_scale is None
+
+    def post_train_step(self, trainer: dt.AbstractTrainer) -> None:
+        self.seen.append(("post_train_step", trainer.accumulation_window.is_open))
+
+
+def test_a_window_is_open_from_its_first_batch_until_it_is_counted() -> None:
+    looks = Looks()
+    config = make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[looks])
+    with Alone(config, batches(4)) as trainer:
+        assert not trainer.accumulation_window.is_open
+        assert trainer.accumulation_window.data is None
+        assert trainer.accumulation_window.losses == ()
+        trainer.fit()
+        assert not trainer.accumulation_window.is_open
+    window = [("pre_train_batch", True), ("pre_train_batch", True), ("post_train_step", False)]
+    assert looks.seen == [("pre_fit", False), *window, *window]
+
+
+def test_the_losses_are_those_of_the_last_micro_batch() -> None:
+    looks = Looks()
+    given: list[float] = []
+
+    class Notes(Alone):
+        def backward(self, loss: Any, **options: Any) -> None:
+            given.append(float(loss.detach()))
+            super().backward(loss, **options)
+
+    fit(Notes(make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[looks]), batches(4)))
+    assert looks.losses == [[given[1]], [given[3]]]
+
+
+@pytest.mark.usefixtures("late_norms")
+def test_whether_a_step_was_skipped_is_known_on_the_device_alone() -> None:
+    looks = Looks()
+    data = batches(3)
+    data[1][0].fill_(float("nan"))
+    with Alone(make_config(n_epochs=1, nonfinite="skip", callbacks=[looks]), data) as trainer:
+        before_and_after = trainer
+        trainer.fit()
+    assert before_and_after.skipped_steps == 1
+    taken = [flag is None or float(flag) == 0 for flag in looks.skipped]
+    assert taken.count(True) == 2
+
+
+def test_steps_of_a_pass_and_time_spent_are_numbers_of_the_trainer() -> None:
+    config = make_config(n_epochs=1, train_steps_per_epoch=3)
+    with Alone(config, batches(4)) as trainer:
+        assert (trainer.steps_per_pass, trainer.seconds_waiting_for_data, trainer.seconds_saving) == (None, 0.0, 0.0)
+        trainer.fit()
+        assert (trainer.steps_per_pass, trainer.steps_per_epoch) == (4, 3)
+        assert trainer.seconds_waiting_for_data > 0
+        assert trainer.seconds_saving == 0.0
+
+
+def test_a_warning_is_logged_once_for_each_key(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dream_trainer"), Alone(make_config(n_epochs=1), batches(1)) as trainer:
+        for _ in range(2):
+            trainer.warn_once("one", "first")
+            trainer.warn_once("two", "second")
+    assert [record.message for record in caplog.records] == ["first", "second"]
+
+
+def test_weights_changed_by_hand_between_windows_are_those_of_the_next_step() -> None:
+    class Zeroes(dt.Callback):
+        def post_train_step(self, trainer: dt.AbstractTrainer) -> None:
+            with torch.no_grad(), trainer.changing_weights():
+                for parameter in trainer.named_models()["model"].parameters():
+                    parameter.zero_()
+
+        def pre_train_batch(self, trainer: dt.AbstractTrainer, batch: Any, batch_idx: int) -> None:
+            found.append(all(not p.any() for p in trainer.named_models()["model"].parameters()))
+
+    found: list[bool] = []
+    fit(Alone(make_config(n_epochs=1, callbacks=[Zeroes()]), batches(3)))
+    assert found == [False, True, True]

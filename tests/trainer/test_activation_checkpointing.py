@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from tests.api import (
     repeated_blocks,
 )
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 WIDTH, N_BLOCKS = 8, 4
@@ -77,16 +77,12 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(mode: Mode, **parameters: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
+    return run_config(
+        mode,
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
-        project="tests",
-        group="recompute",
-        experiment=mode,
         device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode),
         training_parameters=dt.TrainingParameters(max_steps=3, gradient_accumulation_steps=2),
         activation_checkpointing_parameters=ActivationCheckpointingParameters(**parameters),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 
@@ -198,10 +194,7 @@ def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(tmp_path: Pat
 
 @pytest.mark.pitfall(24)
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_copied_model_computes_with_its_own_weights(
-    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_copied_model_computes_with_its_own_weights(mode: Mode) -> None:
     with Trained(config_of(mode)) as trainer:
         trainer.fit()
         twin = copy.deepcopy(trainer.model)
@@ -219,46 +212,15 @@ def test_a_copied_model_computes_with_its_own_weights(
 # -- what cannot be
 
 
-def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
-    class Without(dt.BaseTrainer, dt.SetupMixin):
-        configure_models = Trained.configure_models
-        configure_dataloaders = Trained.configure_dataloaders
-        configure_optimizers = Trained.configure_optimizers
-        training_step = Trained.training_step
-
-    with pytest.raises(ConfigError, match=r"'full', but Without .*Add ActivationCheckpointingMixin"):
-        Without(config_of("full"))
-
-
-def test_a_frozen_model_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_model_is_left_alone() -> None:
     class Flat(Trained):
         def configure_models(self) -> None:
             super().configure_models()
             self.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
-    monkeypatch.chdir(tmp_path)
     with Flat(config_of("full")) as trainer:
         trainer.fit()
         assert type(trainer.frozen_features) is nn.Linear
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"every_n_blocks": 0}, "every_n_blocks=0 is too small"),
-        ({"keep": ()}, 'Use activation_checkpointing="full" for that'),
-        ({"keep": ("aten.matmull.default",)}, "PyTorch has no operation 'aten.matmull.default'. Names look like"),
-        ({"keep": ("mm",)}, "PyTorch has no operation 'mm'"),
-    ],
-)
-def test_a_policy_that_cannot_work_is_refused_by_the_config(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        ActivationCheckpointingParameters(**wrong)
-
-
-def test_a_mode_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match="selective"):
-        replace(config_of("none").device_parameters, activation_checkpointing="some")
 
 
 class Normed(nn.Module):

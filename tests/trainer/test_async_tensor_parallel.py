@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +28,7 @@ def overlapping() -> Config:
     )
 
 
-def refused(directory: str) -> str:
-    os.chdir(directory)
+def refused() -> str:
     with Trained(overlapping()) as trainer:
         launch(trainer)
         trainer.configure()
@@ -41,18 +38,12 @@ def refused(directory: str) -> str:
 
 
 @pytest.mark.slow
-def test_devices_that_cannot_share_memory_are_refused(tmp_path: Path) -> None:
-    for message in run_world(refused, 2, str(tmp_path)):
+def test_devices_that_cannot_share_memory_are_refused() -> None:
+    for message in run_world(refused, 2):
         assert "async_tensor_parallel=True: the device is 'cpu'." in message
 
 
-def test_other_compilers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="async_tensor_parallel=True with backend='aot_eager'"):
-        dt.CompileParameters(backend="aot_eager", async_tensor_parallel=True)
-
-
-def test_an_overlap_without_compiled_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_overlap_without_compiled_blocks_is_refused() -> None:
     config = replace(
         config_of(Cell(1, "layers", Case())), compile_parameters=dt.CompileParameters(async_tensor_parallel=True)
     )
@@ -61,8 +52,7 @@ def test_an_overlap_without_compiled_blocks_is_refused(tmp_path: Path, monkeypat
         trainer.fit()
 
 
-def trained(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def trained() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patches, overlap_on_the_cpu() as calls:
         patches.setattr(symmetric_memory, "why_memory_is_not_shared", lambda group, device: None)
         with Trained(overlapping()) as trainer:
@@ -71,9 +61,9 @@ def trained(directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_products_in_pieces_train_as_whole_ones_do(tmp_path: Path) -> None:
+def test_products_in_pieces_train_as_whole_ones_do() -> None:
     expected = reference(CELL.case)
-    for result in run_world(trained, 2, str(tmp_path)):
+    for result in run_world(trained, 2):
         assert min(result["calls"].values()) > 0
         assert len(result["calls"]) == 2
         assert result["norms"] == pytest.approx([float(norm) for norm in expected["norms"]], rel=1e-9)

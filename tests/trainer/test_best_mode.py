@@ -19,11 +19,6 @@ VALUES = (0.25, 0.75, 0.5, 0.5)
 EACH_STEP: dict[str, Any] = {"save_every_n_steps": 1, "keep_last": 1, "keep_best": 1, "resume": None}
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Scored(Saves):
     """Its validations, after each of four steps, find VALUES under a name, or in an object of torchmetrics."""
 

@@ -18,11 +18,6 @@ from tests.trainer.small import Batch, weights
 ANEW = BranchParameters(counters="new", data="new")
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Told(saves.Saves):
     """Its validations, one after each epoch, find what they are told."""
 
@@ -267,9 +262,7 @@ def simple(name: str, epochs: int, **options: Any) -> Trainer:
         device="cpu",
         **options,
     )
-    with trainer:
-        trainer.fit()
-    return trainer
+    return saves.fit(trainer)
 
 
 def test_the_history_of_a_branch_is_its_own_with_new_counters() -> None:

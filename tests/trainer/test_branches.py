@@ -47,11 +47,6 @@ class Saves(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def make_config(
     *,
     experiment: str = "run",
@@ -205,8 +200,7 @@ def run_layout(layout: str, experiment: str, stop_after: int | None = None) -> d
     return resumable.train(config, stop_after)
 
 
-def from_layout_to_layout(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def from_layout_to_layout() -> dict[str, Any]:
     straight = run_layout("sharded", "straight")
     run_layout("sharded", "there", 3)
     run_layout("replicated", "back", 3)
@@ -218,8 +212,8 @@ def from_layout_to_layout(directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.pitfall(33)
-def test_random_states_of_each_rank_come_back_exactly_though_parameters_are_sharded_otherwise(tmp_path: Path) -> None:
-    ranks = run_world(from_layout_to_layout, 2, str(tmp_path))
+def test_random_states_of_each_rank_come_back_exactly_though_parameters_are_sharded_otherwise() -> None:
+    ranks = run_world(from_layout_to_layout, 2)
     assert ranks[0]["straight"]["random"] != ranks[1]["straight"]["random"]
     for rank in ranks:
         straight = rank.pop("straight")
@@ -262,8 +256,7 @@ def drawn_first(experiment: str, steps: int, accumulation: int, resume: str | No
         return trainer.drawn[0]
 
 
-def go_on_twice(directory: str, checkpoints: list[str]) -> list[list[float]]:
-    os.chdir(directory)
+def go_on_twice(checkpoints: list[str]) -> list[list[float]]:
     return [drawn_first(f"on {number}", 3, 1, path) for number, path in enumerate(checkpoints)]
 
 
@@ -271,6 +264,6 @@ def go_on_twice(directory: str, checkpoints: list[str]) -> list[list[float]]:
 def test_random_layers_go_on_from_the_seed_the_step_and_the_rank_on_another_number_of_ranks(tmp_path: Path) -> None:
     drawn_first("one rank", 2, 2)
     first, second = (str(path) for path in sorted((tmp_path / "runs/tests/trainer/one rank").rglob("step_0000000[12]")))
-    ranks = run_world(go_on_twice, 2, str(tmp_path), [first, second, first])
+    ranks = run_world(go_on_twice, 2, [first, second, first])
     assert [rank[0] for rank in ranks] == [rank[2] for rank in ranks]
     assert len({tuple(drawn) for rank in ranks for drawn in rank[:2]}) == 4

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import dream_trainer as dt
 from tests.api import BranchParameters, CheckpointError, ConfigError, DistributedDataLoader, rate_factor, read_record
 from tests.trainer import saves, small
-from tests.trainer.small import Batch, Samples, assert_same_weights, fill, network, weights
+from tests.trainer.small import Batch, Samples, assert_same_weights, fill, fit, network, weights
 from tests.worlds import run_world
 
 SCHEDULE = dt.ScheduleParameters(name="cosine", warmup_steps=2, min_lr_ratio=0.1)
@@ -86,12 +86,6 @@ def make_config(experiment: str, rate: float, steps: int, **checkpoint: Any) -> 
     )
 
 
-def fit(trainer: Branches) -> Branches:
-    with trainer:
-        trainer.fit()
-    return trainer
-
-
 def parent() -> str:
     """The path of the checkpoint that runs begin from."""
     trainer = fit(Branches(make_config("parent", OLD, STEPS)))
@@ -148,9 +142,8 @@ def check(name: str, trainer: Branches, model: dict[str, torch.Tensor]) -> None:
     assert_same_weights(model, expected)
 
 
-def each_word(directory: str, names: list[str]) -> dict[str, Any]:
+def each_word(names: list[str]) -> dict[str, Any]:
     """Every word in this world, and a restart in the middle of the branch."""
-    os.chdir(directory)
     path, found = parent(), {}
     for name in names:
         trainer = branch(name, path, **WORDS[name])
@@ -168,7 +161,7 @@ def each_word(directory: str, names: list[str]) -> dict[str, Any]:
 
 
 def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) -> None:
-    found = each_word(str(tmp_path), list(WORDS))
+    found = each_word(list(WORDS))
     for name, (steps, trained, born) in found.items():
         assert steps == trained == LONGER - (0 if WORDS[name].get("counters") == "new" else AT)
         words = {"optimizer": "keep", "schedule": "keep", "counters": "keep", "data": "keep"} | WORDS[name]
@@ -180,9 +173,9 @@ def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) ->
         assert record.starts == 2
 
 
-def test_each_word_is_the_loop_by_hand_on_two_ranks(tmp_path: Path) -> None:
+def test_each_word_is_the_loop_by_hand_on_two_ranks() -> None:
     names = ["moments", "extended", "new schedule", "new counters", "new data", "weights alone"]
-    for found in run_world(each_word, 2, str(tmp_path), names):
+    for found in run_world(each_word, 2, names):
         assert list(found) == names
 
 

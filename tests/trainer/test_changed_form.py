@@ -154,10 +154,7 @@ def assert_equal(found: State, wanted: State) -> None:
 
 @pytest.mark.pitfall(97)
 @pytest.mark.parametrize("kind", [Sharded, ShardedQueue])
-def test_one_process_goes_on_with_the_models_form(
-    kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_process_goes_on_with_the_models_form(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "dream_trainer"):
         straight, resumed = straight_and_resumed(kind)
     assert_close(straight, by_hand(kind.has_queue))
@@ -243,10 +240,7 @@ class LongerQueue(ShardedQueue):
     width = 3
 
 
-def test_what_the_edited_setup_does_holds_where_training_changed_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_the_edited_setup_does_holds_where_training_changed_nothing(caplog: pytest.LogCaptureFixture) -> None:
     train(NeverThaws, "edited", STOP)
     found = train(Edited, "edited", STOP + 1)
     assert [name for name in ("0.0.weight", "1.0.weight") if found[f"backbone.{name} learns"]] == ["1.0.weight"]
@@ -254,8 +248,7 @@ def test_what_the_edited_setup_does_holds_where_training_changed_nothing(
     assert "frozen in the checkpoint and trainable here: model.backbone.1.0.weight, model.backbone.1.0.bias" in told
 
 
-def test_a_checkpoint_from_before_the_thaw_is_frozen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_from_before_the_thaw_is_frozen_again() -> None:
     config = make_config(training={"max_steps": LAST}, save_every_n_steps=1)
     loader = DistributedDataLoader(Samples(GLOBAL_BATCH * PER_EPOCH), GLOBAL_BATCH)
     with Sharded(config, loader, make_optimizer=adamw) as trainer:
@@ -268,10 +261,7 @@ def test_a_checkpoint_from_before_the_thaw_is_frozen_again(tmp_path: Path, monke
         assert_close(weights(trainer.model), by_hand(has_queue=False))
 
 
-def test_a_buffer_whose_shape_the_code_changed_is_still_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_buffer_whose_shape_the_code_changed_is_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     train(LongerQueue, "wider", STOP)
     monkeypatch.setattr(LongerQueue, "width", 4)
     with pytest.raises(CheckpointError, match=r"shapes or dtypes differ: models\.model\.table \(saved \(3,\)"):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader
-from tests.trainer.small import WIDTH, Config, Samples, Spread, make_config
+from tests.trainer.small import WIDTH, Config, Samples, Spread, fit, make_config
 from tests.worlds import run_world
 
 STEPS = [4, 5, 6]
@@ -100,8 +100,7 @@ def config(**training: Any) -> Config:
 
 
 def train(kind: type[Records], data: Any, stop_after: int | None = None, **training: Any) -> Records:
-    with kind(config(**training), data, stop_after) as trainer:
-        trainer.fit()
+    trainer = fit(kind(config(**training), data, stop_after))
     return trainer
 
 
@@ -140,42 +139,9 @@ def test_changed_data_are_followed_and_resumed_exactly(
 
 
 @pytest.mark.pitfall(77)
-def test_persistent_workers_see_the_dataset_of_their_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_persistent_workers_see_the_dataset_of_their_pass() -> None:
     data = DataLoader(Growing(), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     assert len(train(Records, data).seen) == sum(STEPS)
-
-
-@pytest.mark.pitfall(77)
-@pytest.mark.parametrize("kind", [GrowsUnsaid])
-def test_another_length_in_the_middle_of_an_epoch_is_refused(
-    kind: type[Records], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(kind, plain(Unaware()), 6)
-    with pytest.raises(DataError, match="middle of a pass over 10 training samples, and the dataset has 8"):
-        train(kind, plain(Unaware()))
-
-
-@pytest.mark.pitfall(77)
-def test_another_length_at_the_end_of_an_epoch_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(Records, plain(Samples(8)), n_epochs=1)
-    trainer = train(Records, plain(Samples(12)), n_epochs=2)
-    assert len(trainer.seen) == 6
-    assert "the training dataset has 12 samples, and had 8" in caplog.text
-
-
-@pytest.mark.pitfall(77)
-def test_a_loader_that_a_resumed_run_does_not_get_again_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(ReplacesOnce, plain(Samples(16)), 10)
-    with pytest.raises(DataError, match="Assign it in pre_epoch"):
-        train(ReplacesOnce, plain(Samples(16)))
 
 
 class OtherBatches(Records):
@@ -186,10 +152,27 @@ class OtherBatches(Records):
 
 
 @pytest.mark.pitfall(77)
-def test_a_new_loader_keeps_the_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="batch size 4, and the run has 2"):
-        train(OtherBatches, plain(Samples(16)))
+@pytest.mark.parametrize(
+    ("kind", "data", "until", "told"),
+    [
+        (GrowsUnsaid, Unaware, 6, "middle of a pass over 10 training samples, and the dataset has 8"),
+        (ReplacesOnce, lambda: Samples(16), 10, "Assign it in pre_epoch"),
+        (OtherBatches, lambda: Samples(16), 0, "batch size 4, and the run has 2"),
+    ],
+)
+def test_data_with_which_a_run_cannot_go_on_is_refused(kind: type[Records], data: Any, until: int, told: str) -> None:
+    if until:
+        train(kind, plain(data()), until)
+    with pytest.raises(DataError, match=told):
+        train(kind, plain(data()))
+
+
+@pytest.mark.pitfall(77)
+def test_another_length_at_the_end_of_an_epoch_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    train(Records, plain(Samples(8)), n_epochs=1)
+    trainer = train(Records, plain(Samples(12)), n_epochs=2)
+    assert len(trainer.seen) == 6
+    assert "the training dataset has 12 samples, and had 8" in caplog.text
 
 
 class GrowsOnOneRank(Records):
@@ -233,8 +216,7 @@ def on_ranks() -> dict[str, Any]:
 
 
 @pytest.mark.pitfall(77)
-def test_ranks_follow_changed_data_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ranks_follow_changed_data_together() -> None:
     first, second = run_world(on_ranks, 2)
     for kind, start in (("Records", 0), ("Replaces", 20)):
         assert len(first[kind]) == len(second[kind]) == 2 + 2 + 3
@@ -245,10 +227,7 @@ def test_ranks_follow_changed_data_together(tmp_path: Path, monkeypatch: pytest.
     assert "train_dataloader assigned (False on rank 0; True on rank 1)" in first["ReplacesOnOneRank"]
 
 
-def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(4, WIDTH, dtype=torch.float64), torch.zeros(4, 1).double())
 
     class Changes(Spread):
@@ -263,6 +242,5 @@ def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(
             self.step(self.model, self.optimizer)
             return {}
 
-    with Changes(make_config(n_epochs=1)) as trainer:
-        trainer.fit()
+    fit(Changes(make_config(n_epochs=1)))
     assert "what pre_epoch changes in it counts only if its length changes too" in caplog.text

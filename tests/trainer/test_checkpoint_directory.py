@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ PLACE = Path("tests/checkpoint/run")
 
 
 @pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def in_tmp_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DREAM_TRAINER_RUNS", raising=False)
 
 
@@ -99,14 +97,13 @@ def test_a_disk_that_is_not_mounted_is_not_taken_for_an_empty_one() -> None:
     assert not Path("disk").exists()
 
 
-def on_two_ranks(directory: str) -> list[Any]:
-    os.chdir(directory)
+def on_two_ranks() -> list[Any]:
     first = run(directory="disk")
     second = run(training={"n_epochs": 2})
     return [first.saved, second.loaded, steps_of(second)]
 
 
-def test_two_ranks_write_to_the_other_disk(tmp_path: Path) -> None:
-    for saved, loaded, steps in run_world(on_two_ranks, 2, str(tmp_path)):
+def test_two_ranks_write_to_the_other_disk() -> None:
+    for saved, loaded, steps in run_world(on_two_ranks, 2):
         assert (saved, loaded, steps) == ([3], ["step_00000003"], [3, 6])
     assert steps_in("disk" / PLACE) == ["step_00000003", "step_00000006"]

@@ -10,7 +10,7 @@ import torch
 
 import dream_trainer as dt
 from tests.api import HookError
-from tests.trainer.small import Alone, Batch, batches, make_config
+from tests.trainer.small import Alone, Batch, batches, fit, make_config
 
 
 class Evaluates(Alone, dt.EvalMixin):
@@ -122,6 +122,5 @@ def test_hooks_that_can_take_their_arguments_are_left_alone_however_they_are_wri
         def predict_step(self, x: Any, y: Any, z: Any) -> Any: ...
 
     Unevaluated(make_config(), batches(1))
-    with Lenient(make_config(n_epochs=1, callbacks=[Watches()]), batches(1), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Lenient(make_config(n_epochs=1, callbacks=[Watches()]), batches(1), batches(1)))
     assert trainer.local_batches == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import time
 import traceback
 from dataclasses import replace
@@ -65,11 +64,6 @@ class Ends(Alone, dt.CheckpointMixin, dt.LoggerMixin):
     def teardown(self) -> None:
         if self.fails_in == "teardown":
             raise RuntimeError("torn")
-
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def ending(*places: Places, fails_in: str = "", every: int = 1) -> Ends:
@@ -233,9 +227,8 @@ def test_of_two_exceptions_the_first_is_raised() -> None:
         pass
 
 
-def close_one_after_the_other(directory: str) -> tuple[list[str], int]:
+def close_one_after_the_other() -> tuple[list[str], int]:
     """Rank 0 closes more than a second before rank 1."""
-    os.chdir(directory)
     job_store.SAYS_SO_AFTER_SECONDS = 0.3
     told: list[str] = []
     handler = logging.Handler()
@@ -249,8 +242,8 @@ def close_one_after_the_other(directory: str) -> tuple[list[str], int]:
     return [line for line in told if "closes its trainer" in line], trainer.global_step
 
 
-def test_a_rank_that_closes_alone_says_that_it_waits_for_the_others(tmp_path: Path) -> None:
-    (told, steps), (other, _) = run_world(close_one_after_the_other, 2, str(tmp_path))
+def test_a_rank_that_closes_alone_says_that_it_waits_for_the_others() -> None:
+    (told, steps), (other, _) = run_world(close_one_after_the_other, 2)
     assert steps == 2
     assert len(told) == 1
     assert "have every rank close" in told[0]

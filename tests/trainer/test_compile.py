@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, fsdp_modules
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 WIDTH, N_BLOCKS, N_STEPS = 8, 4, 5
@@ -90,18 +90,14 @@ class Encoder(Trained):
 
 
 def config_of(experiment: str, *, backend: str | None, recompute: str = "none", n_ranks: int = 1) -> Any:
-    return dt.DreamTrainerConfig(
+    return run_config(
+        experiment,
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
-        project="tests",
-        group="compile",
-        experiment=experiment,
         device_parameters=dt.DeviceParameters(
             device="cpu", compile=backend is not None, activation_checkpointing=recompute
         ),
         training_parameters=dt.TrainingParameters(max_steps=N_STEPS, train_batch_size=4 // n_ranks),
         compile_parameters=dt.CompileParameters(backend=backend or "inductor", fullgraph=backend is not None),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 
@@ -176,16 +172,15 @@ def test_equal_blocks_compile_once_and_nothing_compiles_again(ranks: list[dict[s
 
 @pytest.mark.pitfall(23)
 @pytest.mark.pitfall(24)
-def test_modules_of_pytorchs_own_classes_are_compiled_too(tmp_path: Path) -> None:
-    (found,) = run_world(observe_own, 1, str(tmp_path))
+def test_modules_of_pytorchs_own_classes_are_compiled_too() -> None:
+    (found,) = run_world(observe_own, 1)
     for eager, compiled in found:
         assert compiled["compilations"] == [1] * N_STEPS
         assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
         assert list(compiled["weights"]) == list(eager["weights"])
 
 
-def observe_own(directory: str) -> list[list[dict[str, Any]]]:
-    os.chdir(directory)
+def observe_own() -> list[list[dict[str, Any]]]:
     torch._dynamo.register_backend(counting, name="counting")
     return [
         [run(cls, config_of(way, backend=backend)) for way, backend in {"eager": None, "compiled": "counting"}.items()]
@@ -194,13 +189,12 @@ def observe_own(directory: str) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_inductor_learns_what_the_eager_model_does(tmp_path: Path) -> None:
-    for found in run_world(observe_inductor, 2, str(tmp_path)):
+def test_inductor_learns_what_the_eager_model_does() -> None:
+    for found in run_world(observe_inductor, 2):
         assert found["compiled"]["losses"] == pytest.approx(found["eager"]["losses"], rel=1e-4)
 
 
-def observe_inductor(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def observe_inductor() -> dict[str, Any]:
     ways = {"eager": None, "compiled": "inductor"}
     return {way: run(Trained, config_of(way, backend=backend, n_ranks=2)) for way, backend in ways.items()}
 
@@ -215,8 +209,6 @@ def test_nothing_is_compiled_unless_asked_for() -> None:
 
 def test_split_layers_are_not_compiled_where_pytorch_cannot() -> None:
     split = dt.DeviceParameters(device="cpu", tensor_parallel=2, compile=True)
-    with pytest.raises(ConfigError, match='tensor_parallel=2 and activation_checkpointing="full".*Use "selective"'):
-        replace(split, activation_checkpointing="full")
 
     class Split(Trained):
         def apply_tensor_parallel(self, mesh: Any) -> None:
@@ -226,14 +218,3 @@ def test_split_layers_are_not_compiled_where_pytorch_cannot() -> None:
     variable = replace(config, compile_parameters=dt.CompileParameters(dynamic=True))
     with pytest.raises(ConfigError, match="dynamic=True with tensor_parallel=2.*Use dynamic=False"):
         Split(variable).apply_compile()
-
-
-def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
-    class Without(dt.BaseTrainer, dt.SetupMixin):
-        configure_models = Trained.configure_models
-        configure_dataloaders = Trained.configure_dataloaders
-        configure_optimizers = Trained.configure_optimizers
-        training_step = Trained.training_step
-
-    with pytest.raises(ConfigError, match="compile=True, but Without does not.*Add CompileMixin to its bases and Comp"):
-        Without(config_of("never", backend="aot_eager"))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,8 +111,7 @@ class Drawing(Trained):
         return {"loss": loss_of(self.model, batch, self.drawn_in_validation)}, batch["labels"].numel()
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cases: list[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with Drawing(config_of(replace(case, clip=None))) as trainer:
@@ -154,8 +151,8 @@ def by_hand(case: Case, drawn: list[Any], validated: list[Any]) -> tuple[list[fl
     return norms, float(sum(losses) / 2)
 
 
-def test_a_loop_by_hand_that_draws_the_same_trains_the_same(tmp_path: Path) -> None:
-    for case, first, second in zip(CASES, *run_world(train, 2, CASES, str(tmp_path)), strict=True):
+def test_a_loop_by_hand_that_draws_the_same_trains_the_same() -> None:
+    for case, first, second in zip(CASES, *run_world(train, 2, CASES), strict=True):
         assert all(
             torch.equal(torch.as_tensor(a), torch.as_tensor(b))
             for a, b in zip(first["drawn"], second["drawn"], strict=True)
@@ -185,9 +182,8 @@ class Noting(meshes.Trained):
             self.noted.append((self.global_step, float(torch.rand(())), random.random()))
 
 
-def note(case: meshes.Case, experiment: str, directory: str, *steps: int) -> list[Any]:
+def note(case: meshes.Case, experiment: str, *steps: int) -> list[Any]:
     """What blocks draw up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
     found = []
     for max_steps in steps:
         config = replace(
@@ -200,15 +196,13 @@ def note(case: meshes.Case, experiment: str, directory: str, *steps: int) -> lis
     return found
 
 
-def stop_and_go_on(case: meshes.Case, directory: str) -> list[Any]:
-    return note(case, "unbroken", directory, 3) + note(case, "broken", directory, 2, 3)
+def stop_and_go_on(case: meshes.Case) -> list[Any]:
+    return note(case, "unbroken", 3) + note(case, "broken", 2, 3)
 
 
-def test_stages_draw_their_own_numbers_and_ranks_of_a_sequence_the_same_also_in_a_run_that_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_stages_draw_their_own_numbers_and_ranks_of_a_sequence_the_same_also_in_a_run_that_goes_on() -> None:
     case = meshes.Case(2, cp=2, schedule="ZBVZeroBubble", blocks=4)
-    ranks = run_world(stop_and_go_on, 4, case, str(tmp_path))
+    ranks = run_world(stop_and_go_on, 4, case)
     by_stage = {stage: [notes for (place, notes), *_ in ranks if place == stage] for stage in (0, 1)}
     for first, second in by_stage.values():
         assert first == second

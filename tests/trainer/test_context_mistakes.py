@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.api import (
     own_class,
 )
 from tests.trainer.sequences import Block, Case, Model, Trained, config_of
-from tests.trainer.small import run_ranks
+from tests.trainer.small import Spread, make_config, run_ranks
 
 
 class RanksOfTwo(Ranks):
@@ -89,28 +88,11 @@ def test_what_the_trainer_or_its_config_lacks_is_named_when_it_is_built() -> Non
     with pytest.raises(ConfigError, match="context_parallel=2, but Uncut does not override cut_batch. Cut each batch"):
         Uncut(config_of(Case(2)))
 
-    @dataclass
-    class PlainConfig(dt.BaseTrainerConfig, dt.SetupConfigMixin): ...
-
-    class Plain(dt.BaseTrainer, dt.SetupMixin):
-        configure_models = Trained.configure_models
-        configure_optimizers = Trained.configure_optimizers
-        configure_dataloaders = Trained.configure_dataloaders
-        training_step = Trained.training_step
-
-    names = {"project": "p", "group": "g", "experiment": "e"}
-    devices = dt.DeviceParameters(device="cpu", context_parallel=2)
-    with pytest.raises(ConfigError, match="It takes ContextParallelMixin among the trainer's bases"):
-        Plain(PlainConfig(**names, device_parameters=devices))
-
-    class Cuts(Plain):
+    class Cuts(Spread):
         cut_batch = Trained.cut_batch
 
     with pytest.raises(HookError, match="Cuts overrides cut_batch, which only ContextParallelMixin calls. Add it"):
-        Cuts(PlainConfig(**names))
-
-    with pytest.raises(ConfigError, match="attention='ring'"):
-        dt.ContextParallelParameters(attention="ring")  # type: ignore[arg-type]
+        Cuts(make_config())
 
 
 def test_a_compiled_block_within_another_is_named() -> None:

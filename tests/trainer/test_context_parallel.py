@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dream_trainer as dt
 from tests.api import DistributedDataLoader, format_bytes
-from tests.trainer.arithmetic import same_bits
 from tests.trainer.sequences import (
     HEAD,
     LENGTH,
@@ -114,8 +109,7 @@ class Observed(Trained):
         self.logged.setdefault(step, {}).update(metrics)
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cases: list[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with Observed(config_of(case)) as trainer:
@@ -146,8 +140,8 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
         pytest.param(COMPILED_4, id="compiled, of 4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
+def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    by_rank = run_world(train, cases[0].world_size, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         expected = reference(case)
         for result in ranks:
@@ -192,76 +186,15 @@ class Foreign(Trained):
         return {"loss": loss}
 
 
-def train_foreign(case: Case, directory: str) -> list[float]:
-    os.chdir(directory)
+def train_foreign(case: Case) -> list[float]:
     with Foreign(config_of(case, val_every_n_epochs=None)) as trainer:
         trainer.fit()
         return trainer.norms
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_shares_its_sequences_unchanged(tmp_path: Path) -> None:
+def test_a_model_of_transformers_shares_its_sequences_unchanged() -> None:
     pytest.importorskip("transformers")
-    alone = run_world(train_foreign, 1, Case(), str(tmp_path))[0]
-    for norms in run_world(train_foreign, 2, Case(2, attention="ulysses"), str(tmp_path)):
+    alone = run_world(train_foreign, 1, Case())[0]
+    for norms in run_world(train_foreign, 2, Case(2, attention="ulysses")):
         assert norms == pytest.approx(alone, rel=1e-6)  # its norms compute in float32
-
-
-# -- checkpoints
-
-
-class Random(Observed):
-    """Random weights, dropped outputs, and what was loaded."""
-
-    loaded: dict[str, Any] | None = None
-
-    def init_weights(self) -> None:
-        self.model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear | nn.Embedding) else None)
-
-    def configure_optimizers(self) -> None:
-        super().configure_optimizers()
-        self.start = state_of(self)
-
-    def on_load(self, path: Path) -> None:
-        self.loaded = state_of(self)
-
-
-def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
-    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
-    results = []
-    for max_steps in steps:
-        config = replace(
-            config_of(case, experiment, max_steps=max_steps),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-        )
-        with Random(config) as trainer:
-            trainer.fit()
-            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state_of(trainer)})
-    return results
-
-
-def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
-    return [*travel(case, "unbroken", directory, 4), *travel(case, "broken", directory, 2, 4)]
-
-
-def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_ranks_own(tmp_path: Path) -> None:
-    dropping = Case(2, shard="auto", packed=True, dropout=0.3)
-    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, dropping, str(tmp_path)):
-        assert same_bits(resumed["loaded"], broken["state"])
-        assert same_bits(resumed["state"], unbroken["state"])
-
-
-def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_sequences(tmp_path: Path) -> None:
-    alone = run_world(travel, 1, Case(packed=True), "alone", str(tmp_path), 6)[0][0]
-    meshes = [Case(2, shard="auto", packed=True), Case(packed=True), Case(2, dp=2, shard=2, packed=True)]
-    before = None
-    for number, case in enumerate(meshes, start=1):
-        ranks = run_world(travel, case.world_size, case, "hops", str(tmp_path), 2 * number)
-        for (rank,) in ranks:
-            weights = {name: value for name, value in rank["start"].items() if " of " not in name}
-            assert same_bits(weights, alone["start"])
-            assert before is None or same_bits(rank["loaded"], before)
-        before = ranks[0][0]["state"]
-    for name, value in alone["state"].items():
-        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.trainer.small import Batch, fill, make_config, network, sgd, weights
+from tests.trainer.small import Batch, filled_network, make_config, network, sgd, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
 
@@ -89,8 +89,7 @@ def ranks(request: pytest.FixtureRequest) -> list[list[dict[str, Tensor]]]:
 @pytest.mark.pitfall(84)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_penalty_on_a_gradient_trains_as_by_hand(ranks: list[list[dict[str, Tensor]]], case: Case) -> None:
-    critic = network()
-    fill(critic)
+    critic = filled_network()
     optimizer = sgd(critic)
     for window in micro_batches(len(ranks), case.accumulation):
         batches = [batch for row in window for batch in row]

@@ -111,9 +111,8 @@ def check_many(ranks: int, count: int, train: Runner) -> None:
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path) -> Path:
     set_hypothesis_home_dir(tmp_path / "hypothesis")
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

@@ -7,8 +7,6 @@ test_random_parts.py.
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,8 +52,7 @@ class Said(logging.Handler):
             self.messages.append(record.getMessage())
 
 
-def train(directory: str) -> tuple[dict[str, Tensor], list[str]]:
-    os.chdir(directory)
+def train() -> tuple[dict[str, Tensor], list[str]]:
     found, said = {}, Said()
     logging.getLogger("dream_trainer").addHandler(said)
     for name, case in CASES.items():
@@ -68,8 +65,8 @@ def train(directory: str) -> tuple[dict[str, Tensor], list[str]]:
     return found, said.messages
 
 
-def test_what_ranks_drop_is_equal_on_the_axis_of_split_layers_and_on_no_other(tmp_path: Path) -> None:
-    (here, said), (there, _) = run_world(train, 2, str(tmp_path))
+def test_what_ranks_drop_is_equal_on_the_axis_of_split_layers_and_on_no_other() -> None:
+    (here, said), (there, _) = run_world(train, 2)
     (message,) = said  # of tensor parallelism alone
     assert "dropout: apply_tensor_parallel does not say whether the tensor_parallel=2 ranks have" in message
     equal = {name: torch.equal(here[name], there[name]) for name in CASES}

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
 from tests.api import HookError, StepError
+from tests.trainer.small import fit
 
 
 class Plateau(dt.DreamTrainer):
@@ -50,11 +51,6 @@ def config(**fields: Any) -> dt.DreamTrainerConfig:
         device_parameters=dt.DeviceParameters(device="cpu"),
         logger_parameters=dt.LoggerParameters(loggers=()),
     )
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> None:
@@ -136,6 +132,5 @@ def test_a_hook_without_its_mixin_is_told_which_mixin_calls_it(caplog: pytest.Lo
     base = dt.BaseTrainerConfig(
         project="p", group="g", experiment="e", training_parameters=parameters, device_parameters=devices
     )
-    with Predicts(base) as trainer:
-        trainer.fit()
+    fit(Predicts(base))
     assert "nothing calls Predicts.predict_step: only EvalMixin does" in caplog.text

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -131,12 +130,11 @@ class StepsByItself(Replicas, dt.CheckpointMixin):
             self.plateau.step(value)
 
 
-def rates(directory: str) -> list[str]:
+def rates() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dream_trainer").addHandler(handler)
-    os.chdir(directory)
     config = make_config(n_epochs=2)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=1)
     trainer = StepsByItself(config, loader(), loader(14))
@@ -148,8 +146,8 @@ def rates(directory: str) -> list[str]:
 
 
 @pytest.mark.pitfall(91)
-def test_learning_rates_that_differ_by_rank_are_named_at_the_next_save(tmp_path: Path) -> None:
-    (line,), nothing = run_world(rates, 2, str(tmp_path))
+def test_learning_rates_that_differ_by_rank_are_named_at_the_next_save() -> None:
+    (line,), nothing = run_world(rates, 2)
     assert nothing == []
     assert "the schedule plateau" in line
     assert "learning rates of optimizer" in line

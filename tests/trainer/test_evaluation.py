@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, EvalParameters, HookError, PerRankLoader
+from tests.api import DistributedDataLoader, EvalParameters, HookError, PerRankLoader
 from tests.trainer.small import (
     Alone,
     Batch,
@@ -22,6 +22,7 @@ from tests.trainer.small import (
     Spread,
     Validates,
     batches,
+    fit,
     make_config,
     network,
     weights,
@@ -32,12 +33,6 @@ from tests.worlds import run_world
 class Checked(Validates, Alone, dt.EvalMixin):
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.metrics = [*vars(self).get("metrics", []), metrics]
-
-
-def fit(trainer: Any) -> Any:
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 def mean_loss(model: nn.Module, data: list[Batch]) -> float:
@@ -120,19 +115,6 @@ def test_a_default_that_nobody_chose_is_not_warned_of(caplog: pytest.LogCaptureF
     assert "best_metrics" not in caplog.text
 
 
-def test_a_mode_that_is_not_known_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'min' or 'max'"):
-        EvalParameters(best_metrics={"val/loss": "smallest"})  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize("names", [["val/loss"], "val/loss", None, {1: "min"}])
-def test_best_metrics_that_are_no_mapping_of_names_are_an_error(names: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"best_metrics=.* not a dict with strings.*Use best_metrics=\{'name': \.\.\.\}"
-    ):
-        EvalParameters(best_metrics=names)
-
-
 # -- evaluate
 
 
@@ -160,18 +142,19 @@ def test_evaluate_between_two_trainings_leaves_training_as_it_was() -> None:
     assert all(torch.equal(v, weights(plain.model)[n]) for n, v in weights(trainer.model).items())
 
 
-def test_evaluate_without_a_step_or_without_data_is_an_error() -> None:
-    class NoStep(Alone, dt.EvalMixin):
-        pass
-
-    with pytest.raises(HookError, match="validation_step"):
-        NoStep(make_config(), batches(1)).evaluate(batches(1))
-    with pytest.raises(HookError, match=r"evaluate\(dataloader\)"):
-        Checked(make_config(), batches(1)).evaluate()
-    with pytest.raises(HookError, match=r"evaluate\(\) got a dict without a loader"):
-        Checked(make_config(), batches(1)).evaluate({})
-    with pytest.raises(HookError, match=r"evaluate\(dataloader\)"):
-        Checked(make_config(), batches(1), {}).evaluate()
+@pytest.mark.parametrize(
+    ("cls", "data", "call", "told"),
+    [
+        (type("NoStep", (Alone, dt.EvalMixin), {}), (), lambda t: t.evaluate(batches(1)), "validation_step"),
+        (Checked, (), lambda t: t.evaluate(), r"evaluate\(dataloader\)"),
+        (Checked, (), lambda t: t.evaluate({}), r"evaluate\(\) got a dict without a loader"),
+        (Checked, ({},), lambda t: t.evaluate(), r"evaluate\(dataloader\)"),
+        (Checked, (), lambda t: t.predict(batches(1)), "predict_step"),
+    ],
+)
+def test_evaluate_and_predict_without_a_step_or_data_are_errors(cls: Any, data: Any, call: Any, told: str) -> None:
+    with pytest.raises(HookError, match=told):
+        call(cls(make_config(), batches(1), *data))
 
 
 def test_a_loader_without_a_batch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -214,11 +197,6 @@ def test_predict_gives_the_results_in_order_on_the_cpu() -> None:
         torch.testing.assert_close(torch.cat([part["y"] for part in found]), expected)
         assert not found[0]["y"].requires_grad
         assert trainer.model.training
-
-
-def test_predict_without_predict_step_is_an_error() -> None:
-    with pytest.raises(HookError, match="predict_step"):
-        Checked(make_config(), batches(1)).predict(batches(1))
 
 
 # -- torchmetrics, over ranks and with padding batches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,17 @@ import torch
 import dream_trainer as dt
 from tests.api import EVENTS
 from tests.callbacks.factories import FACTORIES
-from tests.trainer.small import Alone, Spread, Validates, assert_same_weights, batches, by_hand, make_config, weights
+from tests.trainer.small import (
+    Alone,
+    Spread,
+    Validates,
+    assert_same_weights,
+    batches,
+    by_hand,
+    fit,
+    make_config,
+    weights,
+)
 
 
 class Hears(dt.Callback):
@@ -36,8 +45,7 @@ class Checked(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin
     pass
 
 
-def test_events_come_in_their_documented_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_events_come_in_their_documented_order() -> None:
     book: list[tuple[str, str]] = []
     config = make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[HearsAll(book, "c")], log_every=1)
     with Checked(config, batches(2), batches(1)) as trainer:
@@ -70,8 +78,7 @@ def test_the_trainer_hears_first_then_callbacks_by_order_then_by_position() -> N
         def post_train_step(self) -> None:
             book.append(("post_train_step", "trainer"))
 
-    with Trainer(make_config(n_epochs=1, callbacks=callbacks), batches(1)) as trainer:
-        trainer.fit()
+    fit(Trainer(make_config(n_epochs=1, callbacks=callbacks), batches(1)))
     heard = [name for event, name in book if event == "post_train_step"]
     assert heard == ["trainer", "early", "a", "b", "late"]
 
@@ -80,8 +87,7 @@ def test_the_trainer_hears_first_then_callbacks_by_order_then_by_position() -> N
 def test_two_callbacks_of_one_class_both_hear_and_the_first_is_found() -> None:
     book: list[tuple[str, str]] = []
     callbacks = [HearsAll(book, "one"), HearsAll(book, "two")]
-    with Alone(make_config(n_epochs=1, callbacks=callbacks), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Alone(make_config(n_epochs=1, callbacks=callbacks), batches(1)))
     assert [name for event, name in book if event == "post_fit"] == ["one", "two"]
     assert trainer.get_callback(HearsAll) is callbacks[0]
     with pytest.raises(KeyError, match="Missing"):
@@ -110,8 +116,7 @@ def test_batch_events_get_the_batch_its_number_and_a_detached_result() -> None:
             return result | {"nested": {"list": [self.model(batch[0])]}, "number": batch_idx * 10}
 
     seen: list[Any] = []
-    with Nested(make_config(n_epochs=1, callbacks=[Looks()]), batches(2), batches(1)) as trainer:
-        trainer.fit()
+    fit(Nested(make_config(n_epochs=1, callbacks=[Looks()]), batches(2), batches(1)))
     assert seen == [
         ("pre", [0, 1], 0),
         ("post", 0, 0),
@@ -134,15 +139,13 @@ def test_optimizer_step_events_get_the_model_and_the_optimizer() -> None:
             assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before[-1], strict=True))
 
     before: list[Any] = []
-    with Alone(make_config(n_epochs=1, callbacks=[Looks()]), batches(2)) as trainer:
-        trainer.fit()
+    trainer = fit(Alone(make_config(n_epochs=1, callbacks=[Looks()]), batches(2)))
     assert len(before) == 2
     assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(2)]))
 
 
 @pytest.mark.pitfall(50)
-def test_callbacks_replace_no_method_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # some write files
+def test_callbacks_replace_no_method_of_the_trainer() -> None:
     built = [make() for name, make in FACTORIES.items() if name != "WeightTransfer"]  # it wants two models
     with CheckedAlone(make_config(n_epochs=1, callbacks=built), batches(2), batches(1)) as trainer:
         methods = {name for name, value in inspect.getmembers(type(trainer), inspect.isfunction)}

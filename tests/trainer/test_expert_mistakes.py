@@ -105,26 +105,6 @@ def test_it_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
         assert MISTAKES[mistake] in text
 
 
-def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
-    with pytest.raises(
-        ConfigError, match="cpu_offload=True with expert_parallel=2 is not supported: .*Use cpu_offload=False"
-    ):
-        dt.DeviceParameters(device="cpu", expert_parallel=2, cpu_offload=True)
-    with pytest.raises(ConfigError, match="expert_parallel=0"):
-        dt.DeviceParameters(expert_parallel=0)
-
-
-def test_a_trainer_without_the_mixin_is_told_which() -> None:
-    class Plain(dt.BaseTrainer, dt.SetupMixin):
-        configure_models = Trained.configure_models
-        configure_optimizers = Trained.configure_optimizers
-        configure_dataloaders = Trained.configure_dataloaders
-        training_step = Trained.training_step
-
-    with pytest.raises(ConfigError, match=r"expert_parallel=2, but Plain .* Add ExpertParallelMixin to its bases"):
-        Plain(config_of(Case(2, ep=2)))
-
-
 @pytest.mark.parametrize(
     ("replicate", "shard", "experts", "expected"),
     [(4, 1, 2, (2, 1, 2)), (1, 8, 2, (1, 4, 2)), (2, 4, 4, (2, 1, 4)), (2, 4, 2, (2, 2, 2)), (8, 1, 8, (1, 1, 8))],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dream_trainer as dt
 from tests.api import DistributedDataLoader, ExpertExchange, split_experts
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.mixtures import (
@@ -72,8 +70,8 @@ FURTHER_COMPILED_4 = [
         pytest.param(FURTHER_COMPILED_4, id="4 ranks, compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    assert_as_by_hand(cases, tmp_path)
+def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    assert_as_by_hand(cases)
 
 
 # -- what crosses ranks
@@ -100,8 +98,7 @@ class Counted(Trained):
         return result
 
 
-def count(cases: Sequence[Case], directory: str) -> list[tuple[int, str]]:
-    os.chdir(directory)
+def count(cases: Sequence[Case]) -> list[tuple[int, str]]:
     found = []
     for case in cases:
         with Counted(config_of(case, training={"max_steps": 1})) as trainer:
@@ -110,9 +107,9 @@ def count(cases: Sequence[Case], directory: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_step_sends_what_the_page_says(tmp_path: Path) -> None:
+def test_a_step_sends_what_the_page_says() -> None:
     cases = {Case(2, ep=2, accumulation=2): 4, Case(2, ep=2, shard="auto", recompute="full"): 6}
-    for case, ranks in zip(cases, zip(*run_world(count, 2, list(cases), str(tmp_path)), strict=True), strict=True):
+    for case, ranks in zip(cases, zip(*run_world(count, 2, list(cases)), strict=True), strict=True):
         layers, tokens, chosen = 2, BATCH * LENGTH, 2
         assert sum(sent for sent, _ in ranks) == cases[case] * layers * tokens * chosen * WIDTH * 8
         assert all("| ep, of these | 2 | 0, 1 | inside the host | tokens to their experts" in text for _, text in ranks)
@@ -160,16 +157,15 @@ class OfOthers(Trained):
         split_experts(self.model[2], mesh)
 
 
-def train_others(case: Case, directory: str) -> tuple[list[float], dict[str, Tensor]]:
-    os.chdir(directory)
+def train_others(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     with OfOthers(config_of(case)) as trainer:
         trainer.fit()
         return trainer.norms, everything(trainer)
 
 
-def test_layers_of_others_share_their_experts_by_a_hook(tmp_path: Path) -> None:
-    norms, state = train_others(Case(), str(tmp_path))
-    for found, there in run_world(train_others, 2, Case(2, ep=2), str(tmp_path)):
+def test_layers_of_others_share_their_experts_by_a_hook() -> None:
+    norms, state = train_others(Case())
+    for found, there in run_world(train_others, 2, Case(2, ep=2)):
         assert found == pytest.approx(norms, rel=1e-10)
         for name, value in state.items():
             torch.testing.assert_close(there[name], value, rtol=1e-10, atol=1e-10, msg=name)
@@ -178,8 +174,7 @@ def test_layers_of_others_share_their_experts_by_a_hook(tmp_path: Path) -> None:
 # -- what is done with the weights
 
 
-def use(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def use(cases: Sequence[Case]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         with Trained(config_of(case, training={"max_steps": 1})) as trainer:
@@ -196,11 +191,11 @@ def use(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
 def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    (expected,) = use([Case()], str(tmp_path))
+    (expected,) = use([Case()])
     weights = load_file(tmp_path / "1-1.safetensors")
     for case, ranks in (
-        (Case(2, ep=2), run_world(use, 2, [Case(2, ep=2)], str(tmp_path))),
-        (Case(4, ep=2, shard=4), run_world(use, 4, [Case(4, ep=2, shard=4)], str(tmp_path))),
+        (Case(2, ep=2), run_world(use, 2, [Case(2, ep=2)])),
+        (Case(4, ep=2, shard=4), run_world(use, 4, [Case(4, ep=2, shard=4)])),
     ):
         for (result,) in ranks:
             torch.testing.assert_close(result["together"], expected["together"], rtol=1e-10, atol=1e-10)
@@ -213,37 +208,8 @@ def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path
 # -- checkpoints
 
 
-def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
-    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    os.chdir(directory)
-    results = []
-    for max_steps in steps:
-        checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
-        with Trained(
-            config_of(case, experiment, training={"max_steps": max_steps}, checkpoints=checkpoints)
-        ) as trainer:
-            trainer.fit()
-            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": everything(trainer)})
-    return results
-
-
-def test_a_run_on_shared_experts_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:
     case = Case(2, ep=2, accumulation=2, recompute="full")
-    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, case, str(tmp_path)):
+    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, case):
         assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
         assert same_bits(resumed["state"], unbroken["state"])
-
-
-def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_experts(tmp_path: Path) -> None:
-    (alone,) = travel(Case(), "alone", str(tmp_path), 8)
-    meshes = [Case(2, ep=2), Case(4, ep=2, shard="auto"), Case(), Case(4, ep=4)]
-    before = None
-    for number, case in enumerate(meshes, start=1):
-        arguments = case, "hops", str(tmp_path), 2 * number
-        ranks = run_world(travel, case.world_size, *arguments) if case.world_size > 1 else [travel(*arguments)]
-        for (rank,) in ranks:
-            assert same_bits(rank["start"], alone["start"])
-            assert before is None or same_bits(rank["loaded"], before)
-        before = ranks[0][0]["state"]
-    for name, value in alone["state"].items():
-        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,15 +32,14 @@ from tests.trainer.mixtures import (
 from tests.worlds import run_world
 
 
-def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with Trained(config_of(case)) as trainer:
             trainer.fit()
             results.append(
                 {
-                    "start": trainer.start,
+                    "start": trainer.initial,
                     "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
                     "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, STEPS + 1)],
                     "norms": trainer.norms,
@@ -53,10 +50,10 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
     return results
 
 
-def assert_as_by_hand(cases: Sequence[Case], directory: Path) -> None:
+def assert_as_by_hand(cases: Sequence[Case]) -> None:
     n_ranks = cases[0].world_size
-    by_rank = run_world(train, n_ranks, cases, str(directory)) if n_ranks > 1 else [train(cases, str(directory))]
-    (alone,) = train([Case()], str(directory))
+    by_rank = run_world(train, n_ranks, cases) if n_ranks > 1 else [train(cases)]
+    (alone,) = train([Case()])
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         expected = reference(case, alone["start"])
         for result in ranks:
@@ -86,15 +83,14 @@ COMPILED = [Case(backend="aot_eager"), Case(accumulation=2, recompute="full", ba
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    assert_as_by_hand(cases, tmp_path)
+def test_training_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    assert_as_by_hand(cases)
 
 
 # -- checkpoints
 
 
-def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
     checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
     results = []
     for experiment, steps in (("unbroken", 4), ("broken", 2), ("broken", 4)):
@@ -113,8 +109,8 @@ def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
     return results
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path: Path) -> None:
-    unbroken, broken, resumed = stop_and_go_on(Case(accumulation=2, recompute="full"), str(tmp_path))
+def test_a_run_that_was_stopped_goes_on_to_the_bit() -> None:
+    unbroken, broken, resumed = stop_and_go_on(Case(accumulation=2, recompute="full"))
     assert broken["state"]["blocks.0.moe.balance_bias"].any()
     assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
     assert same_bits(resumed["state"], unbroken["state"])
@@ -213,20 +209,19 @@ def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return total / count_labels(labels).clamp(min=1)
 
 
-def train_stages(n_stages: int, directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def train_stages(n_stages: int) -> dict[str, Any]:
     with Staged(config_of(Case(), devices={"pipeline_parallel": n_stages})) as trainer:
         trainer.fit()
-        found = {"norms": trainer.norms, "start": trainer.start, "state": state_of(trainer.model)}
+        found = {"norms": trainer.norms, "start": trainer.initial, "state": state_of(trainer.model)}
         return found | {"critic": state_of(trainer.critic), "logged": trainer.logged}
 
 
-def test_stages_of_a_pipeline_balance_the_mixtures_that_they_hold(tmp_path: Path) -> None:
-    alone = train_stages(1, str(tmp_path))
+def test_stages_of_a_pipeline_balance_the_mixtures_that_they_hold() -> None:
+    alone = train_stages(1)
     expected = reference(Case(), alone["start"])
     loads = [{name: v for name, v in alone["logged"][step].items() if "_load" in name} for step in range(1, STEPS + 1)]
     assert {len(of_step) for of_step in loads} == {6}  # of two blocks and the critic
-    for rank in run_world(train_stages, 2, 2, str(tmp_path)):
+    for rank in run_world(train_stages, 2, 2):
         assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10)
         assert any(name.endswith("balance_bias") for name in rank["state"])
         for name, value in (rank["state"] | rank["critic"]).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import dream_trainer as dt
-from tests.api import ConfigError
 from tests.trainer import meshes
 from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_of
 from tests.trainer.small import run_ranks
@@ -47,8 +44,7 @@ def of_meshes(*cases: list[meshes.Case]) -> list[tuple[type[Any], Any]]:
     return [(meshes.Trained, meshes.config_of(case, val_every_n_epochs=None)) for some in cases for case in some]
 
 
-def train(of: list[tuple[type[Any], Any]], directory: str) -> list[list[float]]:
-    os.chdir(directory)
+def train(of: list[tuple[type[Any], Any]]) -> list[list[float]]:
     results = []
     for trainer_class, config in of:
         for compares in (False, True):
@@ -141,8 +137,8 @@ AWKWARD: list[tuple[type[Any], Any]] = [(TrainsAwkward, of_sequences(case)) for 
         pytest.param(4, of_meshes(ON_FOUR[1:]), id="more of 4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: int, of: Any, tmp_path: Path) -> None:
-    for norms in run_world(train, n_ranks, of, str(tmp_path)):
+def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: int, of: Any) -> None:
+    for norms in run_world(train, n_ranks, of):
         assert norms[::2] == norms[1::2]
         assert all(len(of_case) == 2 for of_case in norms)
 
@@ -256,9 +252,3 @@ def test_what_it_has_found_equal_is_said_once(tmp_path: Path) -> None:
     assert (first[0], second[0]) == (0, 0)
     assert len(re.findall(SAID, first[1])) == 1
     assert not re.search(SAID, second[1])
-
-
-@pytest.mark.parametrize("beside", [{"pipeline_parallel": 2}, {"float8": "rowwise"}])
-def test_it_is_refused_where_there_is_nothing_to_compare_with(beside: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"compare_first_forward=True with .*, where a forward cannot be compared"):
-        dt.DeviceParameters(device="cpu", compare_first_forward=True, **beside)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from tests.api import CheckpointError
 from tests.trainer.arithmetic import fill
-from tests.trainer.small import Batch, Samples, network, weights
+from tests.trainer.small import Batch, Samples, network, run_config, weights
 from tests.trainer.test_partial_training import Adapted, base_values
 from tests.worlds import run_world
 
@@ -94,15 +94,12 @@ KINDS = {kind.__name__: kind for kind in (Tuned, Followed, Thawed, Changed, Alon
 
 
 def train(kind: str, experiment: str, steps: int, **checkpoint: Any) -> dict[str, Tensor]:
-    config = dt.DreamTrainerConfig(
-        project="tests",
+    config = run_config(
+        experiment,
         group=kind,
-        experiment=experiment,
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(
             max_steps=steps, train_batch_size=GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", "1"))
         ),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(
             **{"save_every_n_epochs": None, "save_frozen": False} | checkpoint
         ),

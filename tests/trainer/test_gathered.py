@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,8 +70,7 @@ class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin):
         self.metrics = metrics
 
 
-def texts(directory: str) -> tuple[dict[int, list[list[int]]], dict[str, Tensor], dict[str, float]]:
-    os.chdir(directory)
+def texts() -> tuple[dict[int, list[list[int]]], dict[str, Tensor], dict[str, float]]:
     config = make_config(n_epochs=6, train_batch_size=4, val_every_n_steps=36, val_every_n_epochs=None)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     parameters = replace(config.training_parameters, train_batch_size=4 // ranks)
@@ -83,9 +81,9 @@ def texts(directory: str) -> tuple[dict[int, list[list[int]]], dict[str, Tensor]
         return trainer.texts, weights, trainer.metrics
 
 
-def test_ranks_generate_texts_of_different_lengths_and_training_goes_on_as_on_one(tmp_path: Path) -> None:
-    ((alone, weights, metrics),) = run_world(texts, 1, str(tmp_path))
-    ranks = run_world(texts, 2, str(tmp_path))
+def test_ranks_generate_texts_of_different_lengths_and_training_goes_on_as_on_one() -> None:
+    ((alone, weights, metrics),) = run_world(texts, 1)
+    ranks = run_world(texts, 2)
     assert sorted(len(text) for text in alone[72]) == [3, 4, *[LONGEST] * 5]
     for step, written in alone.items():
         assert [ranks[index % 2][0][step][index // 2] for index in range(7)] == written

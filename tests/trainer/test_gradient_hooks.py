@@ -104,9 +104,8 @@ def test_they_act_on_every_mesh_as_changes_by_hand(tmp_path: Path) -> None:
         assert ranks[0][1] == pytest.approx(norms, rel=1e-10)
 
 
-def counted(cases: list[Case], directory: str) -> list[dict[str, int]]:
+def counted(cases: list[Case]) -> list[dict[str, int]]:
     """Calls of hooks on what a stage has, after the last addition to `grad`."""
-    os.chdir(directory)
     results = []
     for case in cases:
         calls: dict[str, int] = {}
@@ -129,9 +128,9 @@ class Counting(Trained):
         self.calls[name] = self.calls.get(name, 0) + 1
 
 
-def test_stages_that_compute_gradients_of_weights_apart_call_them_once_for_each_micro_batch(tmp_path: Path) -> None:
+def test_stages_that_compute_gradients_of_weights_apart_call_them_once_for_each_micro_batch() -> None:
     cases = [case(pp=2, schedule=schedule, steps=1) for schedule in SPLIT]
-    for ranks in zip(*run_world(counted, 2, cases, str(tmp_path)), strict=True):
+    for ranks in zip(*run_world(counted, 2, cases), strict=True):
         calls = ranks[0] | ranks[1]
         assert set(calls.values()) == {4}
         assert len(calls) == sum(len(rank) for rank in ranks) == 70

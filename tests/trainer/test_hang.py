@@ -14,7 +14,7 @@ import pytest
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.small import ROOT, Batch, Samples, Sharded, make_config
+from tests.trainer.small import ROOT, Batch, Samples, Sharded, fit, make_config
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
@@ -37,8 +37,7 @@ class Hangs(Sharded, dt.CheckpointMixin):
 def train() -> None:
     config = make_config(max_steps=6, devices=dt.DeviceParameters(device="cpu", hang_timeout_seconds=4.0))
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2, async_save=False)
-    with Hangs(config, DistributedDataLoader(Samples(24), 2)) as trainer:
-        trainer.fit()
+    fit(Hangs(config, DistributedDataLoader(Samples(24), 2)))
 
 
 @pytest.mark.pitfall(27)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import ConfigError, JoinedBuffers, World, export_checkpoint
-from tests.trainer.small import WIDTH, Samples, Sharded, Spread, Validates, make_config, network, sgd, weights
+from tests.trainer.small import WIDTH, Samples, Sharded, Spread, Validates, fit, make_config, network, sgd, weights
 from tests.trainer.small import fill as fill_weights
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
@@ -127,8 +126,7 @@ CASES: list[tuple[type, type[nn.Module], Any]] = [
 ]
 
 
-def run_all(directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def run_all() -> list[dict[str, Any]]:
     return [run(*case) for case in (*CASES, (Replicas, Queue, {"seen": "as is"}))]
 
 
@@ -167,9 +165,8 @@ def exported_loss(make: type[nn.Module], state: dict[str, Tensor]) -> float:
         return mse_loss(model.eval()(data.x), data.y).item()
 
 
-def look_once(directory: str) -> list[list[str]]:
+def look_once() -> list[list[str]]:
     """Warnings of a run that only validates, of one that only saves, and of one without a class."""
-    os.chdir(directory)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -181,16 +178,15 @@ def look_once(directory: str) -> list[list[str]]:
         config.experiment = f"saves {saves}"
         config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves)
         cls = type("Of", (Replicas,), {"policies": {}})
-        with cls(config, loader(N_TRAINED), None if saves else loader(N_VALIDATED)) as trainer:
-            trainer.fit()
+        fit(cls(config, loader(N_TRAINED), None if saves else loader(N_VALIDATED)))
         of_runs.append([line for line in lines if "buffers differ" in line])
     logging.getLogger("dream_trainer").removeHandler(handler)
     return of_runs
 
 
 @pytest.mark.pitfall(90)
-def test_buffers_that_differ_are_named_once_by_a_validation_and_by_a_save(tmp_path: Path) -> None:
-    first, second = run_world(look_once, 2, str(tmp_path))
+def test_buffers_that_differ_are_named_once_by_a_validation_and_by_a_save() -> None:
+    first, second = run_world(look_once, 2)
     assert second == [[], []]
     for (line,) in first:
         assert "ranks: model.running. " in line
@@ -198,8 +194,8 @@ def test_buffers_that_differ_are_named_once_by_a_validation_and_by_a_save(tmp_pa
 
 
 @pytest.mark.pitfall(90)
-def test_buffers_are_joined_as_their_policies_say_and_the_export_is_what_was_validated(tmp_path: Path) -> None:
-    first, second = run_world(run_all, 2, str(tmp_path))
+def test_buffers_are_joined_as_their_policies_say_and_the_export_is_what_was_validated() -> None:
+    first, second = run_world(run_all, 2)
     for (_, make, _), found, other in zip(CASES, first, second, strict=False):
         assert found["error"] == other["error"] == ""
         of_ranks = [found["seen"], other["seen"]]

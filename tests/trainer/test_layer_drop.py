@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,8 +55,7 @@ class Replicas(Drops, Spread):
     pass
 
 
-def train(directory: str, cls: type[Any], by_blocks: bool = False) -> Any:
-    os.chdir(directory)
+def train(cls: type[Any], by_blocks: bool = False) -> Any:
     data = torch.utils.data.DataLoader(Pairs(16), 2)
     try:
         config = make_config(max_steps=4, fsdp=BY_BLOCKS) if by_blocks else make_config(max_steps=4)
@@ -85,15 +82,15 @@ def by_hand() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cls", [Replicas, Shards])
-def test_a_layer_that_one_rank_leaves_out_counts_zero_there(cls: type[Any], tmp_path: Path) -> None:
-    for found in run_world(train, 2, str(tmp_path), cls):
+def test_a_layer_that_one_rank_leaves_out_counts_zero_there(cls: type[Any]) -> None:
+    for found in run_world(train, 2, cls):
         assert_same_weights(found, by_hand())
 
 
 @pytest.mark.slow
 @pytest.mark.xfail(raises=RuntimeError, reason="the ranks wait for each other until the time-out")
-def test_a_layer_that_one_rank_leaves_out_of_shards_by_blocks_is_named_before_the_time_out(tmp_path: Path) -> None:
-    for found in run_world(train, 2, str(tmp_path), Shards, True, timeout=40):
+def test_a_layer_that_one_rank_leaves_out_of_shards_by_blocks_is_named_before_the_time_out() -> None:
+    for found in run_world(train, 2, Shards, True, timeout=40):
         if isinstance(found, str):
             assert "blocks.2" in found
             assert "dp_shard=1" in found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,8 +57,7 @@ def train_with_limits(
     return closed(trainer)
 
 
-def run_plans(directory: str, own: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    os.chdir(directory)
+def run_plans(own: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     found = {"straight": train(make_config("straight", own=own))}
     for name in names:
         first, raised = PLANS[name]
@@ -68,27 +65,20 @@ def run_plans(directory: str, own: dict[str, Any], names: Iterable[str]) -> dict
     return found
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def test_a_run_whose_limits_were_raised_is_the_straight_run_bit_for_bit(tmp_path: Path) -> None:
-    found = run_plans(str(tmp_path), {"workers": 0}, PLANS)
+def test_a_run_whose_limits_were_raised_is_the_straight_run_bit_for_bit() -> None:
+    found = run_plans({"workers": 0}, PLANS)
     assert {name: differences(run, found["straight"]) for name, run in found.items()} == {name: [] for name in found}
 
 
-def test_on_two_sharded_ranks_too_and_ranks_that_set_different_limits_are_an_error(
-    tmp_path: Path, all_cases: bool
-) -> None:
-    for found in run_world(run_plans_and_differ, 2, str(tmp_path), list(PLANS) if all_cases else ["steps"]):
+def test_on_two_sharded_ranks_too_and_ranks_that_set_different_limits_are_an_error(all_cases: bool) -> None:
+    for found in run_world(run_plans_and_differ, 2, list(PLANS) if all_cases else ["steps"]):
         error = found.pop("error")
         assert {name: differences(run, found["straight"]) for name, run in found.items()} == {n: [] for n in found}
         assert "n_epochs (3 on rank 0; 4 on rank 1)" in error
 
 
-def run_plans_and_differ(directory: str, names: list[str]) -> dict[str, Any]:
-    found = run_plans(directory, AT_TWO | {"workers": 0}, names)
+def run_plans_and_differ(names: list[str]) -> dict[str, Any]:
+    found = run_plans(AT_TWO | {"workers": 0}, names)
     with Spread(small_config(n_epochs=1), torch.utils.data.DataLoader(Samples(8), 2)) as trainer:
         trainer.fit()
         with pytest.raises(RanksDifferError) as error:

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from tests.api import AlternatingLoaders, DataError, DistributedDataLoader, LoaderGroup, PerRankLoader, Throughput
 from tests.trainer.arithmetic import fill
-from tests.trainer.small import Config, Samples, assert_same_weights, network, sgd, weights
+from tests.trainer.small import Config, Samples, assert_same_weights, filled_network, network, run_config, sgd, weights
 from tests.worlds import run_world
 
 FEW, MANY = 4, 8
@@ -46,8 +46,7 @@ def by_hand(kind: str) -> torch.nn.Module:
         data = Samples(length)
         return cycle(zip(data.x.split(size), data.y.split(size), strict=True))
 
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = sgd(model)
     data = {"few": batches(12, FEW), "many": batches(40, MANY)}
     # Many has five steps, so none is left at its sixth turn, the ninth of all; few, at its fourth, which is the tenth
@@ -101,12 +100,9 @@ def train(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
     os.chdir(directory)
-    config = Config(
-        project="tests",
-        group="several",
-        experiment="run",
+    config = run_config(
+        cls=Config,
         callbacks=dt.CallbackCollection(list(callbacks)),
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(
             max_steps=steps, gradient_accumulation_steps=accumulation, **training
         ),

@@ -12,11 +12,6 @@ from tests.api import DataError
 from tests.trainer.small import Alone, Batch, batches, make_config
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class WithState:
     """Six batches, and how often it was asked where it is."""
 

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
-from tests.trainer.small import WIDTH, Batch, batches, fill
+from tests.trainer.small import WIDTH, Batch, batches, fill, fit, run_config
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -108,10 +108,10 @@ def make_config(
     val_every: int | None = None,
     **checkpoints: Any,
 ) -> Config:
-    return Config(
-        project="tests",
+    return run_config(
+        experiment,
+        Config,
         group="local",
-        experiment=experiment,
         weighted=weighted,
         local_sgd_parameters=rounds,
         device_parameters=devices,
@@ -122,7 +122,6 @@ def make_config(
             val_every_n_epochs=None,
             val_every_n_steps=val_every,
         ),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(
             **{"save_every_n_epochs": None, "save_at_end": False} | checkpoints
         ),
@@ -321,8 +320,7 @@ class Recorded(Trainer):
             setattr(dist, name, original)
 
 
-def collectives(directory: str, devices: dt.DeviceParameters) -> list[tuple[int, str, tuple[int, ...]]]:
-    os.chdir(directory)
+def collectives(devices: dt.DeviceParameters) -> list[tuple[int, str, tuple[int, ...]]]:
     config = make_config("counted", DILOCO, devices=devices, steps=9)
     config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=1000)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -333,11 +331,9 @@ def collectives(directory: str, devices: dt.DeviceParameters) -> list[tuple[int,
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("devices", [REPLICAS, CPU], ids=["replicas", "shards"])
-def test_nothing_crosses_workers_but_one_bucket_per_round(
-    tmp_path: Path, ranks: int, devices: dt.DeviceParameters
-) -> None:
+def test_nothing_crosses_workers_but_one_bucket_per_round(ranks: int, devices: dt.DeviceParameters) -> None:
     """The pulse, which goes over a group of its own, is left out."""
-    for rank, calls in enumerate(run_world(collectives, ranks, str(tmp_path), devices)):
+    for rank, calls in enumerate(run_world(collectives, ranks, devices)):
         worker, size = rank // (ranks // 2), ranks // 2
         inside = set(range(worker * size, (worker + 1) * size))
         crossing = [(step, name, members) for step, name, members in calls if not set(members) <= inside]
@@ -349,9 +345,8 @@ def test_nothing_crosses_workers_but_one_bucket_per_round(
 # -- validations, checkpoints, exports
 
 
-def stop_and_go_on(directory: str, devices: dt.DeviceParameters) -> dict[str, Any]:
+def stop_and_go_on(devices: dt.DeviceParameters) -> dict[str, Any]:
     """One run without a stop, and runs that lost their last steps, in each part of a round."""
-    os.chdir(directory)
     found: dict[str, Any] = {}
     with make_trainer(make_config("straight", DILOCO, devices=devices)) as trainer:
         trainer.fit()
@@ -380,17 +375,16 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
     ids=["2", "4", "sharded"],
 )
 def test_a_run_that_lost_its_last_steps_ends_bit_for_bit_as_the_undisturbed_one(
-    tmp_path: Path, ranks: int, devices: dt.DeviceParameters
+    ranks: int, devices: dt.DeviceParameters
 ) -> None:
     """Which had neither saves nor validations, so these change nothing."""
-    for found in run_world(stop_and_go_on, ranks, str(tmp_path), devices):
+    for found in run_world(stop_and_go_on, ranks, devices):
         for name in ("in a round", "twice", "at a round's end"):
             assert found[name].keys() == found["straight"].keys()
             assert [key for key, value in found["straight"].items() if not torch.equal(value, found[name][key])] == []
 
 
-def speak_of_the_average(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def speak_of_the_average() -> dict[str, Any]:
     config = make_config("one", DILOCO, steps=6, save_every_n_steps=6, val_every=6)
     with make_trainer(config) as trainer:
         trainer.fit()
@@ -406,7 +400,7 @@ def test_validations_checkpoints_and_exports_have_the_average(tmp_path: Path) ->
     from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
     from dream_trainer.distributed.ranks import Ranks
 
-    found = run_world(speak_of_the_average, 2, str(tmp_path))[0]
+    found = run_world(speak_of_the_average, 2)[0]
     expected = by_hand(2, DILOCO, steps=6)["average"]
     assert_close(found["average"], expected)
     model = Net()
@@ -428,9 +422,8 @@ def test_validations_checkpoints_and_exports_have_the_average(tmp_path: Path) ->
     assert all(torch.equal(tensor, found["average"][name]) for name, tensor in saved.items())
 
 
-def begin_from(directory: str) -> dict[str, Any]:
+def begin_from() -> dict[str, Any]:
     """From a checkpoint in the middle of a round of two workers: with other words, and with four ranks in two."""
-    os.chdir(directory)
     with make_trainer(make_config("two", DILOCO, steps=6, save_every_n_steps=6)) as trainer:
         trainer.fit()
         with trainer._rounds.as_one_model():
@@ -455,10 +448,8 @@ def begin_from(directory: str) -> dict[str, Any]:
     return found
 
 
-def test_another_number_is_refused_another_run_begins_from_the_average_and_one_becomes_two(
-    tmp_path: Path,
-) -> None:
-    for found in run_world(begin_from, 2, str(tmp_path)):
+def test_another_number_is_refused_another_run_begins_from_the_average_and_one_becomes_two() -> None:
+    for found in run_world(begin_from, 2):
         assert all(torch.equal(found["init"][name], value) for name, value in found["average"].items())
         assert all(torch.equal(found["resumed"][name], value) for name, value in found["before"].items())
 
@@ -466,13 +457,9 @@ def test_another_number_is_refused_another_run_begins_from_the_average_and_one_b
 # -- one process, and what is refused
 
 
-def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None:
     for rounds in (replace(PLAIN, workers="hosts"), replace(DILOCO, workers="hosts")):
-        with make_trainer(make_config(f"{rounds.outer}", rounds)) as trainer:
-            trainer.fit()
+        trainer = fit(make_trainer(make_config(f"{rounds.outer}", rounds)))
         assert_close(state_of(trainer), by_hand(1, replace(rounds, workers=1))["states"][0])
 
 
@@ -496,20 +483,6 @@ def test_what_needs_all_ranks_in_a_step_is_refused_by_name(
         make_trainer(config)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"every_n_steps": 0}, {"workers": 0}, {"outer": "adam"}, {"outer_lr": 0.0}, {"outer_momentum": 1.0}],
-)
-def test_values_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        dt.LocalSGDParameters(**wrong)
-
-
-def test_nesterov_without_momentum_is_named() -> None:
-    with pytest.raises(ConfigError, match="nesterov"):
-        dt.LocalSGDParameters(outer="sgd", outer_momentum=0.0)
-
-
 class Synchronised(Trainer):
     def configure_models(self) -> None:
         self.model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
@@ -521,8 +494,7 @@ class Gathering(Trainer):
         return super().training_step(batch, batch_idx)
 
 
-def refused(directory: str, cls: type[Trainer], rounds: dt.LocalSGDParameters) -> None:
-    os.chdir(directory)
+def refused(cls: type[Trainer], rounds: dt.LocalSGDParameters) -> None:
     os.dup2(os.open(f"errors {os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     cls(make_config("refused", rounds), batches(24)[int(os.environ["RANK"]) :: 2], []).fit()
 
@@ -539,7 +511,7 @@ def test_what_would_cross_workers_in_each_step_is_refused_by_name(
     tmp_path: Path, cls: type[Trainer], rounds: dt.LocalSGDParameters, message: str
 ) -> None:
     with pytest.raises(RuntimeError) as error:
-        run_world(refused, 2, str(tmp_path), cls, rounds)
+        run_world(refused, 2, cls, rounds)
     for rank in range(2):
         assert message in str(error.value) + (tmp_path / f"errors {rank}").read_text()
 

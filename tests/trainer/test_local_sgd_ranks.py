@@ -83,9 +83,8 @@ def config_of(name: str, steps: int, **options: Any) -> Any:
     return config
 
 
-def train(directory: str, runs: list[tuple[str, int, dict[str, Any]]]) -> dict[str, dict[str, Tensor]]:
+def train(runs: list[tuple[str, int, dict[str, Any]]]) -> dict[str, dict[str, Tensor]]:
     """Of each run what this rank's worker has at its end."""
-    os.chdir(directory)
     found: dict[str, dict[str, Tensor]] = {}
     for name, steps, options in runs:
         with Several(config_of(name, steps, **options), [], []) as trainer:
@@ -148,15 +147,15 @@ def assert_all_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
-def test_several_models_and_a_run_that_goes_on_with_other_ranks_in_each_worker(tmp_path: Path) -> None:
+def test_several_models_and_a_run_that_goes_on_with_other_ranks_in_each_worker() -> None:
     """It stops in the middle of a round, twice: two workers of one rank, of two replicas or shards, of one again."""
     saves = {"save_every_n_steps": 6}
     steps = 14
-    two = run_world(train, 2, str(tmp_path), [("replicas", 6, saves), ("shards", 6, saves), ("straight", steps, {})])
+    two = run_world(train, 2, [("replicas", 6, saves), ("shards", 6, saves), ("straight", steps, {})])
     later = {"save_every_n_steps": 11}
     four = [("replicas", 11, later | {"devices": REPLICAS}), ("shards", 11, later | {"devices": SHARDED})]
-    run_world(train, 4, str(tmp_path), four)
-    again = run_world(train, 2, str(tmp_path), [("replicas", steps, {}), ("shards", steps, {})])
+    run_world(train, 4, four)
+    again = run_world(train, 2, [("replicas", steps, {}), ("shards", steps, {})])
     expected = by_hand(steps)
     for worker in range(2):
         assert_all_close(two[worker]["straight 14"], expected[worker])
@@ -176,15 +175,14 @@ class Broken(Several):
         return super().training_step(batch, batch_idx)
 
 
-def break_one(directory: str) -> None:
-    os.chdir(directory)
+def break_one() -> None:
     os.dup2(os.open(f"errors {os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     Broken(config_of("broken", 14, save_every_n_steps=4, devices=CPU), [], []).fit()
 
 
 def test_a_gradient_that_is_not_finite_ends_all_workers_and_no_average_has_it(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        run_world(break_one, 2, str(tmp_path))
+        run_world(break_one, 2)
     assert "NonFiniteError" in (tmp_path / "errors 1").read_text()
     assert "rank 1" in (tmp_path / "errors 0").read_text()
     saved = {path.name for path in (tmp_path / "runs/tests/local/broken/checkpoints").glob("step_*")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,11 +11,6 @@ from PIL import Image as Pillow
 
 from tests.api import Images, pil_image
 from tests.trainer.test_logger_mixin import Algorithm, Memory, fit, make_config
-
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["log", "log_dict"])

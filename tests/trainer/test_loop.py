@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -30,6 +31,7 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fit,
     make_config,
     weights,
 )
@@ -37,9 +39,7 @@ from tests.trainer.small import (
 
 def train(data: Any, **training: Any) -> Alone:
     trainer = Alone(make_config(**training), data)
-    with trainer:
-        trainer.fit()
-    return trainer
+    return fit(trainer)
 
 
 def firsts(trainer: Alone) -> list[int]:
@@ -284,16 +284,20 @@ def test_no_sample_is_loaded_beyond_the_last_step() -> None:
 
 
 @pytest.mark.pitfall(10)
-@pytest.mark.parametrize("data", [[], DataLoader(Samples(0), batch_size=2), DataLoader(Samples(1), 2, drop_last=True)])
-def test_training_data_of_length_zero_is_an_error_that_says_what_to_look_at(data: Any) -> None:
-    with pytest.raises(DataError, match=r"0 (batches|samples)|1 samples"):
-        train(data, n_epochs=1)
-
-
-@pytest.mark.pitfall(10)
-def test_an_unsized_loader_without_a_batch_is_an_error_and_not_an_endless_loop() -> None:
-    with pytest.raises(DataError, match="yielded no batch"):
-        train(Counting(0), max_steps=1)
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        *(
+            (data, r"0 (batches|samples)|1 samples")
+            for data in ([], DataLoader(Samples(0), batch_size=2), DataLoader(Samples(1), 2, drop_last=True))
+        ),
+        (Counting(0), "yielded no batch"),
+        (None, "None for the training loader"),
+    ],
+)
+def test_training_data_without_a_batch_is_an_error_that_says_what_to_look_at(data: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        train(data, max_steps=1)
 
 
 @pytest.mark.pitfall(10)
@@ -308,11 +312,6 @@ def test_a_loader_shorter_than_the_window_makes_one_short_window_per_epoch() -> 
     trainer = train(batches(3), n_epochs=2, gradient_accumulation_steps=8)
     assert trainer.global_step == 2
     assert_same_weights(weights(trainer.model), by_hand([batches(3)] * 2))
-
-
-def test_a_training_loader_of_none_is_an_error() -> None:
-    with pytest.raises(DataError, match="None for the training loader"):
-        train(None, n_epochs=1)
 
 
 def test_a_configure_dataloaders_that_returns_no_pair_is_an_error() -> None:
@@ -403,8 +402,7 @@ class Checked(Validates, Alone):
 def test_counters_show_completed_work_at_every_event() -> None:
     diary = Diary()
     config = make_config(n_epochs=2, gradient_accumulation_steps=2, callbacks=[diary])
-    with Checked(config, batches(3), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Checked(config, batches(3), batches(1)))
     expected: list[tuple[str, int, int, int, int]] = []
     for epoch in range(2):
         step, samples = 2 * epoch, 6 * epoch
@@ -442,8 +440,7 @@ def test_a_window_with_two_steps_counts_once_and_one_without_any_counts_not_at_a
             parameters = list(self.model.parameters())
             self.halves = [torch.optim.SGD(half, lr=0.1) for half in (parameters[:2], parameters[2:])]
 
-    with Twice(make_config(n_epochs=1), batches(6)) as trainer:
-        trainer.fit()
+    trainer = fit(Twice(make_config(n_epochs=1), batches(6)))
     assert trainer.global_step == 3
     assert trainer.samples_seen == 12
 
@@ -456,8 +453,7 @@ def test_is_accumulating_gradients_is_false_on_the_last_batch_of_a_window_only()
             return result
 
     flags: list[bool] = []
-    with Watch(make_config(n_epochs=1, gradient_accumulation_steps=3), batches(7)) as trainer:
-        trainer.fit()
+    fit(Watch(make_config(n_epochs=1, gradient_accumulation_steps=3), batches(7)))
     assert flags == [True, True, False, True, True, False, False]
 
 
@@ -553,8 +549,7 @@ def test_a_stop_asked_for_after_a_validation_trains_no_further_step() -> None:
             if self.current_epoch == 1:
                 self.request_stop("it gets no better")
 
-    with Early(make_config(n_epochs=5), batches(3), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Early(make_config(n_epochs=5), batches(3), batches(1)))
     assert trainer.global_step == 6
     assert trainer.current_epoch == 2
 
@@ -688,9 +683,7 @@ def test_the_reason_of_a_stop_is_logged_with_its_step(caplog: pytest.LogCaptureF
 # -- windows without a step
 
 
-def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_step() -> None:
     class Idles(Checked, dt.CheckpointMixin):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             if batch_idx in (0, 1, 4, 5, 8):
@@ -704,13 +697,11 @@ def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_ste
             done.append(("saves", self.global_step, self.batch_idx))
 
     done: list[tuple[str, int, int]] = []
-    monkeypatch.chdir(tmp_path)
     config = make_config(max_steps=5, val_every_n_steps=2, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(
         save_every_n_steps=2, save_every_n_epochs=None, async_save=False
     )
-    with Idles(config, batches(12), batches(1)) as trainer:
-        trainer.fit()
+    fit(Idles(config, batches(12), batches(1)))
     assert done == [
         *(("validates", 2, 4), ("saves", 2, 4)),
         *(("validates", 4, 8), ("saves", 4, 8)),
@@ -767,13 +758,9 @@ class Everything(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMi
         self.validated = [*vars(self).get("validated", []), (self.global_step, batch_idx)]
 
 
-def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkpoint(tmp_path: Path) -> None:
     config = make_config(n_epochs=5, fast_dev_run=True, gradient_accumulation_steps=2)
-    with Everything(config, batches(6), batches(3)) as trainer:
-        trainer.fit()
+    trainer = fit(Everything(config, batches(6), batches(3)))
     assert firsts(trainer) == [0, 2]
     assert trainer.global_step == 1
     assert trainer.validated == [(1, 0)]
@@ -781,13 +768,9 @@ def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkp
 
 
 @pytest.mark.pitfall(48)
-def test_sanity_validation_runs_before_training_and_logs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_sanity_validation_runs_before_training_and_logs_nothing(tmp_path: Path) -> None:
     config = make_config(n_epochs=1, num_sanity_val_steps=2, loggers=("jsonl",), log_every=1)
-    with Everything(config, batches(2), batches(3)) as trainer:
-        trainer.fit()
+    trainer = fit(Everything(config, batches(2), batches(3)))
     assert trainer.validated == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
     lines = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
@@ -795,26 +778,19 @@ def test_sanity_validation_runs_before_training_and_logs_nothing(
     assert trainer.best == {"val/loss": next(line["val/loss"] for line in lines if "val/loss" in line)}
 
 
-def test_deterministic_holds_during_fit_and_not_after() -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_deterministic_holds_during_fit_and_not_after(breaks: bool) -> None:
     class Watch(Alone):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             flags.append(torch.are_deterministic_algorithms_enabled())
+            if breaks:
+                raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
 
     flags: list[bool] = []
-    with Watch(make_config(max_steps=2, deterministic=True), batches(2)) as trainer:
-        trainer.fit()
-    assert flags == [True, True]
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_deterministic_is_put_back_after_an_exception() -> None:
-    class Breaks(Alone):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        Breaks(make_config(deterministic=True), batches(2)).fit()
+    with pytest.raises(ZeroDivisionError) if breaks else contextlib.nullcontext():
+        fit(Watch(make_config(max_steps=2, deterministic=True), batches(2)))
+    assert flags == [True, True][: 2 - breaks]
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -881,8 +857,7 @@ def test_a_batch_of_any_structure_reaches_the_step_as_what_it_was(kind: str) -> 
             return {}
 
     data = batches(3)
-    with Takes(make_config(n_epochs=1), [wrap(x, y) for x, y, _ in data]) as trainer:
-        trainer.fit()
+    trainer = fit(Takes(make_config(n_epochs=1), [wrap(x, y) for x, y, _ in data]))
     assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in data]))
 
 
@@ -895,8 +870,7 @@ def test_move_batch_and_batch_size_are_the_users_to_change() -> None:
         def batch_size(self, batch: Any) -> int:
             return 100
 
-    with Own(make_config(n_epochs=1), batches(3)) as trainer:
-        trainer.fit()
+    trainer = fit(Own(make_config(n_epochs=1), batches(3)))
     assert trainer.samples_seen == 300
     assert_same_weights(weights(trainer.model), by_hand([[(x * 2, y)] for x, y, _ in batches(3)]))
 

@@ -26,6 +26,8 @@ from tests.trainer.small import (
     batches,
     by_hand,
     fill,
+    filled_network,
+    fit,
     fused_adamw,
     make_config,
     network,
@@ -151,8 +153,7 @@ class Evaluated(Validates, Sharded, dt.EvalMixin, dt.LoggerMixin):
 def main_process_only() -> tuple[list[int], dict[str, str]]:
     watch = Watches()
     data = DistributedDataLoader(Samples(12), 2), DistributedDataLoader(Samples(4), 2)
-    with Evaluated(make_config(n_epochs=1, callbacks=[watch], fsdp=BY_BLOCKS), *data) as trainer:
-        trainer.fit()
+    fit(Evaluated(make_config(n_epochs=1, callbacks=[watch], fsdp=BY_BLOCKS), *data))
     return watch.steps, watch.refused
 
 
@@ -494,8 +495,7 @@ def test_a_main_process_only_callback_runs_on_rank_0_and_its_collectives_raise(t
 def test_a_main_process_only_callback_may_look_at_gradients_while_other_ranks_have_none(
     two: list[dict[str, Any]],
 ) -> None:
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer, norms = sgd(model), []
     for x, y, _ in batches(3, size=4):
         nn.functional.mse_loss(model(x), y).backward()

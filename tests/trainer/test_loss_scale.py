@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ import dream_trainer as dt
 from tests.api import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, NonFiniteError
 from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import full
-from tests.trainer.small import make_config
+from tests.trainer.small import fit, make_config
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -98,11 +96,6 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 CALM = [1.0] * N_STEPS
 WILD = [1.0, 1e3, 1.0, 1e3, 1e3, 1.0]  # times the scale it is more than fp16 holds
-
-
-@pytest.fixture(autouse=True)
-def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -195,13 +188,11 @@ def in_float32(factors: list[float], *, skip: int = 0) -> dict[str, Tensor]:
 
 def test_the_scale_is_resumed() -> None:
     config = make_config(devices=FP16, n_epochs=1, train_batch_size=SIZE)
-    with Trainer(replace(config, experiment="whole"), WILD) as whole:
-        whole.fit()
+    whole = fit(Trainer(replace(config, experiment="whole"), WILD))
     for max_steps in (3, None):
         training = replace(config.training_parameters, max_steps=max_steps)
         saving = dt.CheckpointParameters(save_every_n_epochs=None)
-        with Trainer(replace(config, training_parameters=training, checkpoint_parameters=saving), WILD) as resumed:
-            resumed.fit()
+        resumed = fit(Trainer(replace(config, training_parameters=training, checkpoint_parameters=saving), WILD))
     assert resumed.scales == whole.scales[3:]
     assert resumed.skipped_steps == whole.skipped_steps
     for name, weight in weights(resumed.model).items():
@@ -209,8 +200,7 @@ def test_the_scale_is_resumed() -> None:
 
 
 @norms_are_read_late()
-def overflow_on_one_rank(directory: str) -> list[tuple[list[float], int, dict[str, Tensor]]]:
-    os.chdir(directory)
+def overflow_on_one_rank() -> list[tuple[list[float], int, dict[str, Tensor]]]:
     found = []
     for devices in (dt.DeviceParameters.fsdp(), dt.DeviceParameters.ddp()):
         for fused in (True, False):
@@ -224,9 +214,9 @@ def overflow_on_one_rank(directory: str) -> list[tuple[list[float], int, dict[st
 
 @pytest.mark.pitfall(25)
 @pytest.mark.pitfall(14)
-def test_an_overflow_on_one_rank_is_left_out_by_all_alike(tmp_path: Path) -> None:
+def test_an_overflow_on_one_rank_is_left_out_by_all_alike() -> None:
     _, scales, overflows = by_hand(WILD)
-    first, second = run_world(overflow_on_one_rank, 2, str(tmp_path))
+    first, second = run_world(overflow_on_one_rank, 2)
     for one, other in zip(first, second, strict=True):
         assert one[0] == other[0] == scales
         assert one[1] == other[1] == overflows

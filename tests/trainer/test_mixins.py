@@ -97,10 +97,7 @@ def make_config(subset: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "+".join(MIXINS[i].__name__ for i in s) or "alone")
-def test_every_subset_of_mixins_trains_like_the_loop_by_hand(
-    subset: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_subset_of_mixins_trains_like_the_loop_by_hand(subset: tuple[int, ...]) -> None:
     trainer = type("T", (Algorithm, BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset))
     with trainer:
         trainer.fit()
@@ -119,10 +116,7 @@ def test_bases_in_every_order_build_the_same_trainer() -> None:
     assert count == sum(math.factorial(len(subset) + 1) for subset in SUBSETS)
 
 
-def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -> None:
     config = dt.DreamTrainerConfig(
         **NAMES,
         training_parameters=dt.TrainingParameters(n_epochs=2),
@@ -168,40 +162,32 @@ def test_a_config_without_a_mixins_field_is_named_when_the_trainer_is_built(mixi
         type("T", (Algorithm, BaseTrainer, mixin), {})(make_config(()))
 
 
-def test_a_missing_training_step_is_named_when_the_trainer_is_built() -> None:
-    class Incomplete(BaseTrainer):
-        def configure_dataloaders(self) -> tuple[Any, Any]:
-            return batches(), None
-
-    with pytest.raises(HookError, match="training_step"):
-        Incomplete(make_config(()))
+DATA, STEP, MODELS = "configure_dataloaders", "training_step", "configure_models"
 
 
-def test_missing_models_and_optimizers_are_named_when_the_trainer_is_built() -> None:
-    class NoModels(BaseTrainer, dt.SetupMixin):
-        training_step = Algorithm.training_step
-        configure_dataloaders = Algorithm.configure_dataloaders
-
-    with pytest.raises(HookError, match="configure_models"):
-        NoModels(make_config((0,)))
-
-    class NoOptimizers(NoModels):
-        configure_models = Algorithm.configure_models
-
-    with pytest.raises(HookError, match="assign your optimizers to self there.$"):
-        NoOptimizers(make_config((0,)))
-
-    class Misspelt(NoOptimizers):
-        def configure_optimisers(self) -> None:
-            pass
-
-    with pytest.raises(HookError, match=r"override configure_optimizers, .* defines configure_optimisers: rename that"):
-        Misspelt(make_config((0,)))
+@pytest.mark.parametrize(
+    ("bases", "defined", "told"),
+    [
+        ((BaseTrainer,), (DATA,), STEP),
+        ((BaseTrainer, dt.SetupMixin), (DATA, STEP), MODELS),
+        ((BaseTrainer, dt.SetupMixin), (DATA, STEP, MODELS), "assign your optimizers to self there.$"),
+        (
+            (BaseTrainer, dt.SetupMixin),
+            (DATA, STEP, MODELS, "configure_optimisers"),
+            "override configure_optimizers, .* defines configure_optimisers: rename that",
+        ),
+    ],
+)
+def test_a_missing_hook_is_named_when_the_trainer_is_built(
+    bases: tuple[type, ...], defined: tuple[str, ...], told: str
+) -> None:
+    hooks = {name: getattr(Algorithm, name, lambda self: None) for name in defined}
+    with pytest.raises(HookError, match=told):
+        type("T", bases, hooks)(make_config((0,)))
 
 
 @pytest.mark.pitfall(51)
-def test_building_a_trainer_has_no_side_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_building_a_trainer_has_no_side_effects(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     type("T", (Algorithm, BaseTrainer, *MIXINS), {})(make_config((0, 1, 2, 3, 4)))
     assert not torch.distributed.is_initialized()

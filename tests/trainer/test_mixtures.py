@@ -11,7 +11,7 @@ import pytest
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader, Mixture
 from tests.trainer.mixed import CHANGED_AFTER, GLOBAL_BATCH, SOURCES, STEPS, Mixed, steps_in, train
-from tests.trainer.small import Config
+from tests.trainer.small import Config, run_config
 from tests.worlds import run_world
 
 
@@ -91,13 +91,10 @@ class Validated(Mixed):
 
 
 def test_validation_on_the_mixture_that_is_trained_on_is_refused() -> None:
-    config = Config(
-        project="tests",
-        group="mixed",
-        experiment="shared",
-        device_parameters=dt.DeviceParameters(device="cpu"),
+    config = run_config(
+        "shared",
+        Config,
         training_parameters=dt.TrainingParameters(n_epochs=None, max_steps=2),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
     )
     with (

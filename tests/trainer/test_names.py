@@ -47,10 +47,7 @@ PRIVATE = ["_session", "_events", "_window", "_land", "_schedule", "_run_log", "
 @pytest.mark.pitfall(88)
 @pytest.mark.parametrize("name", [*PUBLIC, *PRIVATE])
 @pytest.mark.parametrize("when", ["constructor", "configure"])
-def test_an_attribute_with_a_name_of_ours_is_refused_where_it_is_assigned(
-    name: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_attribute_with_a_name_of_ours_is_refused_where_it_is_assigned(name: str, when: str) -> None:
 
     class Mine(Everything):
         def __init__(self, config: Any) -> None:
@@ -67,8 +64,7 @@ def test_an_attribute_with_a_name_of_ours_is_refused_where_it_is_assigned(
 
 
 @pytest.mark.pitfall(88)
-def test_every_attribute_and_method_of_a_trainer_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_attribute_and_method_of_a_trainer_is_guarded() -> None:
     with Everything(everything_config(training_parameters=dt.TrainingParameters(max_steps=0))) as trainer:
         trainer.fit()
         ours = {
@@ -194,7 +190,6 @@ def test_a_forgotten_call_of_the_base_constructor_is_named() -> None:
 def test_step_with_its_arguments_the_wrong_way_round_says_the_right_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
 
     class Mine(Alone):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tests.trainer.small import (
     batches,
     by_hand,
     fill,
+    fit,
     fused_adamw,
     make_config,
     network,
@@ -67,9 +68,7 @@ class Bad(Poisoned, Alone):
 def train(make_optimizer: Any, poison: dict[int, tuple[float, int]], count: int = 6, **training: Any) -> Bad:
     trainer = Bad(make_config(n_epochs=1, **training), batches(count), make_optimizer=make_optimizer)
     trainer.poison = poison
-    with trainer:
-        trainer.fit()
-    return trainer
+    return fit(trainer)
 
 
 @pytest.mark.pitfall(14)
@@ -185,7 +184,7 @@ def test_retry_gives_up_at_its_limit(make_optimizer: Any) -> None:
     assert train(make_optimizer, {2: (float("nan"), 3)}, nonfinite="retry", max_nonfinite=3).global_step == 6
 
 
-def test_a_retried_window_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retried_window_is_logged_once() -> None:
     class Logs(Poisoned, Alone, dt.LoggerMixin):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             super().training_step(batch, batch_idx)
@@ -195,7 +194,6 @@ def test_a_retried_window_is_logged_once(tmp_path: Path, monkeypatch: pytest.Mon
             logged.append(metrics["train/value"])
 
     logged: list[float] = []
-    monkeypatch.chdir(tmp_path)
     config = make_config(n_epochs=1, nonfinite="retry", gradient_accumulation_steps=2, log_every=1)
     trainer = Logs(config, batches(2), make_optimizer=sgd)
     trainer.poison = {1: (float("nan"), 2)}

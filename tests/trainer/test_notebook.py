@@ -26,6 +26,7 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fit,
     make_config,
     weights,
 )
@@ -64,9 +65,8 @@ def loader(count: int) -> Any:
 )
 @pytest.mark.parametrize("train", [batches, loader])
 def test_after_an_exception_evaluate_works_and_fit_goes_on_with_the_same_samples(
-    place: str, at: int, accumulation: int, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, at: int, accumulation: int, train: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     config = make_config(n_epochs=2, gradient_accumulation_steps=accumulation)
     with Evaluates(config, train(4), batches(1)) as trainer:
         trainer.fails_in, trainer.fails_at = place, at
@@ -84,10 +84,7 @@ def test_after_an_exception_evaluate_works_and_fit_goes_on_with_the_same_samples
 
 
 @pytest.mark.pitfall(87)
-def test_after_an_exception_between_a_step_and_its_count_fit_says_what_to_do_and_evaluate_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_after_an_exception_between_a_step_and_its_count_fit_says_what_to_do_and_evaluate_works() -> None:
     trainer = Evaluates(make_config(n_epochs=1), batches(4), batches(1))
     trainer.fails_in = "end of step"
     with pytest.raises(KeyError):
@@ -99,10 +96,7 @@ def test_after_an_exception_between_a_step_and_its_count_fit_says_what_to_do_and
     trainer.close()
 
 
-def test_after_gradients_that_were_not_finite_fit_does_not_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_after_gradients_that_were_not_finite_fit_does_not_go_on() -> None:
     train = batches(4)
     train[1][0].fill_(float("nan"))
     with Evaluates(make_config(n_epochs=1), train, batches(1)) as trainer:
@@ -113,10 +107,7 @@ def test_after_gradients_that_were_not_finite_fit_does_not_go_on(
             trainer.fit()
 
 
-def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes_nothing() -> None:
 
     def built(n_epochs: int) -> Evaluates:
         config = make_config(n_epochs=n_epochs)
@@ -133,8 +124,7 @@ def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes
         first.fit()
         with pytest.raises(CheckpointError, match="another trainer of this process has trained .* Build this one anew"):
             second.fit()
-        with built(3) as third:
-            third.fit()
+        fit(built(3))
         written, message = files(), "has trained runs/.* since this one did, whose state is older"
         first.set_limits(n_epochs=4)
         for call in (first.save_checkpoint, first.fit):
@@ -205,10 +195,7 @@ def saving_config() -> Any:
 
 @pytest.mark.pitfall(87)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_handler_of_the_users_that_was_there_before_fit_is_called_too(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_handler_of_the_users_that_was_there_before_fit_is_called_too(number: signal.Signals) -> None:
     called: list[int] = []
     before = signal.signal(number, lambda received, frame: called.append(received))
 
@@ -236,10 +223,7 @@ def test_a_handler_of_the_users_that_was_there_before_fit_is_called_too(
 
 @pytest.mark.pitfall(87)
 @pytest.mark.parametrize("of", ["class", "instance"])
-def test_a_step_that_was_written_anew_is_the_one_that_runs(
-    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_step_that_was_written_anew_is_the_one_that_runs(of: str) -> None:
 
     class Mended(Evaluates):
         pass

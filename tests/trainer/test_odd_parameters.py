@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,13 +61,12 @@ def train(cls: type[Scales], experiment: str, accumulation: int, steps: int) -> 
         return weights(trainer.model), trainer.norms
 
 
-def train_both(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    os.chdir(directory)
+def train_both() -> list[tuple[dict[str, Tensor], list[float]]]:
     return [train(cls, cls.__name__, 1, 3) for cls in (Scales, ShardedScales)]
 
 
 @pytest.mark.pitfall(84)
-def test_scalars_train_and_resume_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scalars_train_and_resume_on_another_number_of_ranks() -> None:
     model = Scaled()
     fill(model)
     optimizer, norms, states = adamw(model), [], []
@@ -79,12 +76,11 @@ def test_scalars_train_and_resume_on_another_number_of_ranks(tmp_path: Path, mon
         optimizer.step()
         optimizer.zero_grad()
         states.append(weights(model))
-    for found in run_world(train_both, 2, str(tmp_path)):
+    for found in run_world(train_both, 2):
         for state, its_norms in found:
             assert its_norms == pytest.approx(norms[:3], rel=1e-11)
             for name, value in states[2].items():
                 torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
-    monkeypatch.chdir(tmp_path)
     for cls in (Scales, ShardedScales):
         state, its_norms = train(cls, cls.__name__, 2, 6)
         assert its_norms == pytest.approx(norms[3:6], rel=1e-9)
@@ -131,20 +127,19 @@ class Normed(Scales):
         return train_loader, train_loader
 
 
-def normed(directory: str) -> list[Tensor]:
-    os.chdir(directory)
+def normed() -> list[Tensor]:
     with Normed(make_config(n_epochs=1)) as trainer:
         trainer.fit()
         return trainer.seen
 
 
 @pytest.mark.pitfall(80)
-def test_batch_norms_statistics_are_the_mean_over_ranks_on_every_rank(tmp_path: Path) -> None:
+def test_batch_norms_statistics_are_the_mean_over_ranks_on_every_rank() -> None:
     norms = [nn.BatchNorm1d(WIDTH).double() for _ in range(2)]
     for ((*ranks,),) in [[window[0]] for window in micro_batches(2, 1)]:
         for norm, (x, _, _) in zip(norms, ranks, strict=True):
             norm(x)
-    first, second = run_world(normed, 2, str(tmp_path))
+    first, second = run_world(normed, 2)
     for found, other, a, b in zip(first, second, norms[0].buffers(), norms[1].buffers(), strict=True):
         assert torch.equal(found, other)
         torch.testing.assert_close(found, a if a.dtype == torch.int64 else (a + b) / 2, rtol=0, atol=1e-12)

@@ -74,10 +74,7 @@ def straight_and_resumed(kind: type[Any], name: str) -> tuple[Weights, Weights]:
 
 @pytest.mark.pitfall(96)
 @pytest.mark.parametrize("name", ALL)
-def test_one_process_goes_on_with_all_that_its_optimizer_keeps(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_process_goes_on_with_all_that_its_optimizer_keeps(name: str) -> None:
     straight, resumed = straight_and_resumed(Sharded, name)
     assert_close(straight, expected(ALL[name]))
     assert_equal(resumed, straight)
@@ -186,10 +183,7 @@ class Unsavable(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("at_once", "async_save", "steps"), [(True, True, 0), (False, True, 1), (False, False, 1)])
-def test_state_that_cannot_be_saved_is_found_when_it_is_there(
-    at_once: bool, async_save: bool, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_state_that_cannot_be_saved_is_found_when_it_is_there(at_once: bool, async_save: bool, steps: int) -> None:
     config = make_config(training={"max_steps": LAST}, async_save=async_save)
     data = DistributedDataLoader(Samples(GLOBAL_BATCH * LAST), GLOBAL_BATCH)
     trainer = Sharded(config, data, make_optimizer=lambda model: Unsavable(model.parameters(), at_once=at_once))

@@ -9,7 +9,7 @@ import torch
 
 import dream_trainer as dt
 from tests.api import HookError
-from tests.trainer.small import Alone, batches, make_config
+from tests.trainer.small import Alone, batches, fit, make_config
 
 heard: list[str] = []
 
@@ -62,8 +62,7 @@ class PoliteTwice(Mixed):
 def trained(*bases: type) -> list[str]:
     """Who heard of the one optimizer step of a trainer with these bases."""
     heard.clear()
-    with type("Mine", bases, {})(make_config(n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
+    fit(type("Mine", bases, {})(make_config(n_epochs=1), batches(1)))
     return list(heard)
 
 
@@ -93,8 +92,7 @@ def test_every_definition_of_an_event_is_heard_once_wherever_its_class_stands(
 
 def test_a_class_with_one_base_overrides_its_event_as_in_python() -> None:
     heard.clear()
-    with Twice(make_config(n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
+    fit(Twice(make_config(n_epochs=1), batches(1)))
     assert heard == ["derived"]
 
 
@@ -123,29 +121,34 @@ class LoadsMixin:
         return batches(1), None
 
 
+class LogsMixin:
+    def configure_loggers(self) -> list[Any]:
+        return []
+
+
+class Bare(dt.BaseTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {}
+
+
+class Logs(Alone, dt.LoggerMixin): ...
+
+
 @pytest.mark.pitfall(79)
-@pytest.mark.parametrize(("mixin", "hook"), [(MovesMixin, "move_batch"), (LoadsMixin, "configure_dataloaders")])
-def test_a_hook_of_a_mixin_behind_the_trainer_is_refused_with_the_order_that_calls_it(mixin: type, hook: str) -> None:
-    class Bare(dt.BaseTrainer):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {}
-
-    with pytest.raises(HookError) as caught:
-        type("Mine", (Bare, mixin), {})(make_config())
-    assert f"{mixin.__name__}.{hook} is never called" in str(caught.value)
-    assert f"class Mine({mixin.__name__}, Bare)" in str(caught.value)
-
-
-@pytest.mark.pitfall(79)
-def test_loggers_of_a_mixin_behind_the_trainer_are_refused() -> None:
-    class LogsMixin:
-        def configure_loggers(self) -> list[Any]:
-            return []
-
-    class Logs(Alone, dt.LoggerMixin): ...
-
-    with pytest.raises(HookError, match=r"LogsMixin\.configure_loggers is never called"):
-        type("Mine", (Logs, LogsMixin), {})(make_config(), batches(1))
+@pytest.mark.parametrize(
+    ("base", "mixin", "hook"),
+    [
+        (Bare, MovesMixin, "move_batch"),
+        (Bare, LoadsMixin, "configure_dataloaders"),
+        (Logs, LogsMixin, "configure_loggers"),
+    ],
+)
+def test_a_hook_of_a_mixin_behind_the_trainer_is_refused_with_the_order_that_calls_it(
+    base: type, mixin: type, hook: str
+) -> None:
+    with pytest.raises(HookError, match=rf"(?s){mixin.__name__}\.{hook} is never called") as caught:
+        type("Mine", (base, mixin), {})(make_config())
+    assert f"class Mine({mixin.__name__}, {base.__name__})" in str(caught.value)
 
 
 def test_a_hook_that_the_class_overrides_anyway_may_stand_behind() -> None:

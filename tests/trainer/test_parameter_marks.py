@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +38,7 @@ class Marked(Trained):
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
 
-def marks(cases: list[Case], directory: str) -> list[dict[str, dict[str, Any]]]:
-    os.chdir(directory)
+def marks(cases: list[Case]) -> list[dict[str, dict[str, Any]]]:
     found = []
     for case in cases:
         with Marked(config_of(case)) as trainer:
@@ -50,10 +47,10 @@ def marks(cases: list[Case], directory: str) -> list[dict[str, dict[str, Any]]]:
     return found
 
 
-def test_attributes_of_parameters_are_those_of_configure_models(tmp_path: Path) -> None:
-    ((alone,),) = run_world(marks, 1, [ALONE], str(tmp_path))
+def test_attributes_of_parameters_are_those_of_configure_models() -> None:
+    ((alone,),) = run_world(marks, 1, [ALONE])
     assert {mark["no_decay"] for mark in alone.values()} == {True, False}
-    for ranks in run_world(marks, 2, ON_TWO, str(tmp_path)):
+    for ranks in run_world(marks, 2, ON_TWO):
         for case, found in zip(ON_TWO, ranks, strict=True):
             assert {mark["full_name"] for mark in found.values()} == set(found), case
             no_decay = {name: mark["no_decay"] for name, mark in found.items()}

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.trainer.arithmetic import fill, full
-from tests.trainer.small import WIDTH, Batch, Samples, network, weights
+from tests.trainer.small import WIDTH, Batch, Samples, filled_network, network, run_config, weights
 from tests.worlds import run_world
 
 LENGTH, GLOBAL_BATCH, SAVED_AT, LAST, CLIP = 48, 8, 3, 6, 0.05
@@ -144,8 +144,7 @@ TRAINED = {
 
 def base_values() -> dict[str, Tensor]:
     """Weights as somebody else saved them: of the network without adapters."""
-    model = network()
-    fill(model)
+    model = filled_network()
     return {name: -0.7 * value for name, value in model.state_dict().items()}
 
 
@@ -171,18 +170,15 @@ def optimizer_state(trainer: Partial) -> dict[str, Tensor]:
 def train(case: str, experiment: str, steps: int, accumulation: int, resume: int | str = "auto") -> dict[str, Any]:
     """Trains until `steps`, from a checkpoint of the experiment if it has one, on this rank."""
     initial = {"init_from": "base.safetensors", "init_strict": False} if case == "adapters" else {}
-    config = dt.DreamTrainerConfig(
-        project="tests",
+    config = run_config(
+        experiment,
         group=case,
-        experiment=experiment,
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(
             max_steps=steps,
             train_batch_size=GLOBAL_BATCH // (int(os.environ.get("WORLD_SIZE", "1")) * accumulation),
             gradient_accumulation_steps=accumulation,
             gradient_clip_val=CLIP,
         ),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(
             save_every_n_epochs=None,
             resume=resume,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ class Loaded(Trained):
         load_weights(self.model, "base.safetensors")
 
 
-def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
+def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
     """Trains up to each of `steps`, in a trainer of its own that goes on from the last one, and exports."""
-    os.chdir(directory)
     results = []
     for max_steps in steps:
         config = replace(
@@ -60,7 +58,7 @@ def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dic
 
 def test_exports_and_checkpoints_without_frozen_weights_are_the_whole_models(tmp_path: Path) -> None:
     save_file(Model(CASE).state_dict(), tmp_path / "base.safetensors")
-    ranks = run_world(travel, 2, CASE, "hops", str(tmp_path), 2, 3)
+    ranks = run_world(travel, 2, CASE, "hops", 2, 3)
     weights = united([result["weights"] for *_, result in ranks])
     weights["scale"] = torch.full((), 0.5, dtype=torch.float64)
     exported = load_file(tmp_path / "hops-3" / "model.safetensors")
@@ -75,8 +73,8 @@ def test_exports_and_checkpoints_without_frozen_weights_are_the_whole_models(tmp
     for *_, result in ranks:  # what a stage has can be taken, and is said to be no whole model
         assert result["gathered"].keys() == result["weights"].keys() | {"scale"} < weights.keys()
         assert any("weights of this rank's stages alone" in message for message in result["said"])
-    ((last,),) = run_world(travel, 1, replace(CASE, pp=1), "hops", str(tmp_path), 4)
-    ((unbroken,),) = run_world(travel, 1, replace(CASE, pp=1), "unbroken", str(tmp_path), 4)
+    ((last,),) = run_world(travel, 1, replace(CASE, pp=1), "hops", 4)
+    ((unbroken,),) = run_world(travel, 1, replace(CASE, pp=1), "unbroken", 4)
     for kind in ("state", "averages"):
         for name, value in unbroken[kind].items():
             torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,11 +33,11 @@ FURTHER = [
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER, marks=pytest.mark.slow)])
-def test_half_precision_in_stages_is_that_of_one_process(cases: list[Case], tmp_path: Path) -> None:
+def test_half_precision_in_stages_is_that_of_one_process(cases: list[Case]) -> None:
     kinds = list(dict.fromkeys(case.alone for case in cases))
     kinds += list(dict.fromkeys(replace(kind, precision="fp32") for kind in kinds))
-    alone = dict(zip(kinds, train(kinds, str(tmp_path)), strict=True))
-    by_rank = run_world(train, 4, cases, str(tmp_path))
+    alone = dict(zip(kinds, train(kinds), strict=True))
+    by_rank = run_world(train, 4, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         half, exact = alone[case.alone], alone[replace(case.alone, precision="fp32")]
         assert [rank["skipped"] for rank in ranks] == 4 * [half["skipped"]] == 4 * [int(case.poisoned)]

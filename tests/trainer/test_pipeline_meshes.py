@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.api import format_bytes, step_traffic
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.meshes import Case, assert_as_alone, train, travel, united
+from tests.trainer.meshes import Case, Trained, assert_as_alone, config_of, train, travel, united
 from tests.worlds import run_world
 
 WORLD_4 = [
@@ -91,19 +94,17 @@ WORLD_8 = [
         pytest.param(SEVERAL_8, id="several stages, of 8 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(
-    cases: list[Case], tmp_path: Path
-) -> None:
+def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(cases: list[Case]) -> None:
     kinds = list(dict.fromkeys(case.alone for case in cases))
-    alone = dict(zip(kinds, train(kinds, str(tmp_path)), strict=True))
-    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path), timeout=60.0 * (1 + len(cases)))
+    alone = dict(zip(kinds, train(kinds), strict=True))
+    by_rank = run_world(train, cases[0].world_size, cases, timeout=60.0 * (1 + len(cases)))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert_as_alone(case, ranks, alone[case.alone])
 
 
-def test_ranks_that_share_experts_may_have_shapes_of_their_own(tmp_path: Path) -> None:
+def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
     case = Case(2, dp=2, ep=2, experts=True, uneven=True, steps=2)
-    for (rank,) in run_world(train, 4, [case], str(tmp_path)):
+    for (rank,) in run_world(train, 4, [case]):
         assert len(rank["norms"]) == case.steps
 
 
@@ -114,6 +115,12 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own(tmp_path: Path) -
     "meshes",
     [
         pytest.param([Case(2, tp=2), Case()], id="to one process"),
+        pytest.param([Case(2), Case(), Case(2, dp=2, shard="auto")], id="of stages"),
+        pytest.param(
+            [Case(cp=2, shard="auto", packed=True), Case(packed=True), Case(cp=2, dp=2, shard=2, packed=True)],
+            id="of sequences",
+        ),
+        pytest.param([Case(dp=2, ep=2), Case(dp=4, ep=2, shard="auto"), Case(), Case(dp=4, ep=4)], id="of experts"),
         pytest.param(
             [
                 Case(),
@@ -138,12 +145,16 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own(tmp_path: Path) -
         ),
     ],
 )
-def test_a_checkpoint_moves_between_meshes(meshes: list[Case], tmp_path: Path) -> None:
-    (alone,) = travel([(Case(blocks=meshes[0].blocks), len(meshes))], "alone", str(tmp_path))
+def test_a_checkpoint_moves_between_meshes(meshes: list[Case]) -> None:
+    if max(case.ep for case in meshes) > 1:
+        meshes = [replace(case, experts=True) for case in meshes]
+    (alone,) = travel([(meshes[0].alone, len(meshes))], "alone")
     before = None
     for steps, case in enumerate(meshes, start=1):
-        hop = [(case, steps)], "hops", str(tmp_path)
-        ranks = [found for (found,) in (run_world(travel, case.world_size, *hop) if case.pp > 1 else [travel(*hop)])]
+        hop = [(case, steps)], "hops"
+        ranks = [
+            found for (found,) in (run_world(travel, case.world_size, *hop) if case.world_size > 1 else [travel(*hop)])
+        ]
         assert same_bits(united([rank["start"] for rank in ranks]), alone["start"])
         assert before is None or same_bits(united([rank["loaded"] for rank in ranks]), before)
         before = united([rank["state"] for rank in ranks])
@@ -151,12 +162,12 @@ def test_a_checkpoint_moves_between_meshes(meshes: list[Case], tmp_path: Path) -
         torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def stop_and_go_on(cases: list[Case]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Each case in one go, and stopped after two of four steps."""
     found = []
     for number, case in enumerate(cases):
-        (unbroken,) = travel([(case, 4)], f"unbroken {number}", directory)
-        found.append((unbroken, travel([(case, 2), (case, 4)], f"broken {number}", directory)))
+        (unbroken,) = travel([(case, 4)], f"unbroken {number}")
+        found.append((unbroken, travel([(case, 2), (case, 4)], f"broken {number}")))
     return found
 
 
@@ -164,6 +175,7 @@ def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, An
     "cases",
     [
         pytest.param([Case(2, cp=2, ep=2, experts=True, packed=True, dropout=0.3)], id="sequences and experts"),
+        pytest.param([Case(cp=2, shard="auto", packed=True, dropout=0.3)], id="sequences alone"),
         pytest.param(
             [
                 Case(2, tp=2, dropout=0.3),
@@ -186,8 +198,74 @@ def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, An
         ),
     ],
 )
-def test_a_run_in_stages_goes_on_to_the_bit(cases: list[Case], tmp_path: Path) -> None:
-    for of_rank in run_world(stop_and_go_on, 4, cases, str(tmp_path)):
+def test_a_run_goes_on_to_the_bit(cases: list[Case]) -> None:
+    for of_rank in run_world(stop_and_go_on, cases[0].world_size, cases):
         for straight, (broken, resumed) in of_rank:
             assert same_bits(resumed["loaded"], broken["state"])
             assert same_bits(resumed["state"], straight["state"])
+
+
+# -- what crosses ranks
+
+
+CASES = [
+    Case(dp=2, shard=2, tp=2, steps=3),
+    Case(dp=2, shard=1, tp=2, steps=3),
+    Case(dp=2, shard=2, cp=2, steps=3),
+    Case(dp=2, shard=1, cp=2, steps=3),
+    Case(dp=2, shard=2, cp=2, steps=3, accumulation=2),
+]
+SMALL = 64
+"""Elements of what ranks agree by, at most; all gradients together are more."""
+BESIDE = 64
+"""Numbers that go with them, at most: which parameters have one."""
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that a ring over `n` ranks sends for shards, or for gradients of copies."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n, self.n_bytes = n, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        share = (self.n - 1) / self.n
+        match str(func).rpartition(".")[0]:
+            case "c10d._allgather_base_" if args[0].numel() == self.n * args[1].numel():  # attention's is of two ranks
+                self.n_bytes += share * args[0].nbytes
+            case "c10d._reduce_scatter_base_" if args[1].numel() == self.n * args[0].numel():
+                self.n_bytes += 2 * share * args[1].nbytes  # gloo reduces for all
+            case "c10d.allreduce_" if args[0][0].numel() > SMALL:
+                self.n_bytes += 2 * share * args[0][0].nbytes
+        return func(*args, **kwargs or {})
+
+
+class Counting(Trained):
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Any]:
+        if self.global_step != 1:
+            return super().training_step(batch, batch_idx)
+        with self.sent:
+            return super().training_step(batch, batch_idx)
+
+
+def count(cases: list[Case]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        with Counting(config_of(case)) as trainer:
+            trainer.sent = Sent(case.dp * case.cp)
+            trainer.fit()
+            found.append({"sent": trainer.sent.n_bytes, "traffic": step_traffic(trainer), "said": trainer.describe()})
+    return found
+
+
+def test_bytes_of_weights_and_gradients_are_told_beside_split_layers_and_sequences() -> None:
+    for ranks in run_world(count, 4, CASES):
+        for case, found in zip(CASES, ranks, strict=True):
+            dimension = "dp_shard" if case.shard == 2 else "dp_replicate"
+            told, sent = found["traffic"].by_dimension.pop(dimension), found["sent"]
+            assert not found["traffic"].by_dimension
+            by_blocks = case.shard == 2 and case.tp == 2  # others average whole gradients
+            assert (told == sent) if by_blocks else (0 <= sent - told < 2 * 8 * BESIDE), case
+            assert told > 2**14
+            (row,) = (line for line in found["said"].splitlines() if line.startswith(f"| {dimension} |"))
+            assert row.endswith(f"| {format_bytes(told)} |")

@@ -104,7 +104,7 @@ class Several(Trained):
         super().configure_optimizers()
         self.reader_optimizer = torch.optim.SGD(self.reader.parameters(), lr=0.05, momentum=0.5)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
-        self.start = weights_of(self)
+        self.initial = weights_of(self)
 
     def learn(self, batch: tuple[Tensor, Tensor]) -> None:
         tokens, labels = batch
@@ -163,7 +163,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     for case in cases:
         with Several(config_of(case)) as trainer:
             trainer.fit()
-            results.append({"norms": trainer.norms, "start": trainer.start, "weights": weights_of(trainer)})
+            results.append({"norms": trainer.norms, "start": trainer.initial, "weights": weights_of(trainer)})
             results[-1] |= {"logged": trainer.logged, "described": mesh_lines(trainer)}
     return results
 
@@ -298,7 +298,7 @@ class Normed(Trained):
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
-        self.start |= {f"judge.{name}": value.clone() for name, value in self.judge.state_dict().items()}
+        self.initial |= {f"judge.{name}": value.clone() for name, value in self.judge.state_dict().items()}
         self.judge_optimizer = torch.optim.SGD(self.judge.parameters(), lr=0.1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
@@ -358,18 +358,17 @@ def normed_by_hand(start: dict[str, Tensor]) -> tuple[list[float], dict[str, Ten
     return norms, small.state_dict()
 
 
-def be_careless_and_normed(directory: str) -> tuple[dict[str, str], dict[str, Tensor], list[float], dict[str, Tensor]]:
-    os.chdir(directory)
+def be_careless_and_normed() -> tuple[dict[str, str], dict[str, Tensor], list[float], dict[str, Tensor]]:
     for kind, steps in ((Careless, 1), (Normed, 2)):
         with kind(config_of(Case(2, clip=None), max_steps=steps, val_every_n_epochs=None)) as trainer:
             trainer.fit()
             if isinstance(trainer, Careless):
                 told = trainer.told
-    return told, trainer.start, trainer.norms, {name: v.clone() for name, v in trainer.judge.state_dict().items()}
+    return told, trainer.initial, trainer.norms, {name: v.clone() for name, v in trainer.judge.state_dict().items()}
 
 
-def test_losses_through_two_models_are_refused_or_trained_as_in_one_process(tmp_path: Path) -> None:
-    ranks = run_world(be_careless_and_normed, 2, str(tmp_path))
+def test_losses_through_two_models_are_refused_or_trained_as_in_one_process() -> None:
+    ranks = run_world(be_careless_and_normed, 2)
     for told, *_ in ranks:
         for name in ("inputs", "targets"):
             assert "of self.reader was given inputs or targets that need gradients, as another model" in told[name]
@@ -418,10 +417,7 @@ def train_and_hop(cases: list[Case], directory: str) -> tuple[list[dict[str, Any
         pytest.param(WORLD_4, id="4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_several_models_are_trained_and_kept_as_in_one_process(
-    cases: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_several_models_are_trained_and_kept_as_in_one_process(cases: list[Case], tmp_path: Path) -> None:
     first = hop(Case(tied=True), 2, str(tmp_path))
     by_rank = run_world(train_and_hop, cases[0].world_size, cases, str(tmp_path))
     check(cases, list(zip(*(results for results, _ in by_rank), strict=True)))
@@ -442,16 +438,15 @@ def test_several_models_are_trained_and_kept_as_in_one_process(
             assert torch.equal(value, state[f"{name}.{key}"])
 
 
-def train_late(case: Case, directory: str) -> tuple[list[float], dict[str, Tensor]]:
-    os.chdir(directory)
+def train_late(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     with Late(config_of(case, max_steps=2, val_every_n_epochs=None)) as trainer:
         trainer.fit()
         return trainer.norms, {name: value.clone() for name, value in trainer.judge.state_dict().items()}
 
 
 @pytest.mark.slow
-def test_a_small_model_that_is_trained_later_on_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    (norms, first), (others, second) = run_world(train_late, 2, Case(2, clip=None), str(tmp_path))
+def test_a_small_model_that_is_trained_later_on_is_the_same_on_all_ranks() -> None:
+    (norms, first), (others, second) = run_world(train_late, 2, Case(2, clip=None))
     assert norms == others
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     assert float(first["0.num_batches_tracked"]) == 8

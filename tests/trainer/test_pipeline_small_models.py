@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
 from tests.api import NumberedAsWhole, StepError
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 STEPS, SIZE, PARTS = 3, 8, 4
@@ -67,7 +66,7 @@ class Adversaries(dt.DreamTrainer):
         self.generator_optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1)
         self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
         self.norms: list[float] = []
-        self.start = deepcopy((self.critic.state_dict(), self.generator.state_dict()))
+        self.initial = deepcopy((self.critic.state_dict(), self.generator.state_dict()))
 
     def fooled(self, made: Tensor, ones: Tensor) -> Tensor:
         return told(self.critic(made), ones)
@@ -85,24 +84,19 @@ class Adversaries(dt.DreamTrainer):
         return {}
 
 
-def train(directory: str) -> dict[str, tuple[list[float], tuple[State, State], tuple[State, State]]]:
-    os.chdir(directory)
+def train() -> dict[str, tuple[list[float], tuple[State, State], tuple[State, State]]]:
     results = {}
     for kind in CRITICS:
-        config = dt.DreamTrainerConfig(
-            project="tests",
-            group="pipeline-small-models",
-            experiment=kind,
+        config = run_config(
+            kind,
             device_parameters=dt.DeviceParameters(device="cpu", pipeline_parallel=2),
             pipeline_parallel_parameters=dt.PipelineParallelParameters(microbatches=PARTS),
             training_parameters=dt.TrainingParameters(n_epochs=1, gradient_clip_val=None),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-            logger_parameters=dt.LoggerParameters(loggers=()),
         )
         with type(kind, (Adversaries,), {"kind": kind})(config) as trainer:
             trainer.fit()
             end = deepcopy((trainer.critic.state_dict(), trainer.generator.state_dict()))
-            results[kind] = trainer.norms, trainer.start, end
+            results[kind] = trainer.norms, trainer.initial, end
     return results
 
 
@@ -129,8 +123,8 @@ def by_hand(kind: str, of_critic: State, of_generator: State) -> tuple[list[floa
     return norms, critic.state_dict(), generator.state_dict()
 
 
-def test_a_critic_is_that_of_a_loop_by_hand_on_all_ranks(tmp_path: Path) -> None:
-    ranks = run_world(train, 2, str(tmp_path))
+def test_a_critic_is_that_of_a_loop_by_hand_on_all_ranks() -> None:
+    ranks = run_world(train, 2)
     for kind in CRITICS:
         of_ranks = [of_rank[kind] for of_rank in ranks]
         whole = {name: value for _, (_, generator), _ in of_ranks for name, value in generator.items()}

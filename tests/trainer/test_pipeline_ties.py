@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,8 @@ WORLD_4 = [Case(2, dp=2, tied=True, shard="auto"), Case(2, dp=2, tied=True), Cas
 WORLD_4 += [Case(2, dp=2, tied=True, shard="auto", schedule="ZBVZeroBubble")]  # one parameter of a rank's two stages
 
 
-def train(cases: list[Case], directory: str, experiment: str, steps: int) -> list[dict[str, Any]]:
+def train(cases: list[Case], experiment: str, steps: int) -> list[dict[str, Any]]:
     """Trains up to `steps` optimizer steps, from the last checkpoint of the experiment; and notes what it loaded."""
-    os.chdir(directory)
     results = []
     for case in cases:
         config = replace(
@@ -55,7 +53,7 @@ def train(cases: list[Case], directory: str, experiment: str, steps: int) -> lis
             averages = trainer.get_callback(EMA).checkpoint_tensors()
             losses = [metrics["train/loss"] for _, metrics in sorted(trainer.logged.items())]
             results.append(
-                {"losses": losses, "norms": trainer.norms, "start": trainer.start, "state": state_of(trainer)}
+                {"losses": losses, "norms": trainer.norms, "start": trainer.initial, "state": state_of(trainer)}
             )
             results[-1] |= {"weights": weights_of(trainer), "averages": {n: full(a) for n, a in averages.items()}}
             if experiment == "hops" and case.pp > 1:
@@ -83,22 +81,22 @@ def check(cases: list[Case], ranks_of_case: list[tuple[dict[str, Any], ...]]) ->
             torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
 
 
-def train_and_hop(directory: str) -> list[list[dict[str, Any]]]:
-    return [train(CASES, directory, "case", STEPS), train([CASES[0]], directory, "hops", 3)]
+def train_and_hop() -> list[list[dict[str, Any]]]:
+    return [train(CASES, "case", STEPS), train([CASES[0]], "hops", 3)]
 
 
 def test_tied_ends_are_one_parameter(tmp_path: Path) -> None:
-    ((first,),) = run_world(train, 1, [Case(tied=True)], str(tmp_path), "hops", 2)
+    ((first,),) = run_world(train, 1, [Case(tied=True)], "hops", 2)
     from safetensors.torch import save_file
 
     save_file({n: v.contiguous() for n, v in first["weights"].items()}, tmp_path / "alone.safetensors")
-    by_rank = run_world(train_and_hop, 2, str(tmp_path))
+    by_rank = run_world(train_and_hop, 2)
     check(CASES, list(zip(*(cases for cases, _ in by_rank), strict=True)))
     for _, (hopped,) in by_rank:
         copies = {"head.weight": "embedding.weight"}
         assert all(torch.equal(v, first["weights"][copies.get(n, n)]) for n, v in hopped["loaded"].items())
-    ((last,),) = run_world(train, 1, [Case(tied=True)], str(tmp_path), "hops", 4)
-    ((unbroken,),) = run_world(train, 1, [Case(tied=True)], str(tmp_path), "unbroken", 4)
+    ((last,),) = run_world(train, 1, [Case(tied=True)], "hops", 4)
+    ((unbroken,),) = run_world(train, 1, [Case(tied=True)], "unbroken", 4)
     assert last["weights"].keys() == unbroken["weights"].keys()
     for kind in ("state", "averages"):
         for name, value in unbroken[kind].items():
@@ -127,16 +125,15 @@ class LeavingOut(Trained):
         self.model = TwoHeads(self.config.case)
 
 
-def leave_out(case: Case, directory: str) -> tuple[list[float], dict[str, Tensor]]:
-    os.chdir(directory)
+def leave_out(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     with LeavingOut(config_of(case, "left-out")) as trainer:
         trainer.fit()
         return trainer.norms, weights_of(trainer)
 
 
-def test_a_copy_that_a_stage_of_shards_leaves_out_is_trained_by_the_other(tmp_path: Path) -> None:
-    ((norms, weights),) = run_world(leave_out, 1, Case(tied=True, changing=True), str(tmp_path))
-    by_rank = run_world(leave_out, 4, Case(2, dp=2, tied=True, shard="auto", changing=True), str(tmp_path))
+def test_a_copy_that_a_stage_of_shards_leaves_out_is_trained_by_the_other() -> None:
+    ((norms, weights),) = run_world(leave_out, 1, Case(tied=True, changing=True))
+    by_rank = run_world(leave_out, 4, Case(2, dp=2, tied=True, shard="auto", changing=True))
     for found, of_rank in by_rank:
         assert found == pytest.approx(norms, rel=1e-10)
         for name, value in of_rank.items():
@@ -224,6 +221,6 @@ def test_copies_that_are_split_otherwise_are_refused_on_all_ranks(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_tied_ends_beside_data_parallel_ranks_and_further_stages(tmp_path: Path) -> None:
-    by_rank = run_world(train, 4, WORLD_4, str(tmp_path), "case", STEPS)
+def test_tied_ends_beside_data_parallel_ranks_and_further_stages() -> None:
+    by_rank = run_world(train, 4, WORLD_4, "case", STEPS)
     check(WORLD_4, list(zip(*by_rank, strict=True)))

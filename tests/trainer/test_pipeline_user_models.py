@@ -237,7 +237,7 @@ class OfUsers(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         x, y = batch
@@ -255,7 +255,7 @@ def train_models_of_users(directory: str) -> list[tuple[dict[str, Tensor], dict[
         shown += ("training_parameters", "checkpoint_parameters", "logger_parameters")
         with OfUsers(Config(kind=kind, **{name: getattr(base, name) for name in shown})) as trainer:
             trainer.fit()
-            results.append((trainer.start, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}))
+            results.append((trainer.initial, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}))
     return results
 
 
@@ -323,7 +323,7 @@ def train_by_depth(cases: list[tuple[int, int]], directory: str) -> list[dict[st
             trainer.fit()
             groups = [(g["name"], g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups]
             weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-            results.append({"start": trainer.start, "weights": weights, "groups": groups})
+            results.append({"start": trainer.initial, "weights": weights, "groups": groups})
     return results
 
 
@@ -340,7 +340,7 @@ class FrozenForAStep(Trained):
 def train_frozen_for_a_step() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with FrozenForAStep(config_of(Case(2, tied=True), val_every_n_epochs=None)) as trainer:
         trainer.fit()
-        return trainer.start, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        return trainer.initial, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def summed(scores: Tensor, labels: Tensor) -> Tensor:

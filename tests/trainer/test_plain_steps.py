@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,8 +268,7 @@ def test_code_that_treats_the_model_as_a_plain_module_trains_as_one_process(shar
         )
 
 
-def of_shards_alone(directory: str) -> tuple[str, bool]:
-    os.chdir(directory)
+def of_shards_alone() -> tuple[str, bool]:
     config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
     trainer = ByBlocks(config, "method only")
     try:
@@ -301,8 +298,8 @@ class ByBlocks(Plain):
 
 
 @pytest.mark.pitfall(104)
-def test_a_loss_of_shards_alone_is_refused_before_weights_move(tmp_path: Path) -> None:
-    for message, are_equal in run_world(of_shards_alone, 2, str(tmp_path)):
+def test_a_loss_of_shards_alone_is_refused_before_weights_move() -> None:
+    for message, are_equal in run_world(of_shards_alone, 2):
         assert "model.0.weight" in message
         assert are_equal
 
@@ -314,8 +311,7 @@ def unlike(kind: str) -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
-def of_unlike_weights(directory: str) -> list[str]:
-    os.chdir(directory)
+def of_unlike_weights() -> list[str]:
     found = []
     for kind in ("scripted", "channels last"):
         config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
@@ -336,8 +332,8 @@ class Unlike(Plain):
         self.model = unlike(self.kind)
 
 
-def test_weights_that_no_block_can_hold_are_refused_by_their_names(tmp_path: Path) -> None:
-    for scripted, channels_last in run_world(of_unlike_weights, 2, str(tmp_path)):
+def test_weights_that_no_block_can_hold_are_refused_by_their_names() -> None:
+    for scripted, channels_last in run_world(of_unlike_weights, 2):
         assert "0.weight" in scripted
         assert "TorchScript" in scripted
         assert "0.weight" in channels_last

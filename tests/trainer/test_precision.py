@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +17,11 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import ConfigError
 from tests.trainer.arithmetic import full
-from tests.trainer.small import BY_BLOCKS, make_config
+from tests.trainer.small import BY_BLOCKS, fit, make_config
 from tests.worlds import run_world
 
 N_STEPS, SIZE, WIDTH, VOCABULARY, LENGTH = 8, 4, 8, 16, 6
 BF16 = dt.DeviceParameters(device="cpu", precision="bf16")
-
-
-@pytest.fixture(autouse=True)
-def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Block(nn.Module):
@@ -243,8 +237,7 @@ def twice(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.pitfall(25)
 def test_a_forward_without_gradients_or_a_step_before_a_forward_changes_nothing() -> None:
-    with Pair(make_config(devices=BF16, n_epochs=1)) as trainer:
-        trainer.fit()
+    trainer = fit(Pair(make_config(devices=BF16, n_epochs=1)))
     model = nn.Linear(WIDTH, WIDTH)
     fill(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -290,8 +283,7 @@ class FullHeadByParts(FullHead):
 
 @pytest.mark.parametrize("cls", [FullHead, FullHeadByParts])
 def test_what_is_computed_in_float32_has_its_gradient_in_float32(cls: type[FullHead]) -> None:
-    with cls(make_config(devices=BF16, n_epochs=1)) as trainer:
-        trainer.fit()
+    trainer = fit(cls(make_config(devices=BF16, n_epochs=1)))
     model = nn.Linear(WIDTH, WIDTH)
     fill(model)
     (batch,), _ = trainer.configure_dataloaders()
@@ -400,8 +392,7 @@ class OfNorms(Trainer):
         return [model.norm, *(block.norm for block in model.blocks)]
 
 
-def on_a_rank_besides(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def on_a_rank_besides() -> dict[str, Any]:
     found: dict[str, Any] = {"norms": trained_by(OfNorms, config_for(BF16, ranks=2))["losses"]}
     with Trainer(config_for(BF16, ranks=2)) as trainer:
         trainer.fit()
@@ -420,9 +411,9 @@ def on_a_rank_besides(directory: str) -> dict[str, Any]:
     return found
 
 
-def test_what_a_sharded_model_is_given_and_gives_is_not_rounded_and_its_face_is_its_own(tmp_path: Path) -> None:
+def test_what_a_sharded_model_is_given_and_gives_is_not_rounded_and_its_face_is_its_own() -> None:
     plain = trained(config_for(dt.DeviceParameters(device="cpu")), "by_forward")
-    ranks = run_world(on_a_rank_besides, 2, str(tmp_path))
+    ranks = run_world(on_a_rank_besides, 2)
     losses = [sum(pair) / 2 for pair in zip(*(rank["norms"] for rank in ranks), strict=True)]
     assert losses == pytest.approx(plain["losses"], rel=0.03)
     for rank in ranks:

@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, mse_loss
 import dream_trainer as dt
 from tests.api import ConfigError, declare_random_layer, undeclared_dropouts
 from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.small import run_ranks
+from tests.trainer.small import run_config, run_ranks
 from tests.worlds import run_world
 
 WIDTH, LENGTH, BATCH, STEPS = 8, 6, 4, 4
@@ -105,7 +105,7 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.start = weights_of(self.model)
+        self.initial = weights_of(self.model)
         self.dropped: dict[str, list[Tensor]] = {}
         self.ends: list[float] = []
         for name, layer in self.model.named_modules():
@@ -128,10 +128,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def config_of(case: Case, experiment: str, **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="random-parts",
-        experiment=experiment,
+    return run_config(
+        experiment,
+        Config,
         device_parameters=dt.DeviceParameters(
             device="cpu",
             tensor_parallel=2,
@@ -141,7 +140,6 @@ def config_of(case: Case, experiment: str, **training: Any) -> Config:
         compile_parameters=dt.CompileParameters(backend=case.backend or "eager"),
         training_parameters=dt.TrainingParameters(**{"n_epochs": 1} | training),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=experiment == "broken"),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         case=case,
     )
 
@@ -149,13 +147,12 @@ def config_of(case: Case, experiment: str, **training: Any) -> Config:
 def fit(case: Case, experiment: str, **training: Any) -> dict[str, Any]:
     with Trained(config_of(case, experiment, **training)) as trainer:
         trainer.fit()
-        found = {"start": trainer.start, "weights": weights_of(trainer.model)}
+        found = {"start": trainer.initial, "weights": weights_of(trainer.model)}
         return found | {"dropped": trainer.dropped, "ends": trainer.ends}
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+def train(cases: list[Case]) -> list[dict[str, Any]]:
     """Each case, and the last one again, stopped after two steps and gone on with."""
-    os.chdir(directory)
     results = [fit(case, f"{number}") for number, case in enumerate(cases)]
     fit(cases[-1], "broken", max_steps=2)
     return [*results, fit(cases[-1], "broken")]
@@ -187,10 +184,8 @@ FURTHER = [
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER, marks=pytest.mark.slow)])
-def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_it(
-    cases: list[Case], tmp_path: Path
-) -> None:
-    *trained, resumed = zip(*run_world(train, 2, cases, str(tmp_path)), strict=True)
+def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_it(cases: list[Case]) -> None:
+    *trained, resumed = zip(*run_world(train, 2, cases), strict=True)
     for case, (here, there) in zip(cases, trained, strict=True):
         dropped = {}
         for name in here["dropped"]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, PerRankLoader, RanksDifferError, World
-from tests.trainer.small import Samples, Spread, Validates, batches, fused_adamw, make_config, sgd
+from tests.trainer.small import Samples, Spread, Validates, batches, fit, fused_adamw, make_config, sgd
 from tests.worlds import run_world
 
 ROWS = torch.arange(36.0).view(12, 3).double()
@@ -147,31 +147,29 @@ class KeepsEqualState(Spread, dt.LoggerMixin, dt.EvalMixin, dt.CheckpointMixin):
         return [3]  # not as it is declared, and yet saved and given back
 
 
-def saved_with(kind: type, callbacks: list[dt.Callback], directory: str) -> list[str]:
+def saved_with(kind: type, callbacks: list[dt.Callback]) -> list[str]:
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dream_trainer").addHandler(handler)
-    os.chdir(directory)
     of_run = make_config(max_steps=4, callbacks=callbacks)
     of_run.experiment = kind.__name__
     of_run.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2)
-    with kind(of_run, loader()) as trainer:
-        trainer.fit()
+    fit(kind(of_run, loader()))
     logging.getLogger("dream_trainer").removeHandler(handler)
     return [line for line in lines if "on a resume" in line]
 
 
-def state_of_ranks(directory: str) -> list[list[str]]:
+def state_of_ranks() -> list[list[str]]:
     rank = int(os.environ["RANK"])
     return [
-        saved_with(KeepsState, [CountsRows()], directory),
-        saved_with(KeepsEqualState, [cb.EMA(), *([] if rank else [CountsRows()])], directory),
+        saved_with(KeepsState, [CountsRows()]),
+        saved_with(KeepsEqualState, [cb.EMA(), *([] if rank else [CountsRows()])]),
     ]
 
 
-def test_state_that_only_rank_0_would_keep_is_named_once(tmp_path: Any) -> None:
-    (told, silent), (other, other_silent) = run_world(state_of_ranks, 2, str(tmp_path))
+def test_state_that_only_rank_0_would_keep_is_named_once() -> None:
+    (told, silent), (other, other_silent) = run_world(state_of_ranks, 2)
     (line,) = told
     assert "CountsRows.state_dict()['own'], _mixin_state()['rows'], state_dict()['loss']. " in line
     assert "rank_state_dict()" in line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils.data import TensorDataset
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError, load_weights
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 WIDTH, N_STEPS, BATCH = 4, 3, 4
@@ -95,14 +95,10 @@ class Trained(dt.DreamTrainer):
 
 
 def config_of(mode: str, **devices: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        project="tests",
-        group="recomputed state",
-        experiment=f"{mode} {len(devices)}",
+    return run_config(
+        f"{mode} {len(devices)}",
         device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode, **devices),
         training_parameters=dt.TrainingParameters(max_steps=N_STEPS, gradient_accumulation_steps=2),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 
@@ -120,8 +116,7 @@ def by_hand() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def observe(directory: str, layouts: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
-    os.chdir(directory)
+def observe(layouts: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     found = []
     for devices in layouts:
         for mode in ("full", "selective"):
@@ -133,10 +128,10 @@ def observe(directory: str, layouts: list[dict[str, Any]]) -> list[dict[str, Ten
 
 @pytest.mark.pitfall(92)
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_state_that_forwards_change_moves_once_on_every_mesh(n_ranks: int, tmp_path: Any) -> None:
+def test_state_that_forwards_change_moves_once_on_every_mesh(n_ranks: int) -> None:
     expected = by_hand()
     layouts = [{}] if n_ranks == 1 else [{}, {"dp_shard": 1}]
-    for runs in run_world(observe, n_ranks, str(tmp_path), layouts):
+    for runs in run_world(observe, n_ranks, layouts):
         assert len(runs) == 2 * len(layouts)
         for found in runs:
             assert found.keys() == expected.keys()
@@ -156,7 +151,7 @@ class Ragged(nn.Module):
         return torch.tanh(self.up(x)[: self.rows()]).mean(0, keepdim=True) + x
 
 
-def test_a_block_that_does_something_else_is_an_error_with_its_name(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_block_that_does_something_else_is_an_error_with_its_name() -> None:
     class Odd(Trained):
         def configure_models(self) -> None:
             super().configure_models()
@@ -165,17 +160,15 @@ def test_a_block_that_does_something_else_is_an_error_with_its_name(tmp_path: An
 
         load_pretrained = dt.DreamTrainer.load_pretrained
 
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(StepError, match=r"model.blocks.0 \(Ragged\) does something else .* outside of the block"):
         Odd(config_of("full")).fit()
 
 
-def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error() -> None:
     class Compiled(Trained):
         def model_blocks(self, model: nn.Module) -> list[nn.Module]:
             return list(model.counts)
 
-    monkeypatch.chdir(tmp_path)
     config = config_of("full", compile=True)
     config.compile_parameters = type(config.compile_parameters)(backend="aot_eager")
     trainer = Compiled(config)

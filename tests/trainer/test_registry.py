@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 
-from tests.api import ConfigError, HookError
-from tests.trainer.small import Alone, Spread, batches, make_config
+import dream_trainer as dt
+from dream_trainer.trainer import mixins
+from tests.api import ConfigError, Cooperation, HookError
+from tests.trainer.small import Alone, Spread, batches, fit, make_config
+from tests.trainer.test_names import Everything, everything_config
 
 
 def empty() -> Any:
@@ -146,8 +150,7 @@ def test_a_private_name_may_hold_a_module_without_state() -> None:
             super().configure_models()
             self._activation = nn.ReLU()
 
-    with Activated(make_config(n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Activated(make_config(n_epochs=1), batches(1)))
     assert list(trainer.named_models()) == ["model"]
 
 
@@ -159,3 +162,26 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step() ->
 
     with pytest.raises(ConfigError, match=r"self\.optimizer is LBFGS, whose step\(\) needs a closure.*plain"):
         Closes(make_config(max_steps=1), batches(1)).fit()
+
+
+# -- the surface
+
+
+MIXINS = {name for name in mixins.__all__ if name.endswith("Mixin") and not name.endswith("ConfigMixin")}
+
+
+def test_a_trainer_is_its_mixins_and_four_more_classes_of_ours() -> None:
+    ours = [cls.__name__ for cls in dt.DreamTrainer.__mro__ if cls.__module__.startswith("dream_trainer.")]
+    assert len(set(ours) - MIXINS - {"DreamTrainer"}) <= 4
+    assert set(ours) >= MIXINS - {"LocalSGDMixin"}  # which changes what is learned, and is asked for by name
+
+
+def test_a_trainer_has_at_most_thirty_attributes_before_fit() -> None:
+    with Everything(everything_config()) as trainer:
+        names = sorted(vars(trainer))
+    assert len(names) <= 30, names
+
+
+def test_mixins_cooperate_through_few_hooks() -> None:
+    hooks = [name for name, value in vars(Cooperation).items() if isinstance(value, FunctionType) and name[0] == "_"]
+    assert len(hooks) <= 20, hooks

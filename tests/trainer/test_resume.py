@@ -40,11 +40,6 @@ AT_TWO = {"samples": 93}
 SPANNING = ("at every kind of step",)  # where a start takes longer
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every plan at 1 rank, and the run without a stop."""

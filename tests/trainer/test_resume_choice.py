@@ -36,11 +36,6 @@ from tests.trainer.saves import (
 from tests.trainer.small import WIDTH, Batch, Samples, assert_same_weights, fill, network, run_ranks, weights
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Looks(dt.Callback):
     """Copies the weights that training starts from."""
 
@@ -439,8 +434,7 @@ def test_optimizer_state_follows_names_and_not_positions() -> None:
 
 def resume_another_model() -> None:
     """What `test_every_rank_refuses...` starts."""
-    with altered(make_config(), "renamed", length=4 * STEPS) as trainer:
-        trainer.fit()
+    fit(altered(make_config(), "renamed", length=4 * STEPS))
 
 
 @pytest.mark.pitfall(38)

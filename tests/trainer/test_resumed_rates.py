@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.optim import lr_scheduler as lrs
 import dream_trainer as dt
 from tests.api import BranchParameters, CheckpointError, ConfigError, Every, read_record
 from tests.trainer import saves
-from tests.trainer.small import Batch
+from tests.trainer.small import Batch, fit
 from tests.worlds import run_world
 
 SHORT, LONG = 6, 20
@@ -112,12 +111,6 @@ def make_config(experiment: str, steps: int, rate: float = RATE, **checkpoint: A
     )
 
 
-def fit(trainer: Scheduled) -> Scheduled:
-    with trainer:
-        trainer.fit()
-    return trainer
-
-
 def by_hand(
     make: Callable[[Optimizer, int], Any], total: int, steps: int, rate: float = RATE
 ) -> list[tuple[float, float]]:
@@ -129,11 +122,6 @@ def by_hand(
         optimizer.step()
         scheduler.step()
     return found
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("kind", NAMED)
@@ -355,17 +343,16 @@ class TwoOptimizers(Scheduled):
         return {"loss": loss}
 
 
-def train_both(directory: str) -> list[tuple[float, float]]:
-    os.chdir(directory)
+def train_both() -> list[tuple[float, float]]:
     first = fit(TwoOptimizers(make_config("run", SHORT)))
     branch = fit(TwoOptimizers(make_config("branch", 12, resume=str(first.run_dir))))
     return first.used + branch.used + fit(TwoOptimizers(make_config("of it", LONG, resume=str(branch.run_dir)))).used
 
 
-def test_each_of_two_optimizers_follows_its_own_on_sharded_ranks_in_a_branch_of_a_branch(tmp_path: Path) -> None:
+def test_each_of_two_optimizers_follows_its_own_on_sharded_ranks_in_a_branch_of_a_branch() -> None:
     line = by_hand(lambda optimizer, _: lrs.LinearLR(optimizer, 0.1, total_iters=LONG), LONG, LONG, 0.5)
     expected = [(one, other) for (one, _), (other, _) in zip(by_hand(warmup_and_cosine, LONG, LONG), line, strict=True)]
-    assert run_world(train_both, 2, str(tmp_path)) == [expected, expected]
+    assert run_world(train_both, 2) == [expected, expected]
 
 
 def test_words_of_a_branch_begin_a_schedule_anew_at_the_base_rate_though_the_new_run_has_none() -> None:

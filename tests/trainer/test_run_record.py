@@ -46,16 +46,14 @@ def test_the_barest_trainer_keeps_its_config_and_its_record() -> None:
 def test_nothing_is_written_by_a_trial_or_an_evaluation_or_where_nothing_can_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with Alone(small.make_config(fast_dev_run=True), batches(4)) as trainer:
-        trainer.fit()
+    fit(Alone(small.make_config(fast_dev_run=True), batches(4)))
     assert not Path("runs").exists()
     with Saves(make_config()) as trainer:
         trainer.evaluate()
     assert {path.name for path in RUN.iterdir()} == {"run.lock"}
     ALONE.parent.mkdir(parents=True)
     ALONE.write_text("a file where the directory would be")
-    with Alone(small.make_config(max_steps=3), batches(4)) as trainer:
-        trainer.fit()
+    trainer = fit(Alone(small.make_config(max_steps=3), batches(4)))
     assert trainer.global_step == 3
     assert caplog.text.count("the run's record of itself is not written") == 1
 
@@ -169,8 +167,7 @@ def test_while_it_runs_it_is_alive_and_a_killed_one_is_not() -> None:
             seen.append((record.state, is_alive(trainer.run_dir, record)))
 
     run(callbacks=[Looks()])
-    with Alone(small.make_config(max_steps=1, callbacks=[Looks()]), batches(2)) as trainer:
-        trainer.fit()
+    fit(Alone(small.make_config(max_steps=1, callbacks=[Looks()]), batches(2)))
     assert set(seen) == {("running", True)}
     assert is_alive(RUN, record_of(RUN)) is False  # its lock is free
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -217,11 +214,9 @@ class Dies(SavesAndFailsOnOne):
     dies = True
 
 
-def fail_on_one(directory: str, kind: type[FailsOnOne]) -> None:
-    os.chdir(directory)
+def fail_on_one(kind: type[FailsOnOne]) -> None:
     data = DistributedDataLoader(small.Samples(16), 2)
-    with kind(small.make_config(n_epochs=1), data) as trainer:
-        trainer.fit()
+    fit(kind(small.make_config(n_epochs=1), data))
 
 
 @pytest.mark.parametrize("kind", [FailsOnOne, SavesAndFailsOnOne])
@@ -229,7 +224,7 @@ def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(
     kind: type[FailsOnOne], tmp_path: Path
 ) -> None:
     with pytest.raises(RuntimeError):
-        run_world(fail_on_one, 2, str(tmp_path), kind)
+        run_world(fail_on_one, 2, kind)
     record = record_of(tmp_path / ALONE)
     assert (record.state, record.why, record.failed_rank) == ("failed", "rank 1: ValueError: only here", 1)
     assert record.error is not None
@@ -239,7 +234,7 @@ def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(
 
 def test_of_a_rank_that_died_nobody_says_another_ones_cause(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        run_world(fail_on_one, 2, str(tmp_path), Dies)
+        run_world(fail_on_one, 2, Dies)
     record = record_of(tmp_path / ALONE)
     assert (record.state, record.failed_rank) == ("failed", 1)
     assert re.match(r"rank 1 \(process \d+ on .*\) is gone without a word: killed", str(record.why))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,8 +173,7 @@ def plainly() -> dict[str, Any]:
     return {"weights": [p.detach() for p in model.parameters()], "losses": (mean(losses), mean(val)), "seen": VAL}
 
 
-def on_two_ranks(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def on_two_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, collate in COLLATES.items():
         found |= {("class", name, cls.__name__): of_class(cls, collate) for cls in (Replicas, Shards)}
@@ -209,8 +207,8 @@ def test_means_and_counters_are_over_the_samples_that_were_dealt(collate: str) -
 
 
 @pytest.mark.pitfall(100)
-def test_means_and_counters_are_over_the_samples_that_were_dealt_to_two_ranks(tmp_path: Any) -> None:
-    for of_rank in run_world(on_two_ranks, 2, str(tmp_path)):
+def test_means_and_counters_are_over_the_samples_that_were_dealt_to_two_ranks() -> None:
+    for of_rank in run_world(on_two_ranks, 2):
         for (kind, *_), found in of_rank.items():
             assert_counted(found) if kind == "class" else assert_as_by_hand(found)
 

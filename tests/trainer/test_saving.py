@@ -40,12 +40,6 @@ from tests.trainer.saves import (
 from tests.trainer.small import Batch, assert_same_weights, run_ranks, weights
 from tests.worlds import run_world
 
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 # -- the checkpoint is of the moment of the request
 
 

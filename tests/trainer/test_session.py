@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import dream_trainer as dt
-from tests.api import DataError, Every, HookError, StepError
-from tests.trainer.small import Alone, Batch, Validates, assert_same_weights, batches, by_hand, make_config
+from tests.api import (
+    DataError,
+    Every,
+    HookError,
+    Requests,
+    Signals,
+    StepError,
+    preserved_random_state,
+    seed_cpu,
+    undisturbed_cpu_state,
+)
+from tests.trainer.small import Alone, Batch, Validates, assert_same_weights, batches, by_hand, fit, make_config
 from tests.trainer.small import weights as weights_of
 
 
@@ -133,7 +148,63 @@ def test_a_hang_in_what_one_rank_runs_alone_is_reported_with_its_callback() -> N
 
     inside: list[str] = []
     outside: list[str] = []
-    with Looked(make_config(n_epochs=1, callbacks=[Looks()]), batches(1)) as trainer:
-        trainer.fit()
+    fit(Looked(make_config(n_epochs=1, callbacks=[Looks()]), batches(1)))
     assert inside == [f"{outside[0]}, in Looks.post_train_step, which is main_process_only"]
     assert outside == ["training, step 1, batch 1, exchange 2"]
+
+
+# -- after an exception
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), np.random.rand()
+
+
+@pytest.fixture
+def load_and_get(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Loads a sample that draws; the signal comes when only a part of the generators is put back."""
+
+    def load(number: int) -> None:
+        put_back = random.setstate
+
+        def put_back_late(state: Any) -> None:
+            monkeypatch.setattr(random, "setstate", put_back)
+            os.kill(os.getpid(), number)
+            put_back(state)
+
+        with preserved_random_state():
+            seed_cpu(7)
+            draws()
+            monkeypatch.setattr(random, "setstate", put_back_late)
+
+    return load
+
+
+@pytest.mark.pitfall(32)
+def test_a_wait_that_a_signal_ends_leaves_all_generators_where_they_were(load_and_get: Callable[[int], None]) -> None:
+    seed_cpu(3)
+    expected = draws()
+    seed_cpu(3)
+    signals = Signals(Requests())
+    with signals.handled():
+        signals.wait_for_data(lambda: load_and_get(signal.SIGTERM))
+    assert signals.requests.terminated
+    assert draws() == expected
+
+
+@pytest.mark.pitfall(32)
+def test_a_save_while_generators_are_put_back_has_them_as_they_were(load_and_get: Callable[[int], None]) -> None:
+    seed_cpu(3)
+    signals, found, before = Signals(Requests()), [], undisturbed_cpu_state()
+
+    def save() -> bool:
+        found.append(undisturbed_cpu_state())
+        return True
+
+    with signals.handled():
+        signals.wait_for_data(lambda: load_and_get(signal.SIGUSR1), save)
+    (state,) = found
+    assert torch.equal(state[0], before[0])
+    assert state[1] == before[1]
+    np.testing.assert_equal(state[2], before[2])
+    assert undisturbed_cpu_state()[1] == before[1]

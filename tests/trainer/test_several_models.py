@@ -21,6 +21,8 @@ from tests.trainer.small import (
     Samples,
     assert_same_weights,
     fill,
+    filled_network,
+    fit,
     make_config,
     network,
     weights,
@@ -274,8 +276,7 @@ class PartlyPlain(Body, dt.FSDPMixin):
 
 
 def partly_plain_by_hand(world_size: int, accumulation: int, clip: float, weighted: bool) -> dict[str, Any]:
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
     for window in micro_batches(world_size, accumulation):
         counted = [(b, int(b[2][0]) % 4 + 1 if weighted else 1) for ranks in window for b in ranks]
@@ -471,8 +472,7 @@ def test_a_weighted_critic_of_several_turns_and_its_actor_each_have_their_own_to
 
     found = results_of(Turns(make_config(n_epochs=1)))["models"]
     for name, turns in {"a": 3, "b": 1, "c": 0}.items():
-        model = network()
-        fill(model)
+        model = filled_network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for ((x, y, _),) in [window[0] for window in micro_batches(1, 1) for _ in range(turns)]:
             mse_loss(model(x), y).backward()
@@ -523,8 +523,7 @@ class Pair(Body):
 
 
 def fit_pair(kind: type[Pair]) -> None:
-    with kind(make_config(max_steps=2)) as trainer:
-        trainer.fit()
+    fit(kind(make_config(max_steps=2)))
 
 
 def test_a_step_of_another_model_s_optimizer_is_refused_by_name() -> None:
@@ -606,7 +605,6 @@ def test_nothing_is_said_where_each_trainable_parameter_has_an_optimizer(caplog:
             self.second.requires_grad_(False)
             next(self.first.parameters()).requires_grad_(True)
 
-    with Frozen(make_config(max_steps=1)) as trainer:
-        trainer.fit()
+    fit(Frozen(make_config(max_steps=1)))
     assert "no optimizer" not in caplog.text
     assert "in self." not in caplog.text

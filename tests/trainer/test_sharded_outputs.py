@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,8 +83,7 @@ class Trains(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
         return {}
 
 
-def train_all(directory: str) -> list[tuple[str, torch.dtype, dict[str, Tensor]]]:
-    os.chdir(directory)
+def train_all() -> list[tuple[str, torch.dtype, dict[str, Tensor]]]:
     found = []
     for kind in MAKE:
         devices = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
@@ -98,9 +95,9 @@ def train_all(directory: str) -> list[tuple[str, torch.dtype, dict[str, Tensor]]
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 casts within a hook that cannot be overridden")
 @pytest.mark.pitfall(104)
-def test_containers_keep_their_class_and_what_they_hold_is_cast(tmp_path: Path) -> None:
+def test_containers_keep_their_class_and_what_they_hold_is_cast() -> None:
     names = ["Tensor", "Output", "Ordered", "Record", "PackedSequence"]
-    for rank in run_world(train_all, 2, str(tmp_path)):
+    for rank in run_world(train_all, 2):
         for (name, dtype, trained), expected in zip(rank, names, strict=True):
             assert name == expected
             assert dtype == torch.float32

@@ -23,7 +23,7 @@ import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, Flags, fsdp_modules, gathered_twins, local_tensor
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, make_config
+from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, fit, make_config
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -147,10 +147,7 @@ def by_hand() -> dict[str, int]:
 @pytest.mark.pitfall(16)
 @pytest.mark.parametrize("cls", [Bare, Whole])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_alone_a_step_reads_copies_and_communicates_no_more_than_the_loop_by_hand(
-    cls: Any, weighted: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_alone_a_step_reads_copies_and_communicates_no_more_than_the_loop_by_hand(cls: Any, weighted: bool) -> None:
     found = counted(cls(make_config(max_steps=24, gradient_clip_val=1.0), weighted))
     expected = by_hand()
     assert found.get("reads", 0) == expected.get("reads", 0) == 0
@@ -176,10 +173,7 @@ class Watched(Whole):
 
 
 @pytest.mark.pitfall(16)
-def test_watchers_and_loggers_read_nothing_in_steps_that_do_not_flush(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_watchers_and_loggers_read_nothing_in_steps_that_do_not_flush(tmp_path: Any) -> None:
     config = make_config(
         max_steps=24, gradient_clip_val=1.0, callbacks=watchers(), loggers=("jsonl", "csv", "tensorboard")
     )
@@ -204,13 +198,9 @@ class CallsCounted(Whole):
         self.n_calls += event == "call" and frame.f_globals.get("__name__", "").startswith("dream_trainer.")
 
 
-def test_an_everyday_step_of_one_process_makes_few_calls_of_our_own(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_everyday_step_of_one_process_makes_few_calls_of_our_own() -> None:
     config = make_config(max_steps=24, gradient_clip_val=1.0, callbacks=[cb.Progress(clock=float)], loggers=("jsonl",))
-    with CallsCounted(config) as trainer:
-        trainer.fit()
+    trainer = fit(CallsCounted(config))
     assert 50 * (LAST - FIRST) < trainer.n_calls <= MOST_CALLS * (LAST - FIRST)
 
 

@@ -4,10 +4,8 @@ are not. Every rank's step takes as long as the slowest's, so wall times would t
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import ConfigError, PerRankLoader, Stragglers
-from tests.trainer.small import Batch, batches, network, sgd
+from tests.trainer.small import Batch, batches, network, run_config, sgd
 from tests.worlds import run_world
 
 SLOW = 0.06
@@ -86,14 +84,11 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def train_all(directory: str, devices: dict[str, Any]) -> dict[str, list[str]]:
-    os.chdir(directory)
+def train_all(devices: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, options in CASES.items():
-        config = dt.DreamTrainerConfig(
-            project="tests",
-            group="slow",
-            experiment=name.replace(" ", "_"),
+        config = run_config(
+            name.replace(" ", "_"),
             device_parameters=dt.DeviceParameters(device="cpu", **devices),
             training_parameters=dt.TrainingParameters(max_steps=20, n_epochs=None),
             logger_parameters=dt.LoggerParameters(
@@ -115,10 +110,8 @@ def train_all(directory: str, devices: dict[str, Any]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("devices", [{"dp_replicate": 2, "dp_shard": 1}, {"dp_shard": 2}], ids=["replicas", "shards"])
-def test_the_slow_rank_is_named_once_by_its_host_and_cause_and_nobody_else_is(
-    tmp_path: Path, devices: dict[str, Any]
-) -> None:
-    of_main, of_other = run_world(train_all, 2, str(tmp_path), devices)
+def test_the_slow_rank_is_named_once_by_its_host_and_cause_and_nobody_else_is(devices: dict[str, Any]) -> None:
+    of_main, of_other = run_world(train_all, 2, devices)
     for name in ("data", "work before the forward", "work between the blocks"):
         (line,) = of_main[name]
         assert line.startswith(f"rank 1 on {socket.gethostname()} has been slower than the others for 3 lines")

@@ -17,7 +17,7 @@ import torch.nn as nn
 import dream_trainer as dt
 from tests.api import Map, Shuffle, StreamLoader
 from tests.data.lane_truth import GLOBAL_BATCH, KINDS, digest, identity, lengths, make_source, write_tar
-from tests.trainer.small import run_ranks
+from tests.trainer.small import fit, run_config, run_ranks
 from tests.worlds import run_world
 
 COUNTS = lengths(8, most=17)
@@ -57,15 +57,11 @@ class Streamed(dt.DreamTrainer):
 
 
 def make_config(max_steps: int, seed: int = 7, **training: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        project="tests",
-        group="streams",
-        experiment="resume",
+    return run_config(
+        "resume",
         seed=seed,
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(**({"max_steps": max_steps, "n_epochs": None} | training)),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_every_n_steps=2),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 
@@ -86,8 +82,7 @@ def train(
         multiprocessing_context="fork" if workers else None,
     )
     config = make_config(stop, seed, gradient_accumulation_steps=accumulation)
-    with Streamed(config, loader, kill_in) as trainer:
-        trainer.fit()
+    fit(Streamed(config, loader, kill_in))
 
 
 Part = tuple[tuple[int, int, int], int]

@@ -30,7 +30,7 @@ from tests.trainer.arithmetic import (
     make_optimizer,
     reference,
 )
-from tests.trainer.small import run_ranks
+from tests.trainer.small import run_config, run_ranks
 from tests.worlds import run_world
 
 
@@ -134,10 +134,10 @@ def split(model: Model, mesh: Any, plan: str, *, loss_parallel: bool) -> None:
 
 
 def config_of(cell: Cell, experiment: str = "cell", **training: Any) -> Config:
-    return Config(
-        project="tests",
+    return run_config(
+        experiment,
+        Config,
         group="tensor-parallel",
-        experiment=experiment,
         device_parameters=dt.DeviceParameters(
             device="cpu", tensor_parallel=cell.tp, dp_shard=cell.case.world_size if cell.case.mode == "fsdp" else 1
         ),
@@ -150,8 +150,6 @@ def config_of(cell: Cell, experiment: str = "cell", **training: Any) -> Config:
         tensor_parallel_parameters=dt.TensorParallelParameters(
             sequence_parallel=cell.plan == "sequence", loss_parallel=cell.loss_parallel
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         cell=cell,
     )
 
@@ -160,8 +158,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-def train(cells: list[Cell], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train(cells: list[Cell]) -> list[dict[str, Any]]:
     results = []
     for cell in cells:
         with Trained(config_of(cell)) as trainer:
@@ -199,8 +196,8 @@ def close(a: float, b: float) -> bool:
         pytest.param(FURTHER_4, id="4 ranks, further", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell], tmp_path: Path) -> None:
-    by_rank = run_world(train, cells[0].world_size, cells, str(tmp_path))
+def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell]) -> None:
+    by_rank = run_world(train, cells[0].world_size, cells)
     for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True):
         expected = reference(cell.case)
         losses = defaultdict(list)
@@ -242,7 +239,7 @@ class Observed(Trained):
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
-        self.start = weights_of(self.model)
+        self.initial = weights_of(self.model)
 
     def configure_metrics(self) -> None:
         from torchmetrics import SumMetric
@@ -305,7 +302,7 @@ def observe(mesh: str, experiment: str, directory: str, max_steps: int) -> dict[
     with Observed(config) as trainer:
         trainer.fit()
         return {
-            "start": trainer.start,
+            "start": trainer.initial,
             "loaded": trainer.loaded,
             "state": state_of(trainer),
             "metrics": trainer.evaluate(),

@@ -31,7 +31,7 @@ from tests.api import (
     count_tokens,
     rate_factor,
 )
-from tests.trainer.small import Config
+from tests.trainer.small import Config, run_config
 from tests.worlds import run_world
 
 GLOBAL_BATCH, ROW, STEPS = 4, 16, 6
@@ -102,13 +102,10 @@ class Scheduled(Words):
 
 
 def config_of(callbacks: tuple[dt.Callback, ...] = (), accumulation: int = 1, **training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="tokens",
-        experiment="run",
+    return run_config(
+        cls=Config,
         seed=9,
         callbacks=dt.CallbackCollection(list(callbacks)),
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(gradient_accumulation_steps=accumulation, **training),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,8 +209,7 @@ def train(kind: str, layout: str, accumulation: int) -> dict[str, Any]:
         return {"weights": weights(trainer.model), "norms": trainer.norms, "after": trainer.after, "seen": trainer.seen}
 
 
-def train_all(cases: list[tuple[str, str, int]], directory: str) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def train_all(cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
     return [train(*case) for case in cases]
 
 
@@ -225,17 +222,16 @@ def by_hand(kind: str, accumulation: int) -> dict[str, Any]:
 
 @pytest.mark.pitfall(104)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_code_that_reads_weights_outside_of_their_block_trains_as_one_process(layout: str, tmp_path: Path) -> None:
+def test_code_that_reads_weights_outside_of_their_block_trains_as_one_process(layout: str) -> None:
     names = list(KINDS) if layout == "blocks" else ["method first", "penalty on all", "kept", "first kept", "written"]
     cases = [(kind, layout, 1 + number % 2) for number, kind in enumerate(names)]
-    for found, *_, (kind, _, accumulation) in zip(*run_world(train_all, 2, cases, str(tmp_path)), cases, strict=True):
+    for found, *_, (kind, _, accumulation) in zip(*run_world(train_all, 2, cases), cases, strict=True):
         torch.testing.assert_close(
             found, by_hand(kind, accumulation), rtol=1e-10, atol=1e-10, msg=f"{kind}: {{}}".format
         )
 
 
-def with_assigned_data(directory: str) -> list[dict[str, Tensor]]:
-    os.chdir(directory)
+def with_assigned_data() -> list[dict[str, Tensor]]:
     found = []
     for fsdp in (BY_BLOCKS, dt.FSDPParameters()):
         config = config_of("blocks")
@@ -247,7 +243,7 @@ def with_assigned_data(directory: str) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_an_optimizer_of_ones_own_may_assign_to_data(tmp_path: Path) -> None:
+def test_an_optimizer_of_ones_own_may_assign_to_data() -> None:
     model, data = Net(), Samples()
     for x, y in zip(data.x.split(2 * SIZE), data.y.split(2 * SIZE), strict=True):
         fit_loss(model, x, y).backward()
@@ -256,13 +252,12 @@ def test_an_optimizer_of_ones_own_may_assign_to_data(tmp_path: Path) -> None:
                 assert parameter.grad is not None
                 parameter -= 0.02 * parameter.grad
                 parameter.grad = None
-    for rank in run_world(with_assigned_data, 2, str(tmp_path)):
+    for rank in run_world(with_assigned_data, 2):
         for found in rank:
             torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
 
 
-def read_on_one_rank(directory: str) -> str:
-    os.chdir(directory)
+def read_on_one_rank() -> str:
     config = config_of("blocks")
     config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, start_timeout_seconds=12.0)
     trainer = Touches(config, "forward")
@@ -279,14 +274,13 @@ def read_on_one_rank(directory: str) -> str:
     return str(error.value)
 
 
-def test_weights_that_one_rank_alone_reads_are_named_before_a_collective_gives_up(tmp_path: Path) -> None:
-    said, _ = run_world(read_on_one_rank, 2, str(tmp_path))
+def test_weights_that_one_rank_alone_reads_are_named_before_a_collective_gives_up() -> None:
+    said, _ = run_world(read_on_one_rank, 2)
     assert "blocks.1.weight" in said
     assert "0, 1" in said
 
 
-def refused(directory: str) -> tuple[str, bool, str]:
-    os.chdir(directory)
+def refused() -> tuple[str, bool, str]:
     trainer = Touches(config_of("blocks"), "forward")
     trainer.loss_of = plain.functional
     trainer._session.start()
@@ -301,8 +295,8 @@ def refused(directory: str) -> tuple[str, bool, str]:
 
 
 @pytest.mark.pitfall(104)
-def test_what_cannot_meet_whole_weights_is_refused_before_they_move(tmp_path: Path) -> None:
-    for said, unmoved, forbidden in run_world(refused, 2, str(tmp_path)):
+def test_what_cannot_meet_whole_weights_is_refused_before_they_move() -> None:
+    for said, unmoved, forbidden in run_world(refused, 2):
         assert "torch.func" in said
         assert "min_group_mib" in said
         assert unmoved
@@ -339,17 +333,16 @@ class OfAttention(Touches):
     post_epoch = dt.BaseTrainer.post_epoch
 
 
-def with_attention(directory: str) -> dict[str, Tensor]:
-    os.chdir(directory)
+def with_attention() -> dict[str, Tensor]:
     with OfAttention(config_of("recomputed"), "forward") as trainer:
         trainer.fit()
         return weights(trainer.model)
 
 
-def test_a_block_that_is_given_one_tensor_twice_is_recomputed(tmp_path: Path) -> None:
+def test_a_block_that_is_given_one_tensor_twice_is_recomputed() -> None:
     model = Attends()
     loop_by_hand(model, fit_loss, 1, 2)
-    for found in run_world(with_attention, 2, str(tmp_path)):
+    for found in run_world(with_attention, 2):
         torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
 
 
@@ -381,8 +374,7 @@ class ByHand(Touches):
         return {}
 
 
-def with_gradients_by_hand(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    os.chdir(directory)
+def with_gradients_by_hand() -> list[tuple[dict[str, Tensor], list[float]]]:
     found = []
     for freezes in (False, True):
         with ByHand(config_of("blocks", 2), "forward") as trainer:
@@ -393,8 +385,8 @@ def with_gradients_by_hand(directory: str) -> list[tuple[dict[str, Tensor], list
 
 
 @pytest.mark.pitfall(103)
-def test_gradients_are_read_and_changed_as_whole_ones(tmp_path: Path) -> None:
-    results = run_world(with_gradients_by_hand, 2, str(tmp_path))
+def test_gradients_are_read_and_changed_as_whole_ones() -> None:
+    results = run_world(with_gradients_by_hand, 2)
     data = Samples()
     parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), strict=True))
     for number, freezes in enumerate((False, True)):
@@ -439,8 +431,7 @@ class Shrinks(Touches):
         return {"loss": self.model(batch[0].float()).mean()}
 
 
-def in_half_precision(directory: str) -> dict[str, Tensor]:
-    os.chdir(directory)
+def in_half_precision() -> dict[str, Tensor]:
     config = config_of("blocks")
     config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
     trainer = Shrinks(config, "forward")
@@ -449,9 +440,9 @@ def in_half_precision(directory: str) -> dict[str, Tensor]:
     return weights(trainer.model)
 
 
-def test_weights_keep_full_precision_where_code_reads_and_writes_them(tmp_path: Path) -> None:
+def test_weights_keep_full_precision_where_code_reads_and_writes_them() -> None:
     steps = len(Samples()) // (2 * SIZE)
-    for found in run_world(in_half_precision, 2, str(tmp_path)):
+    for found in run_world(in_half_precision, 2):
         for name, value in weights(Net().float()).items():
             torch.testing.assert_close(found[name], value * (1 - 1e-4) ** (2 * steps), rtol=1e-6, atol=0)
 
@@ -472,8 +463,7 @@ class OfChanges(Touches):
         self.model = ChangesInPlace()
 
 
-def changed_in_place(directory: str) -> str:
-    os.chdir(directory)
+def changed_in_place() -> str:
     trainer = OfChanges(config_of("blocks"), "forward")
     trainer._session.start()
     with pytest.raises(RuntimeError) as error:
@@ -481,7 +471,7 @@ def changed_in_place(directory: str) -> str:
     return str(error.value)
 
 
-def test_what_backward_needs_and_code_changed_in_place_is_named(tmp_path: Path) -> None:
-    for said in run_world(changed_in_place, 2, str(tmp_path)):
+def test_what_backward_needs_and_code_changed_in_place_is_named() -> None:
+    for said in run_world(changed_in_place, 2):
         assert "(3, 1)" in said
         assert "version" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import CheckpointError, DistributedDataLoader, computed
-from tests.trainer.small import Batch, Config, Samples, network
+from tests.trainer.small import Batch, Config, Samples, network, run_config
 from tests.worlds import run_world
 
 LENGTH = 48
@@ -75,14 +74,11 @@ class Measured(dt.DreamTrainer):
 
 
 def config(experiment: str = "run", **checkpoint: Any) -> Config:
-    return Config(
-        project="tests",
-        group="metrics",
-        experiment=experiment,
-        device_parameters=dt.DeviceParameters(device="cpu"),
+    return run_config(
+        experiment,
+        Config,
         training_parameters=dt.TrainingParameters(n_epochs=1, global_batch_size=12, val_every_n_steps=1),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, async_save=False, **checkpoint),
-        logger_parameters=dt.LoggerParameters(loggers=()),
     )
 
 
@@ -111,10 +107,7 @@ def expected() -> dict[str, Any]:
     "worlds",
     [(1, 1), (2, 1), *(pytest.param(worlds, marks=pytest.mark.slow) for worlds in ((2, 2), (1, 2), (3, 2)))],
 )
-def test_metrics_of_training_go_on_after_a_resume(
-    worlds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_metrics_of_training_go_on_after_a_resume(worlds: tuple[int, int]) -> None:
     before, after = worlds
     for size, stop_after in ((before, 2), (after, None)):
         found = [train(stop_after)] if size == 1 else run_world(train, size, stop_after)
@@ -126,8 +119,7 @@ class WithAdam(Measured):
 
 
 @pytest.mark.pitfall(78)
-def test_another_optimizer_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_another_optimizer_is_refused_by_name() -> None:
     train(2)
     refused = pytest.raises(CheckpointError, match="'optimizer' was of class SGD and is AdamW now.*init_from")
     with refused, WithAdam(config()) as trainer:

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import StepError
-from tests.trainer.small import WIDTH, Batch, fill, make_config, network, sgd, weights
+from tests.trainer.small import WIDTH, Batch, fill, fit, make_config, network, sgd, weights
 from tests.trainer.test_several_models import GAN, Body, ShardedGAN, discriminator_loss, generator_loss, micro_batches
 from tests.worlds import run_world
 
@@ -263,8 +263,7 @@ def test_a_critics_next_turn_never_uses_what_the_generators_loss_left(accumulati
         StepError, match=r"(?s)trained generator left gradients in discriminator.*frozen\(self\.discrim"
     ):
         ForgetsFirst(config).fit()
-    with GeneratorFirst(config) as trainer:
-        trainer.fit()
+    fit(GeneratorFirst(config))
 
 
 @pytest.mark.pitfall(58)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
 from dream_trainer import simple
+from tests.trainer.small import fit, run_config
 from tests.worlds import run_world
 
 WIDTH = 8
@@ -147,29 +147,21 @@ class AFewFrozen(Probe):
 
 
 def config(experiment: str, steps: int = 1, **checkpoint: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        project="tests",
-        group="bases",
-        experiment=experiment,
-        device_parameters=dt.DeviceParameters(device="cpu"),
+    return run_config(
+        experiment,
         training_parameters=dt.TrainingParameters(max_steps=steps),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(**checkpoint),
     )
 
 
 @pytest.fixture
-def warned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Callable[..., list[str]]:
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """Trains, and returns what was said of a base."""
-    monkeypatch.chdir(tmp_path)
     save_file(values(), "body.safetensors")
 
     def run(kind: type[Probe], experiment: str = "run", steps: int = 1, **checkpoint: Any) -> list[str]:
         caplog.clear()
-        with kind(config(experiment, steps, **checkpoint)) as trainer:
-            trainer.fit()
+        fit(kind(config(experiment, steps, **checkpoint)))
         return [m for record in caplog.records if "random initial values" in (m := record.getMessage())]
 
     return run
@@ -203,33 +195,28 @@ def test_init_from_and_a_resume_load_it_too(warned: Callable[..., list[str]]) ->
     assert len(warned(Probe, "another")) == 1
 
 
-def test_a_ready_model_of_the_simple_trainer_is_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_ready_model_of_the_simple_trainer_is_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(body().requires_grad_(False), nn.Linear(WIDTH, 1))
     data = TensorDataset(torch.ones(8, WIDTH), torch.ones(8, 1))
     simple.Trainer(model, loss=mse_loss, train=DataLoader(data, 4), epochs=1, device="cpu").fit()
     assert "random initial values" not in caplog.text
 
 
-def train_on_ranks(directory: str) -> list[str]:
+def train_on_ranks() -> list[str]:
     import logging
 
-    os.chdir(directory)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dream_trainer").addHandler(handler)
     for kind in (Probe, Loaded):
-        with kind(config(kind.__name__)) as trainer:
-            trainer.fit()
+        fit(kind(config(kind.__name__)))
     return [line for line in said if "random initial values" in line]
 
 
 def test_on_ranks_that_have_parts_one_says_it(tmp_path: Path) -> None:
     save_file(values(), tmp_path / "body.safetensors")
-    first, second = run_world(train_on_ranks, 2, str(tmp_path))
+    first, second = run_world(train_on_ranks, 2)
     assert len(first) == 1
     assert second == []
     assert "trains 9 of its 225 parameters" in first[0]

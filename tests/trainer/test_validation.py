@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import ConfigError, DataError, DistributedDataLoader, HookError, PerRankLoader
+from tests.api import ConfigError, DataError, DistributedDataLoader, HookError, PerRankLoader, Ranks, ValidationMetrics
 from tests.trainer.small import (
     Alone,
     Batch,
@@ -26,6 +26,7 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fit,
     make_config,
     network,
     weights,
@@ -59,12 +60,6 @@ def whole_loss(model: nn.Module, length: int) -> float:
     data = Samples(length)
     with torch.no_grad():
         return mse_loss(model(data.x), data.y).item()
-
-
-def fit(trainer: Any) -> Any:
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 # -- exact, in one process
@@ -389,6 +384,79 @@ def test_a_model_that_is_trained_in_eval_mode_is_named(caplog: pytest.LogCapture
     assert "Call self.model.train() in configure_models" in line
     caplog.clear()
     Evaluating.modes = (True, False, False)
-    with Evaluating(make_config(n_epochs=1), batches(2)) as trainer:
-        trainer.fit()
+    trainer = fit(Evaluating(make_config(n_epochs=1), batches(2)))
     assert "eval mode" not in caplog.text
+
+
+# -- metrics of a validation
+
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+
+class Held:
+    """Two metrics, held as a trainer would."""
+
+    def __init__(self) -> None:
+        self.attributes: dict[str, Any] = {
+            "trained": torchmetrics.SumMetric(),
+            "kept": {"validated": torchmetrics.SumMetric()},
+            "other": "no metric",
+        }
+        self.said: list[str] = []
+        self.metrics = ValidationMetrics(
+            self.named, self.attributes, Ranks.alone(), lambda key, message: self.said.append(message)
+        )
+
+    def named(self) -> dict[str, Any]:
+        return {"trained": self.attributes["trained"], "kept.validated": self.attributes["kept"]["validated"]}
+
+    def update(self, value: float) -> None:
+        self.attributes["kept"]["validated"].update(value)
+
+    def update_and_fail(self, value: float) -> None:
+        self.update(value)
+        raise TypeError
+
+
+def test_a_loaders_values_are_of_what_was_updated_since_it_started() -> None:
+    held = Held()
+    with held.metrics.validation():
+        for values in ((1.0, 2.0), (3.0, 4.0)):
+            held.metrics.start_loader()
+            for value in values:
+                held.update(value)
+            assert held.metrics.values() == {"kept.validated": sum(values)}
+
+
+def test_what_training_updates_is_neither_reset_nor_computed_and_kept_in_checkpoints() -> None:
+    held = Held()
+    held.attributes["trained"].update(5.0)
+    with held.metrics.validation():
+        held.metrics.start_loader()
+        held.update(1.0)
+        assert held.metrics.values() == {"kept.validated": 1.0}
+    assert held.attributes["trained"].compute() == 5.0
+    assert list(held.metrics.only_of_training(held.named())) == ["trained"]
+
+
+def test_a_metric_of_training_and_validation_both_is_refused() -> None:
+    held = Held()
+    held.update(5.0)
+    with held.metrics.validation():
+        held.metrics.start_loader()
+        held.update(1.0)
+        with pytest.raises(HookError, match="'kept.validated' is updated in training and in validation"):
+            held.metrics.values()
+
+
+def test_a_padding_batch_counts_for_nothing_whatever_happens_in_it() -> None:
+    held = Held()
+    with held.metrics.validation():
+        held.metrics.start_loader()
+        held.update(1.0)
+        with pytest.raises(TypeError), held.metrics.padding():
+            held.update_and_fail(100.0)
+        with held.metrics.padding():
+            held.update(100.0)
+        assert held.metrics.values() == {"kept.validated": 1.0}

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +32,6 @@ from tests.trainer.saves import (
 )
 from tests.trainer.small import Batch, assert_same_weights, weights
 from tests.worlds import run_world
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
 
 # -- the clock
 
@@ -85,9 +78,8 @@ def test_any_other_save_starts_the_minutes_anew() -> None:
     assert trainer.saved == [2, 3, 5, 6]
 
 
-def clocks_at_two(directory: str) -> list[list[int]]:
+def clocks_at_two() -> list[list[int]]:
     """Steps saved where the time passes on rank 0 only, and on rank 1 only."""
-    os.chdir(directory)
     return [
         fit_timed(
             make_config(experiment=str(rank), save_every_n_minutes=2.0, **NOTHING), slow_ranks=(rank,), length=4 * STEPS
@@ -96,8 +88,8 @@ def clocks_at_two(directory: str) -> list[list[int]]:
     ]
 
 
-def test_rank_0s_clock_counts_for_all(tmp_path: Path) -> None:
-    assert run_world(clocks_at_two, 2, str(tmp_path)) == [[[2, 4, 6], []]] * 2
+def test_rank_0s_clock_counts_for_all() -> None:
+    assert run_world(clocks_at_two, 2) == [[[2, 4, 6], []]] * 2
 
 
 # -- metrics

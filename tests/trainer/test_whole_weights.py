@@ -3,6 +3,7 @@ that was built too early is made equal over ranks or refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import HookError, StepError
-from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, make_config, network, weights
+from tests.api import DistributedDataLoader, HookError, StepError
+from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, fit, make_config, network, run_ranks, weights
 from tests.worlds import run_world
 
 
@@ -57,8 +58,7 @@ class Saves(Spread, dt.FSDPMixin):
                 parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) * 0.01 + index)
 
 
-def saved_on_rank_0(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def saved_on_rank_0() -> dict[str, Any]:
     with Saves(make_config(max_steps=1, fsdp=BY_BLOCKS), loader()) as trainer:
         trainer.fit()
         model, found = trainer.model, {}
@@ -86,7 +86,7 @@ def saved_on_rank_0(directory: str) -> dict[str, Any]:
 
 @pytest.mark.pitfall(83)
 def test_saving_and_counting_run_on_one_rank_alone_and_gathered_weights_are_plain_and_whole(tmp_path: Path) -> None:
-    results = run_world(saved_on_rank_0, 2, str(tmp_path))
+    results = run_world(saved_on_rank_0, 2)
     plain = Model().double()
     for found in results:
         assert found["plain"]
@@ -102,8 +102,7 @@ def test_saving_and_counting_run_on_one_rank_alone_and_gathered_weights_are_plai
     assert all(torch.equal(saved[name], value) for name, value in results[1]["state"].items())
 
 
-def gathered_under_bf16(directory: str) -> list[Any]:
-    os.chdir(directory)
+def gathered_under_bf16() -> list[Any]:
     devices = dt.DeviceParameters(device="cpu", precision="bf16")
     config = make_config(max_steps=1, devices=devices)
 
@@ -129,8 +128,8 @@ def gathered_under_bf16(directory: str) -> list[Any]:
 
 
 @pytest.mark.pitfall(83)
-def test_gathered_weights_have_full_precision_under_bf16(tmp_path: Path) -> None:
-    for exact, inside, _ in run_world(gathered_under_bf16, 2, str(tmp_path)):
+def test_gathered_weights_have_full_precision_under_bf16() -> None:
+    for exact, inside, _ in run_world(gathered_under_bf16, 2):
         for name, value in exact.items():
             assert inside[name].dtype == torch.float32
             assert torch.equal(inside[name], value)
@@ -151,11 +150,10 @@ class BuiltEarly(Sharded):
     def init_weights(self) -> None: ...
 
     def pre_fit(self) -> None:
-        self.start = weights(self.model)
+        self.initial = weights(self.model)
 
 
-def built_in_the_constructor(directory: str) -> tuple[dict[str, Tensor], str, str]:
-    os.chdir(directory)
+def built_in_the_constructor() -> tuple[dict[str, Tensor], str, str]:
     torch.manual_seed(100 + int(os.environ.get("RANK", "0")))  # as unseeded processes are
     said: list[str] = []
     with BuiltEarly(make_config(max_steps=1), loader()) as trainer:
@@ -163,12 +161,12 @@ def built_in_the_constructor(directory: str) -> tuple[dict[str, Tensor], str, st
         say = trainer.warn_once
         vars(trainer)["warn_once"] = lambda key, message: (said.append(message), say(key, message))
         trainer.fit()
-    return own, trainer.start, "\n".join(said)
+    return own, trainer.initial, "\n".join(said)
 
 
 @pytest.mark.pitfall(73)
-def test_models_built_in_the_constructor_start_equal_on_all_ranks_and_are_named(tmp_path: Path) -> None:
-    first, second = run_world(built_in_the_constructor, 2, str(tmp_path))
+def test_models_built_in_the_constructor_start_equal_on_all_ranks_and_are_named() -> None:
+    first, second = run_world(built_in_the_constructor, 2)
     assert not torch.equal(first[0]["1.weight"], second[0]["1.weight"])  # they were built unequal
     for name, value in first[0].items():
         assert torch.equal(first[1][name], value)
@@ -196,8 +194,7 @@ class Stranger(Sharded):
         self.second = torch.optim.SGD([self.temperature], lr=0.1)
 
 
-def refused(kind: type[Sharded], directory: str) -> str:
-    os.chdir(directory)
+def refused(kind: type[Sharded]) -> str:
     trainer = kind(make_config(max_steps=1), loader())
     try:
         trainer._session.start()
@@ -217,14 +214,13 @@ def refused(kind: type[Sharded], directory: str) -> str:
     ],
 )
 def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
-    kind: type[Sharded], words: list[str], tmp_path: Path
+    kind: type[Sharded], words: list[str]
 ) -> None:
-    for said in run_world(refused, 2, kind, str(tmp_path)):
+    for said in run_world(refused, 2, kind):
         assert all(word in said for word in words), said
 
 
-def test_an_optimizer_under_two_names_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_optimizer_under_two_names_counts_once() -> None:
 
     class Twice(Spread):
         def configure_optimizers(self) -> None:
@@ -237,11 +233,69 @@ def test_an_optimizer_under_two_names_counts_once(tmp_path: Path, monkeypatch: p
         assert list(trainer.named_optimizers()) == ["optimizer"]
 
 
-def test_one_rank_alone_names_a_model_that_was_built_in_the_constructor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_rank_alone_names_a_model_that_was_built_in_the_constructor(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(max_steps=1)
-    with BuiltEarly(replace(config), loader()) as trainer:
-        trainer.fit()
+    fit(BuiltEarly(replace(config), loader()))
     assert "self.model was built before configure_models" in caplog.text
+
+
+# -- what newer PyTorch gives shards
+
+
+def on_ranks() -> list[dict[str, Any]]:
+    """Without and with it, as two copies on two ranks each."""
+    found = []
+    for separate in (False, True):
+        config = make_config(
+            max_steps=3, devices=dt.DeviceParameters(device="cpu", dp_replicate=2), gradient_clip_val=0.5
+        )
+        config = dataclasses.replace(
+            config, fsdp_parameters=dt.FSDPParameters(min_group_mib=0, separate_reduce_group=separate)
+        )
+        with Sharded(config, DistributedDataLoader(Samples(24), 2)) as trainer:
+            trainer.fit()
+            groups = trainer.world.further_groups
+            found.append(
+                {
+                    "weights": weights(trainer.model),
+                    "losses": trainer.losses,
+                    "collectives": [group._get_sequence_number_for_group() for group in groups],
+                    "ranks": [torch.distributed.get_process_group_ranks(group) for group in groups],
+                }
+            )
+    return found
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
+def test_weights_are_the_same_and_each_copy_reduces_in_a_group_of_its_own() -> None:
+    for rank, (plain, found) in enumerate(run_world(on_ranks, 4)):
+        assert found["losses"] == plain["losses"]
+        assert all(torch.equal(found["weights"][name], value) for name, value in plain["weights"].items())
+        assert plain["collectives"] == []
+        assert found["collectives"][0] >= 3 * 3  # two blocks and the rest, in each step
+        assert found["ranks"] == [[0, 1] if rank < 2 else [2, 3]]
+
+
+def in_shared_memory() -> None:
+    parameters = dt.FSDPParameters(symmetric_memory=True)
+    config = dataclasses.replace(
+        make_config(max_steps=1, devices=dt.DeviceParameters(device="cpu")), fsdp_parameters=parameters
+    )
+    Sharded(config, DistributedDataLoader(Samples(24), 2)).fit()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
+def test_memory_that_devices_cannot_share_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    code = "from tests.trainer.test_whole_weights import in_shared_memory; in_shared_memory()"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert (
+            "fsdp_parameters.symmetric_memory=True: the device is 'cpu'. It needs GPUs that read each other's" in text
+        )
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
+def test_pytorch_has_what_asks_for_shared_memory() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    assert callable(FSDPModule.set_symm_mem_for_comm)

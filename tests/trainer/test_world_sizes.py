@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, local_tensor
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 VOCABULARY, WIDTH, INNER = 7, 5, 3
@@ -135,14 +136,11 @@ def state_of(trainer: TwoModels) -> dict[str, Any]:
 
 def make_trainer(experiment: str, *, steps: int, devices: dt.DeviceParameters | None = None) -> TwoModels:
     return TwoModels(
-        dt.DreamTrainerConfig(
-            project="tests",
-            group="sizes",
-            experiment=experiment,
+        run_config(
+            experiment,
             callbacks=dt.CallbackCollection([dt.EMA(0.9)]),
             device_parameters=devices or dt.DeviceParameters(device="cpu"),
             training_parameters=dt.TrainingParameters(max_steps=steps, global_batch_size=GLOBAL_BATCH),
-            logger_parameters=dt.LoggerParameters(loggers=()),
             checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
         )
     )
