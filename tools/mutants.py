@@ -686,9 +686,9 @@ MUTANTS = [
     ),
     Mutant(
         "a run whose steps nobody counts goes on for ever",
-        "dream_trainer/trainer/nothing_trained.py",
-        "trains = self._writes() != self._writes_before",
-        "trains = False",
+        "dream_trainer/events/sanity_checks.py",
+        "trains = self._weights_moved(trainer) or",
+        "trains = False and",
         "tests/trainer/test_endless.py",
     ),
     Mutant(

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.events.callback import Callback, CallbackCollection, TimedCallback
+from dream_trainer.events.callback import Callback, TimedCallback
+from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
@@ -41,7 +42,6 @@ from dream_trainer.trainer.window_state import ValidationState, WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.nothing_trained import NothingTrained
     from dream_trainer.trainer.step.accumulation import Accumulation
     from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 
@@ -99,7 +99,6 @@ class AbstractTrainer(Hooks, Cooperation):
     # Made when the trainer starts.
     _accumulation: Accumulation
     _optimizer_step: OptimizerStep
-    _nothing_trained: NothingTrained
     _unloaded_bases = UnloadedBases()  # SetupMixin looks for some
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
@@ -230,6 +229,15 @@ class AbstractTrainer(Hooks, Cooperation):
     def tokens_before_next_step(self) -> int:
         """`tokens_seen`, and in a window those of its own: where a schedule by tokens is when `step` steps it."""
         return self.progress.tokens_seen + self._window.tokens
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step of this process had a gradient."""
+        return self._session.is_ready and self._optimizer_step.had_gradients
+
+    def times_stepped(self, stepped: Optimizer | registry.Scheduler) -> int:
+        """How often `step` has stepped this optimizer or scheduler in this process."""
+        return self._optimizer_step.times_stepped[id(stepped)] if self._session.is_ready else 0
 
     @property
     def skipped_steps(self) -> int:

@@ -17,7 +17,6 @@ from dream_trainer.distributed.world import World, choose_device, close_at_exit,
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.event_table import event_table
-from dream_trainer.trainer.nothing_trained import NothingTrained
 from dream_trainer.trainer.rank_differences import refuse_different_configs
 from dream_trainer.trainer.registry import refuse_closures
 from dream_trainer.trainer.step.accumulation import Accumulation
@@ -83,7 +82,6 @@ class Session:
         trainer._data.open_feed(trainer.world, trainer.accumulation_steps)
         trainer._accumulation = Accumulation(trainer)
         trainer._optimizer_step = OptimizerStep(trainer, trainer._accumulation)
-        trainer._nothing_trained = NothingTrained(trainer)
         trainer._agreement.begin()
         trainer._rates.note_built()
         self.is_ready = True

@@ -23,7 +23,6 @@ from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_,
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
-from dream_trainer.trainer.nothing_trained import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.registry import refuse_another_model
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
@@ -52,7 +51,7 @@ class OptimizerStep:
 
     Attributes:
         had_gradients: Whether any step so far had a gradient.
-        handed_over: By the `id` of a scheduler, how often it was stepped here since training began.
+        times_stepped: By the `id` of an optimizer or scheduler, how often it was stepped here.
     """
 
     def __init__(self, trainer: AbstractTrainer, accumulation: Accumulation) -> None:
@@ -87,7 +86,7 @@ class OptimizerStep:
         self._after_step = trainer._events["post_optimizer_step"]
         self._others_may_change = anyone_listens(trainer, "post_optimizer_step")
         self.had_gradients = False
-        self.handed_over: Counter[int] = Counter()
+        self.times_stepped: Counter[int] = Counter()
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
@@ -124,7 +123,6 @@ class OptimizerStep:
                 self._stepped.add(model)
                 self._pairs.clear()
             refuse_another_model(self._trainer, model, optimizers, self._stepped)
-            say_what_is_beside_its_optimizer(self._trainer, optimizers, schedulers)
             self._pairs.add((model, optimizers))
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
@@ -137,11 +135,13 @@ class OptimizerStep:
         else:
             norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
         self._turns.stepped(optimizers)
+        for optimizer in optimizers:
+            self.times_stepped[id(optimizer)] += 1
         if self._world.data_size > 1 or self._accumulation.reduced:
             self._accumulation.finish_step()
         for scheduler in schedulers:
             scheduler.step()
-            self.handed_over[id(scheduler)] += 1
+            self.times_stepped[id(scheduler)] += 1
         return norm
 
     def _advance(
@@ -165,10 +165,6 @@ class OptimizerStep:
         for parameter in plan.parameters:
             parameter.grad = None
         return norm
-
-    def has_stepped(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` was stepped in this process."""
-        return any(optimizer in optimizers for optimizers in self._plans)
 
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)
