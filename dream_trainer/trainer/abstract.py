@@ -23,7 +23,6 @@ from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
-from dream_trainer.trainer import registry
 from dream_trainer.trainer.agreement import Agreement
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.counters import Counters
@@ -31,6 +30,7 @@ from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import anyone_listens, event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.limits import Limits, set_limits
+from dream_trainer.trainer.registry import Registry, Scheduler
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.run_recorder import RunRecorder
 from dream_trainer.trainer.schedule import Schedule
@@ -235,7 +235,7 @@ class AbstractTrainer(Hooks, Cooperation):
         """Whether a step of this process had a gradient."""
         return self._session.is_ready and self._optimizer_step.had_gradients
 
-    def times_stepped(self, stepped: Optimizer | registry.Scheduler) -> int:
+    def times_stepped(self, stepped: Optimizer | Scheduler) -> int:
         """How often `step` has stepped this optimizer or scheduler in this process."""
         return self._optimizer_step.times_stepped[id(stepped)] if self._session.is_ready else 0
 
@@ -273,21 +273,25 @@ class AbstractTrainer(Hooks, Cooperation):
 
     # -- registries
 
+    @property
+    def _registry(self) -> Registry:
+        return Registry(vars(self))
+
     def named_models(self) -> dict[str, nn.Module]:
         """Models by attribute name, in order of assignment."""
-        return registry.named_models(self)
+        return self._registry.models()
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Optimizers by attribute name, in order of assignment."""
-        return registry.named_optimizers(self)
+        return self._registry.optimizers()
 
-    def named_schedulers(self) -> dict[str, registry.Scheduler]:
+    def named_schedulers(self) -> dict[str, Scheduler]:
         """Learning rate schedulers by attribute name, in order of assignment."""
-        return registry.named_schedulers(self)
+        return self._registry.schedulers()
 
     def named_metrics(self) -> dict[str, Any]:
         """torchmetrics objects by attribute name, in order of assignment."""
-        return registry.named_metrics(self)
+        return self._registry.metrics()
 
     def _metrics_of_training(self) -> dict[str, Any]:
         updated = {name: metric for name, metric in self.named_metrics().items() if updates(metric)}
@@ -312,15 +316,15 @@ class AbstractTrainer(Hooks, Cooperation):
         Raises:
             KeyError: No model, or more than one, has them.
         """
-        return registry.model_of(self, optimizer)
+        return self._registry.model_of(optimizer)
 
     def get_optimizers_by_model(self, model: nn.Module) -> list[Optimizer]:
         """The optimizers that update parameters of `model`."""
-        return registry.optimizers_of(self, model)
+        return self._registry.optimizers_of(model)
 
-    def get_scheduler_from_optimizer(self, optimizer: Optimizer) -> registry.Scheduler | None:
+    def get_scheduler_from_optimizer(self, optimizer: Optimizer) -> Scheduler | None:
         """The scheduler that drives `optimizer`, or None."""
-        return registry.scheduler_of(self, optimizer)
+        return self._registry.scheduler_of(optimizer)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The plain module out of `torch.compile`, DistributedDataParallel and AveragedModel wrappers.

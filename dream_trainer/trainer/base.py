@@ -267,7 +267,7 @@ class BaseTrainer(AbstractTrainer):
             with self._parallel.whole(stays_fresh=True):
                 return self._run_batches(window)
         before = self.progress.batch_idx, self._window.local_batches
-        moved = MovedByForward(self)
+        moved = MovedByForward(self._registry)
         while True:
             try:
                 with self._parallel.whole(stays_fresh=True):
