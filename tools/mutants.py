@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples of training batches are guessed",
-        "dream_trainer/trainer/agreement.py",
+        "dream_trainer/trainer/prefetcher.py",
         "    if count.own is not None:\n",
         "    if True:\n",
         "tests/trainer/test_sample_counts.py -k dealt",
@@ -1814,7 +1814,7 @@ MUTANTS = [
     ),
     Mutant(
         "every rank's clock makes a validation due",
-        "dream_trainer/trainer/agreement.py",
+        "dream_trainer/trainer/coordinator.py",
         "goes_by_the_clock and self._is_main and schedule",
         "goes_by_the_clock and schedule",
         "tests/trainer/test_by_the_clock.py",
@@ -1933,15 +1933,15 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that ran blocks in different orders go on",
-        "dream_trainer/trainer/agreement.py",
-        "if flags.order_squared * trainer.world.world_size != flags.order * flags.order:",
+        "dream_trainer/trainer/coordinator.py",
+        "if flags.order_squared * self._world.world_size != flags.order * flags.order:",
         "if False:",
         "tests/trainer/test_uneven_use.py -k different_orders",
     ),
     Mutant(
         "what was mixed up over ranks is saved",
         "dream_trainer/trainer/mixins/checkpointing.py",
-        "    trainer._agreement.check_order()\n",
+        "    trainer._coordinator.check_order()\n",
         "",
         "tests/trainer/test_uneven_use.py -k different_orders",
     ),
