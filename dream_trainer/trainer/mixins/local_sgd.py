@@ -7,8 +7,8 @@ the average, also in the middle of a round, where they change nothing. How: see 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -28,6 +28,10 @@ from dream_trainer.trainer.step.buckets import in_buckets
 
 if TYPE_CHECKING:
     from dream_trainer.config.parallel_parameters import LocalSGDParameters
+    from dream_trainer.distributed.world import World
+    from dream_trainer.modules.parallel_models import ParallelModels
+    from dream_trainer.trainer.counters import Counters
+    from dream_trainer.trainer.registry import Registry
 
 
 class LocalSGDMixin(AbstractTrainer):
@@ -62,7 +66,14 @@ class LocalSGDMixin(AbstractTrainer):
         super()._finish_setup()
         if self.world.workers > 1:
             _refuse_what_crosses_workers(self)
-        self._rounds = Rounds(self, self.config.local_sgd_parameters)
+        self._rounds = Rounds(
+            self.config.local_sgd_parameters,
+            self.world,
+            self._registry,
+            self._parallel,
+            self.progress,
+            self.changing_weights,
+        )
 
     def _window_started(self) -> None:
         super()._window_started()
@@ -157,8 +168,17 @@ _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."
 class Rounds(NoRounds):
     """One rank's side of the rounds."""
 
-    def __init__(self, trainer: AbstractTrainer, parameters: LocalSGDParameters) -> None:
-        self._trainer, self._world = trainer, trainer.world
+    def __init__(
+        self,
+        parameters: LocalSGDParameters,
+        world: World,
+        registry: Registry,
+        parallel: ParallelModels,
+        progress: Counters,
+        changing_weights: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._world, self._registry, self._parallel = world, registry, parallel
+        self._progress, self._changing_weights = progress, changing_weights
         self.steps = parameters.every_n_steps
         self._began_at: int | None = None
         self._start: dict[str, Tensor] = {}  # this rank's part of each tensor at the round's beginning, by its name
@@ -171,14 +191,14 @@ class Rounds(NoRounds):
     @property
     def is_running(self) -> bool:
         """Whether workers have taken steps of their own since their parameters were averaged."""
-        return self._began_at is not None and self._trainer.global_step > self._began_at
+        return self._began_at is not None and self._progress.global_step > self._began_at
 
     @torch.no_grad()
     def begin_if_due(self) -> None:
         """A window begins; if no round is running, this is its first."""
         if self._began_at is not None:
             return
-        self._began_at = self._trainer.global_step
+        self._began_at = self._progress.global_step
         averaged = self._averaged()
         self._make_room(averaged)
         foreach_copy_(list(self._start.values()), _parts(averaged))
@@ -190,7 +210,7 @@ class Rounds(NoRounds):
         Raises:
             StepError: An optimizer was given other parameters since the round began.
         """
-        if not self.is_running or self._trainer.global_step % self.steps:
+        if not self.is_running or self._progress.global_step % self.steps:
             return
         averaged = self._averaged()
         if averaged.keys() != self._start.keys():
@@ -200,7 +220,7 @@ class Rounds(NoRounds):
                 "of every_n_steps."
             )
         assert self._outer is not None  # since the round began
-        with self._trainer.changing_weights():
+        with self._changing_weights():
             parts = _parts(averaged)
             starts = self._start.values()
             for tensor, start, difference in zip(averaged.values(), starts, self._mean_differences(parts), strict=True):
@@ -219,14 +239,14 @@ class Rounds(NoRounds):
         if not self._is_apart():
             yield
             return
-        with torch.no_grad(), self._trainer.changing_weights():
+        with torch.no_grad(), self._changing_weights():
             parts = _parts(self._averaged())
             own = [part.clone() for part in parts]
             foreach_copy_(parts, self._averages(parts))
         try:
             yield
         finally:
-            with torch.no_grad(), self._trainer.changing_weights():
+            with torch.no_grad(), self._changing_weights():
                 foreach_copy_(_parts(self._averaged()), own)
 
     def _is_apart(self) -> bool:
@@ -284,13 +304,13 @@ class Rounds(NoRounds):
 
     def _averaged(self) -> dict[str, Tensor]:
         """What workers have of their own and average, by its name in checkpoints."""
-        trainer, models = self._trainer, self._trainer.named_models()
-        groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
+        models = self._registry.models()
+        groups = [group for optimizer in self._registry.optimizers().values() for group in optimizer.param_groups]
         owned = {id(parameter) for group in groups for parameter in group["params"]}
         averaged: dict[str, Tensor] = {name: p for name, p in model_parameters(models).items() if id(p) in owned}
         if self._world.workers == 1:
             return averaged
-        buffers = trainer._parallel.buffers
+        buffers = self._parallel.buffers
         joined = set() if buffers is None else buffers.averaged_storages()
         return averaged | {name: b for name, b in model_buffers(models).items() if storage_id(b) in joined}
 
