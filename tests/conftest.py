@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,8 @@ from tests.late_norms import norms_are_read_late
 ROOT = Path(__file__).parent.parent
 # Written by the tools themselves while tests run.
 TOOL_FILES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".coverage", ".git", ".venv", "__pycache__"}
+# Folders whose tests run programs, pages or servers.
+NOT_QUICK = tuple(f"tests/{folder}/" for folder in ("docs", "examples", "faults", "gpu", "stores", "typing"))
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.
 RUNNER_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "KMP_DUPLICATE_LIB_OK")
@@ -30,6 +33,7 @@ RUNNER_VARIABLES = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case: slow tests and full matrices too")
+    parser.addoption("--quick", action="store_true", help="run one case of each test, as far as it starts no process")
     parser.addoption("--on-cpu", action="store_true", help="run tests marked gpu on the CPU, as far as they go")
 
 
@@ -44,12 +48,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if config.getoption("--all"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if not config.getoption("--all"):
+        _deselect(config, items, {item.nodeid for item in items if item.get_closest_marker("slow")})
+    if config.getoption("--quick"):
+        first = {item.nodeid.partition("[")[0]: item.nodeid for item in reversed(items)}
+        _deselect(config, items, {item.nodeid for item in items} - set(first.values()))
+        _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(NOT_QUICK)})
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
+    items[:] = [item for item in items if item.nodeid not in names]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def is_quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--quick` a test that starts a process, or compiles, is skipped there."""
+
+    def skip(*_: object, **__: object) -> None:
+        pytest.skip("--quick starts no process and compiles nothing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--quick"):
+            patch.setattr(subprocess.Popen, "__init__", skip)
+            patch.setattr(BaseProcess, "start", skip)
+            patch.setattr(torch, "compile", skip)
+            patch.setattr(torch.nn.Module, "compile", skip)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +140,7 @@ def threads_end() -> Iterator[None]:
 def own_children() -> Callable[[], set[BaseProcess]]:
     """The child processes that the test has started and that are alive: others may still be on their way out."""
     others = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - others
+    return lambda: set(multiprocessing.active_children()) - others - {rank.process for rank in worlds.kept.ranks}
 
 
 @pytest.fixture(autouse=True)
