@@ -23,8 +23,42 @@ from tests.late_norms import norms_are_read_late
 ROOT = Path(__file__).parent.parent
 # Written by the tools themselves while tests run.
 TOOL_FILES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".coverage", ".git", ".venv", "__pycache__"}
-# Folders whose tests run programs, pages or servers.
-NOT_QUICK = tuple(f"tests/{folder}/" for folder in ("docs", "examples", "faults", "gpu", "stores", "typing"))
+# Not in the quick tier: what runs programs, pages, servers or processes of its own, and what takes seconds without.
+NOT_QUICK = tuple(
+    f"tests/{start}"
+    for start in (
+        *("docs/", "examples/", "faults/", "gpu/", "stores/", "typing/"),
+        *(
+            "callbacks/test_every_callback",
+            "callbacks/test_garbage",
+            "checkpoint/test_damage",
+            "checkpoint/test_retention",
+        ),
+        *("checkpoint/test_store", "compat/test_forked_start", "data/test_mixture_resume", "distributed/test_watchdog"),
+        *("trainer/test_branch", "trainer/test_experts", "trainer/test_limits", "trainer/test_loader_groups"),
+        *("trainer/test_mixins", "trainer/test_optimizer_resume", "trainer/test_resume"),
+    )
+)
+# Begun first, so that no worker is left with one of them at the end.
+LONGEST = tuple(
+    f"tests/{file}.py"
+    for file in (
+        *(
+            "typing/test_typing",
+            "examples/test_llama_parity",
+            "examples/test_short_examples",
+            "examples/test_llama_costs",
+        ),
+        *("docs/test_code_blocks", "docs/test_site", "faults/test_kills", "faults/test_local_checkpoints"),
+        *("faults/test_signals", "faults/test_terminals", "callbacks/test_ema", "stores/test_runs"),
+        *("trainer/test_context_parallel", "trainer/test_expert_parallel", "trainer/test_failures"),
+        *("trainer/test_float8", "trainer/test_forward_comparison", "trainer/test_hang", "trainer/test_local_sgd"),
+        *("trainer/test_optimizer_resume", "trainer/test_pipeline_meshes", "trainer/test_precision"),
+        *("trainer/test_resume", "trainer/test_several_models", "trainer/test_stragglers"),
+        *("trainer/test_tensor_parallel", "trainer/test_touched_shards", "trainer/test_uneven_use"),
+        *("trainer/test_when_to_save", "trainer/test_whole_trainers", "weights/test_weights_ranks"),
+    )
+)
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.
 RUNNER_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "KMP_DUPLICATE_LIB_OK")
@@ -54,6 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first = {item.nodeid.partition("[")[0]: item.nodeid for item in reversed(items)}
         _deselect(config, items, {item.nodeid for item in items} - set(first.values()))
         _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(NOT_QUICK)})
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:
@@ -97,6 +132,13 @@ def leaves_the_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     yield
     os.chdir(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_no_garbage() -> None:
+    """Closing a trainer collects garbage, which takes half a second over all that tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
