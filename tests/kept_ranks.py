@@ -105,10 +105,15 @@ def _callables(module: Any) -> Iterator[tuple[Any, str, Any]]:
     for name, value in list(vars(module).items()):
         if issubclass(type(value), CALLABLE):
             yield vars(module), name, value
-        if issubclass(type(value), type) and value.__module__ == module.__name__:
+        if issubclass(type(value), type) and _is_of(module.__name__, value.__module__):
             for attribute, of_class in list(vars(value).items()):
                 if isinstance(of_class, (*CALLABLE, *PLAIN)) and not attribute.startswith("_abc"):
                     yield vars(value), attribute, of_class
+
+
+def _is_of(module: str, home: str) -> bool:
+    """Whether a class that `module` names is the module's; PyTorch's packages name those of their files."""
+    return home.startswith(module) if module in PATCHED else home == module
 
 
 def _settings() -> tuple[object, ...]:
@@ -126,6 +131,7 @@ def _settings() -> tuple[object, ...]:
         torch._C._len_torch_function_stack(),
         convert_frame.FRAME_COUNTER,  # a rank that has compiled does not serve again
         *(len(hooks) for name, hooks in vars(nn_module).items() if name.startswith("_global") and "hooks" in name),
+        *(len(vars(base)) for base in (torch.Tensor, torch.nn.Module)),  # what hides a method of a base is new there
         gc.isenabled(),
         gc.get_threshold(),
     )
