@@ -80,7 +80,7 @@ class StateOfRank:
             or bool(multiprocessing.active_children())
             or any(thread not in self._threads for thread in threading.enumerate())
             or _settings() != self._settings
-            or any(names.get(name) is not value for owner in self._names.values() for names, name, value in owner)
+            or any(_is_replaced(*each) for owner in self._names.values() for each in owner)
             or any(len(container) != length for name, container, length in self._containers if name not in CACHES)
         )
 
@@ -109,6 +109,11 @@ def _callables(module: Any) -> Iterator[tuple[Any, str, Any]]:
             for attribute, of_class in list(vars(value).items()):
                 if isinstance(of_class, (*CALLABLE, *PLAIN)) and not attribute.startswith("_abc"):
                     yield vars(value), attribute, of_class
+
+
+def _is_replaced(names: Any, name: str, value: Any) -> bool:
+    found = names.get(name)
+    return found is not value and not getattr(found, "hooked", False)  # an optimizer's first object wraps its `step`
 
 
 def _is_of(module: str, home: str) -> bool:
