@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,42 @@ from tests.late_norms import norms_are_read_late
 ROOT = Path(__file__).parent.parent
 # Written by the tools themselves while tests run.
 TOOL_FILES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".coverage", ".git", ".venv", "__pycache__"}
+# Not in the quick tier: what runs programs, pages, servers or processes of its own, and what takes seconds without.
+NOT_QUICK = tuple(
+    f"tests/{start}"
+    for start in (
+        *("docs/", "examples/", "faults/", "gpu/", "stores/", "typing/"),
+        *(
+            "callbacks/test_every_callback",
+            "callbacks/test_garbage",
+            "checkpoint/test_damage",
+            "checkpoint/test_retention",
+        ),
+        *("checkpoint/test_store", "compat/test_forked_start", "data/test_mixture_resume", "distributed/test_watchdog"),
+        *("trainer/test_branch", "trainer/test_experts", "trainer/test_limits", "trainer/test_loader_groups"),
+        *("trainer/test_mixins", "trainer/test_optimizer_resume", "trainer/test_resume"),
+    )
+)
+# Begun first, so that no worker is left with one of them at the end.
+LONGEST = tuple(
+    f"tests/{file}.py"
+    for file in (
+        *(
+            "typing/test_typing",
+            "examples/test_llama_parity",
+            "examples/test_short_examples",
+            "examples/test_llama_costs",
+        ),
+        *("docs/test_code_blocks", "docs/test_site", "faults/test_kills", "faults/test_local_checkpoints"),
+        *("faults/test_signals", "faults/test_terminals", "callbacks/test_ema", "stores/test_runs"),
+        *("trainer/test_context_parallel", "trainer/test_expert_parallel", "trainer/test_failures"),
+        *("trainer/test_float8", "trainer/test_forward_comparison", "trainer/test_hang", "trainer/test_local_sgd"),
+        *("trainer/test_optimizer_resume", "trainer/test_pipeline_meshes", "trainer/test_precision"),
+        *("trainer/test_resume", "trainer/test_several_models", "trainer/test_stragglers"),
+        *("trainer/test_tensor_parallel", "trainer/test_touched_shards", "trainer/test_uneven_use"),
+        *("trainer/test_when_to_save", "trainer/test_whole_trainers", "weights/test_weights_ranks"),
+    )
+)
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.
 RUNNER_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "KMP_DUPLICATE_LIB_OK")
@@ -30,6 +67,7 @@ RUNNER_VARIABLES = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case: slow tests and full matrices too")
+    parser.addoption("--quick", action="store_true", help="run one case of each test, as far as it starts no process")
     parser.addoption("--on-cpu", action="store_true", help="run tests marked gpu on the CPU, as far as they go")
 
 
@@ -44,12 +82,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if config.getoption("--all"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if not config.getoption("--all"):
+        _deselect(config, items, {item.nodeid for item in items if item.get_closest_marker("slow")})
+    if config.getoption("--quick"):
+        first = {item.nodeid.partition("[")[0]: item.nodeid for item in reversed(items)}
+        _deselect(config, items, {item.nodeid for item in items} - set(first.values()))
+        _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(NOT_QUICK)})
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
+    items[:] = [item for item in items if item.nodeid not in names]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def is_quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--quick` a test that starts a process, or compiles, is skipped there."""
+
+    def skip(*_: object, **__: object) -> None:
+        pytest.skip("--quick starts no process and compiles nothing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--quick"):
+            patch.setattr(subprocess.Popen, "__init__", skip)
+            patch.setattr(BaseProcess, "start", skip)
+            patch.setattr(torch, "compile", skip)
+            patch.setattr(torch.nn.Module, "compile", skip)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +132,13 @@ def leaves_the_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     yield
     os.chdir(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_no_garbage() -> None:
+    """Closing a trainer collects garbage, which takes half a second over all that tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +182,7 @@ def threads_end() -> Iterator[None]:
 def own_children() -> Callable[[], set[BaseProcess]]:
     """The child processes that the test has started and that are alive: others may still be on their way out."""
     others = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - others
+    return lambda: set(multiprocessing.active_children()) - others - {rank.process for rank in worlds.kept.ranks}
 
 
 @pytest.fixture(autouse=True)

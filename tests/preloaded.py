@@ -19,6 +19,7 @@ MODULES = (
     "torch.utils.checkpoint",
     "torchdata.stateful_dataloader",
     "torchmetrics",
+    "tests.worlds",
     "dream_trainer.callbacks",
     "dream_trainer.checkpoint.loading",
     "dream_trainer.checkpoint.store",

@@ -39,13 +39,14 @@ def run_programs(code: str, world_size: int, cwd: Path, environment: dict[str, s
     with tempfile.TemporaryDirectory() as name:
         directories = [Path(name) / str(rank) for rank in range(world_size)]
         processes = []
-        for rank, directory in enumerate(directories):
+        for directory in directories:
             directory.mkdir()
-            variables = environment | (rank_environment(rank, world_size, port) if world_size > 1 else {})
-            processes.append(context.Process(target=_live, args=(code, variables, cwd, directory)))
         try:
-            for process in processes:
+            for rank, directory in enumerate(directories):
+                variables = environment | (rank_environment(rank, world_size, port) if world_size > 1 else {})
+                process = context.Process(target=_live, args=(code, variables, cwd, directory))
                 process.start()
+                processes.append(process)
             deadline = time.monotonic() + timeout
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))

@@ -1,13 +1,15 @@
 """Real multi-process worlds for tests: each rank is a process with the environment torchrun would give it.
 
-A server imports torch and the framework once and forks ranks in milliseconds; importing them anew is half of what a
-short world costs. Forked ranks share one order of hashing, which `torchrun`'s do not: with `--all` they are spawned.
+A server imports torch and the framework once and forks ranks in milliseconds. Ranks are kept for the next world, unless
+one of them failed or is not as it was before (tests/kept_ranks.py). With `--all` every world has fresh ranks, which are
+spawned: forked ones share one order of hashing, and ranks of `torchrun` don't.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
-import gc
 import os
 import pickle
 import random
@@ -18,11 +20,14 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import Empty
 from typing import Any, Self
 
+import torch
 import torch.multiprocessing as mp
+
+from tests.kept_ranks import StateOfRank
 
 SERVER = mp.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preloaded"])
@@ -66,174 +71,156 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _entry(
-    rank: int,
-    environment: dict[str, str],
-    directory: str,
-    stacks: str,
-    function: Callable[..., Any],
-    args: tuple,
-    queue: Any,
-) -> None:
-    os.environ.clear()  # the server's is that of the moment when it was started
-    os.environ.update(environment)
-    os.chdir(directory)  # so is its working directory
-    import torch
-
-    torch.set_num_threads(1)
-    asked_for_stacks = open(Path(stacks) / str(rank), "w")  # noqa: SIM115 (as long as the process lives)
-    faulthandler.register(signal.SIGUSR2, asked_for_stacks)
-    try:
-        # Bytes, since tensors sent as such live in files that die with this process.
-        queue.put((rank, pickle.dumps(function(*args)), None))
-    except BaseException:
-        queue.put((rank, None, traceback.format_exc()))
-        raise
-
-
-def run_world(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
-    """Calls `function(*args)` on every rank of a fresh world and returns the results in rank order.
-
-    Args:
-        function: A module-level callable; its result must be picklable.
-        world_size: Number of processes.
-        *args: Handed to `function` on every rank.
-        timeout: Seconds after which the world is killed and the test fails.
-
-    Raises:
-        RuntimeError: A rank failed (its traceback is the message) or the time ran out.
-    """
-    context = mp.get_context(start_method)
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as stacks:
-        processes = _start(context, world_size, stacks, function, [args] * world_size, queue)
-        results: list[Any] = []
-        try:
-            results = _collect(processes, stacks, queue, timeout)
-        finally:
-            _end(processes, [queue], patience=10 if results else 0.5)
-    return results
-
-
 class KeptWorld:
-    """Ranks that stay, for many short calls: a call costs what the function does, and no start of processes.
+    """Ranks that stay, for many calls: a call costs what the function does, and no start of processes.
 
-    A call that fails ends them, and the next one starts others. Use it with `with`.
-
-    Args:
-        function: A module-level callable; its result must be picklable.
-        world_size: Number of processes.
+    A call that fails ends its ranks, and the next one starts others. Use it with `with`.
     """
 
-    def __init__(self, function: Callable[..., Any], world_size: int) -> None:
-        self._function, self._world_size = function, world_size
-        self._context = mp.get_context(start_method)
-        self._processes: list[Any] = []
-        self._inboxes: list[Any] = []
-        self._results: Any = None
-        self._stacks: tempfile.TemporaryDirectory[str] | None = None
+    def __init__(self) -> None:
+        self.ranks: list[Rank] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stop()
+        self.end()
 
-    def call(self, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Calls the function on every rank and returns the results in rank order; raises as `run_world` does."""
-        if self._stacks is None:
-            self._stacks = tempfile.TemporaryDirectory()
-            self._inboxes = [self._context.Queue() for _ in range(self._world_size)]
-            self._results = self._context.Queue()
-            each = [(self._function, inbox, self._results) for inbox in self._inboxes]
-            self._processes = _start(self._context, self._world_size, self._stacks.name, _serve, each, self._results)
-            timeout += 60
-        for inbox in self._inboxes:
-            inbox.put(pickle.dumps(args))
-        try:
-            return _collect(self._processes, self._stacks.name, self._results, timeout)
-        except BaseException:
-            self._stop(patience=0.5)
-            raise
+    def call(
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, renew: bool = False
+    ) -> list[Any]:
+        """Calls `function(*args)` on the first `world_size` ranks and returns the results in rank order.
 
-    def _stop(self, patience: float = 10) -> None:
-        if self._stacks is not None:
-            for inbox in self._inboxes:
-                inbox.put(None)
-            _end(self._processes, [*self._inboxes, self._results], patience)
-            self._stacks.cleanup()
-            self._stacks = None
+        Args:
+            function: A module-level callable; its result must be picklable.
+            world_size: Number of processes.
+            *args: Handed to `function` on every rank.
+            timeout: Seconds after which the ranks are killed and the test fails.
+            renew: Whether ranks get back the state they started with, and end where they cannot.
+
+        Raises:
+            RuntimeError: A rank failed (its traceback is the message) or the time ran out.
+        """
+        ranks, self.ranks = self.ranks[:world_size], self.ranks[world_size:]
+        results: list[Any] = []
+        with tempfile.TemporaryDirectory() as stacks:
+            try:
+                while len(ranks) < world_size:
+                    ranks.append(Rank())
+                port, call = free_port(), pickle.dumps((function, args))
+                for number, rank in enumerate(ranks):
+                    environment = os.environ | rank_environment(number, world_size, port)
+                    rank.calls.send((environment, os.getcwd(), f"{stacks}/{number}", call, renew))
+                results, are_as_before = _collect(ranks, Path(stacks), timeout)
+                if are_as_before:
+                    self.ranks = ranks + self.ranks
+                    ranks = []
+            finally:
+                _end(ranks, patience=10 if results else 0.5)
+        return results
+
+    def end(self) -> None:
+        ranks, self.ranks = self.ranks, []
+        _end(ranks, patience=10)
 
 
-def _serve(function: Callable[..., Any], inbox: Any, results: Any) -> None:
-    gc.freeze()  # closing a trainer collects garbage, which takes half a second over all that is imported
-    while (args := inbox.get()) is not None:
-        results.put((int(os.environ["RANK"]), pickle.dumps(function(*pickle.loads(args))), None))
+kept = KeptWorld()
+atexit.register(kept.end)  # before multiprocessing waits for its processes, which do not end by themselves
 
 
-def _start(
-    context: Any, world_size: int, stacks: str, function: Callable[..., Any], args: list[tuple], queue: Any
+def run_world(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, fresh: bool = False
 ) -> list[Any]:
-    port = free_port()
-    processes = [
-        context.Process(
-            target=_entry,
-            args=(
-                rank,
-                os.environ | rank_environment(rank, world_size, port),
-                os.getcwd(),
-                stacks,
-                function,
-                args[rank],
-                queue,
-            ),
-        )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    return processes
+    """Calls `function(*args)` on every rank of a world and returns the results in rank order; see `KeptWorld.call`.
+
+    `fresh` ranks have done nothing before, and end as a process does, which takes twice as long.
+    """
+    if fresh or start_method == "spawn" or world_size > 4:
+        with KeptWorld() as world:
+            return world.call(function, world_size, *args, timeout=timeout)
+    return kept.call(function, world_size, *args, timeout=timeout, renew=True)
 
 
-def _collect(processes: list[Any], stacks: str, queue: Any, timeout: float) -> list[Any]:
-    """One result of each rank, in rank order. A rank that is asked to writes where its threads are under `stacks`."""
-    world_size = len(processes)
+class Rank:
+    """A process that serves calls until it is told to end, or fails."""
+
+    def __init__(self) -> None:
+        context = mp.get_context(start_method)
+        self.calls, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+
+def _serve(calls: Connection) -> None:
+    start: StateOfRank | None = None
+    while (received := calls.recv()) is not None:
+        environment, directory, stacks, call, renew = received
+        os.environ.clear()  # the server's is that of the moment when it was started
+        os.environ.update(environment)
+        os.chdir(directory)  # so is its working directory
+        torch.set_num_threads(1)
+        if renew and start is None:
+            start = StateOfRank()
+        with open(stacks, "w") as asked_for_stacks:
+            faulthandler.register(signal.SIGUSR2, asked_for_stacks)
+            try:
+                function, args = pickle.loads(call)
+                # Bytes, since tensors sent as such live in files that die with this process.
+                result = pickle.dumps(function(*args))
+            except BaseException:
+                calls.send((None, traceback.format_exc(), False))
+                raise
+            faulthandler.unregister(signal.SIGUSR2)
+        del function, args
+        calls.send((result, None, start is None or start.restore()))
+
+
+def _collect(ranks: list[Rank], stacks: Path, timeout: float) -> tuple[list[Any], bool]:
+    """One result of each rank, and whether all can serve again. Asked to, ranks write where they are under `stacks`."""
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout
-    while len(results) < world_size:
-        try:
-            rank, value, error = queue.get(timeout=0.2)
-        except Empty:
-            dead = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in results]
-            if dead and queue.empty():
-                for process in processes:  # the others follow once they see it
-                    process.join(timeout=5)
-                codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
-                raise RuntimeError(f"ranks ended without a result, by exit code: {codes}") from None
-            if time.monotonic() > deadline:
-                where = _where_ranks_are(processes, stacks)
-                raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}\n{where}") from None
-            continue
-        if error is not None:
-            raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
-        results[rank] = pickle.loads(value)
-    return [results[rank] for rank in range(world_size)]
+    are_as_before, deadline = True, time.monotonic() + timeout
+    while waiting := {rank.calls: rank for number, rank in enumerate(ranks) if number not in results}:
+        if time.monotonic() > deadline:
+            where = _where_ranks_are(ranks, stacks)
+            raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}\n{where}")
+        is_dead = any(rank.process.exitcode is not None for rank in waiting.values())  # before what it said is read
+        errors = []
+        for calls in wait(list(waiting), timeout=0.2):
+            number = ranks.index(waiting[calls])
+            try:
+                value, error, is_as_before = waiting[calls].calls.recv()
+            except (EOFError, ConnectionError):
+                continue
+            if error is not None:
+                errors.append(f"rank {number} of {len(ranks)} failed:\n{error}")
+            else:
+                results[number], are_as_before = pickle.loads(value), are_as_before and is_as_before
+        if errors:
+            raise RuntimeError("\n".join(errors))
+        if is_dead:
+            for rank in ranks:  # the others follow once they see it
+                rank.process.join(timeout=5)
+            codes = {number: rank.process.exitcode for number, rank in enumerate(ranks) if rank.process.exitcode}
+            raise RuntimeError(f"ranks ended without a result, by exit code: {codes}")
+    return [results[number] for number in range(len(ranks))], are_as_before
 
 
-def _where_ranks_are(processes: list[Any], stacks: str) -> str:
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR2)
+def _where_ranks_are(ranks: list[Rank], stacks: Path) -> str:
+    for rank in ranks:
+        if rank.process.is_alive():
+            os.kill(rank.process.pid, signal.SIGUSR2)
     time.sleep(1)
-    return "\n".join(f"rank {path.name}:\n{path.read_text()}" for path in sorted(Path(stacks).iterdir()))
+    return "\n".join(f"rank {path.name}:\n{path.read_text()}" for path in sorted(stacks.iterdir()))
 
 
-def _end(processes: list[Any], queues: list[Any], patience: float) -> None:
-    for process in processes:
-        process.join(timeout=patience)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    for queue in queues:
-        queue.close()
-        queue.join_thread()
+def _end(ranks: list[Rank], patience: float) -> None:
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            rank.calls.send(None)
+    for rank in ranks:
+        rank.process.join(timeout=patience)
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.calls.close()

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Environment, lint, types and tests. Arguments go to pytest; `--all` runs every case and not only the spanning set.
-# `--torch 2.11.0`, before all others, runs the tests alone, with that PyTorch, in an environment of its own.
+# `--torch 2.11.0`, before all others, runs only the tests, with that PyTorch, in an environment of its own.
+# `--quick`, before all others, runs only tests: one case of each, as far as it starts no process and compiles nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-    echo "tools/test.sh [--torch VERSION] [--all] [arguments of pytest]"
-    sed -n '2,3s/^# //p' tools/test.sh
+    echo "tools/test.sh [--torch VERSION | --quick] [--all] [arguments of pytest]"
+    sed -n '2,4s/^# //p' tools/test.sh
     exit
 fi
 source tools/environment.sh
@@ -16,7 +17,7 @@ fi
 install dev
 
 export OMP_NUM_THREADS=1
-if [ "$VENV" = .venv ]; then # what is written for the pinned PyTorch is checked against its types alone
+if [ "$VENV" = .venv ] && [ "${1:-}" != --quick ]; then # what is written for the pinned PyTorch is checked against its types alone
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
     .venv/bin/basedpyright --pythonpath .venv/bin/python & # beside mypy, since each takes one core
@@ -29,5 +30,9 @@ if [ "$VENV" = .venv ]; then # what is written for the pinned PyTorch is checked
     wait "$pyright"
 fi
 unset PYTHONDONTWRITEBYTECODE # ranks and programs of the tests import the same modules hundreds of times
+workers=3
+if [ "${1:-}" = --quick ]; then
+    workers=2 # nothing waits, and each imports all that the tests use
+fi
 # Three for two cores, since a quarter of the time a test waits: for a signal, a time-out, another process.
-exec "$VENV/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec "$VENV/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

@@ -310,7 +310,7 @@ def tf32_by_either_setting() -> None:
 def test_tf32_is_switched_by_whichever_setting_the_process_uses() -> None:
     from tests.worlds import run_world
 
-    run_world(tf32_by_either_setting, 1)  # the newer setting cannot be taken back
+    run_world(tf32_by_either_setting, 1, fresh=True)  # the newer setting cannot be taken back
 
 
 def test_a_module_computes_with_other_tensors_and_then_with_its_own() -> None:

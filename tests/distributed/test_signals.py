@@ -241,4 +241,4 @@ def relays_beside_many_files(count: int) -> int:
 @pytest.mark.skipif(signal.SIGUSR1 != 10, reason="names the signal by Linux's number")
 def test_signals_are_relayed_in_a_process_with_thousands_of_open_files() -> None:
     """A rank of a large world has as many connections, and `select.select` takes no number beyond 1023."""
-    assert run_world(relays_beside_many_files, 1, 1500) == [1]
+    assert run_world(relays_beside_many_files, 1, 1500, fresh=True) == [1]

@@ -123,5 +123,5 @@ def test_alone(all_cases: bool) -> None:
 
 @pytest.mark.timeout(1800)
 def test_on_two_ranks(all_cases: bool, directory: Path) -> None:
-    with KeptWorld(run_there, 2) as world:
-        check_many(2, 300 if all_cases else 8, lambda *what: world.call(str(directory), *what))
+    with KeptWorld() as world:
+        check_many(2, 300 if all_cases else 8, lambda *what: world.call(run_there, 2, str(directory), *what))

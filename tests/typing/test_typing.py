@@ -92,16 +92,6 @@ def marked() -> list[tuple[str, int]]:
     return [(MISTAKES.name, number) for number, line in enumerate(lines, start=1) if line.endswith("# error")]
 
 
-def test_mypy_infers_what_typed_user_code_asserts_and_finds_each_mistake(cache: Path) -> None:
-    found = mypy(cache, "tests/typing/typed_user_code.py", "tests/typing/mistakes.py")
-    assert sorted(found) == marked(), found
-
-
-def test_pyright_infers_what_typed_user_code_asserts_and_finds_each_mistake(tmp_path: Path) -> None:
-    found = pyright(tmp_path, HERE / "typed_user_code.py", MISTAKES)
-    assert sorted(found) == marked(), found
-
-
 def python_of(page: Path) -> str:
     """The page's Python as one file, each line where it is in the page."""
     lines: list[str] = []
@@ -111,21 +101,37 @@ def python_of(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_what_the_pages_show_has_no_errors_for_mypy_and_pyright(cache: Path, tmp_path: Path) -> None:
-    files = []
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What the pages show, as files of one folder."""
+    directory, files = tmp_path_factory.mktemp("pages"), []
     for page in PAGES:
         if name(page) in CHECKED_PAGES:
-            files.append(tmp_path / name(page).replace("/", "_").replace(".md", ".py"))
+            files.append(directory / name(page).replace("/", "_").replace(".md", ".py"))
             files[-1].write_text(python_of(page))
     assert len(files) == len(CHECKED_PAGES)
+    return files
+
+
+def test_mypy_infers_what_typed_user_code_asserts_and_finds_each_mistake_and_none_in_pages(
+    cache: Path, pages: list[Path], tmp_path: Path
+) -> None:
     config = tmp_path / "mypy.toml"
     own = re.findall(
         r"^\[+tool\.mypy.*?(?=^\[(?!\[?tool\.mypy)|\Z)", (ROOT / "pyproject.toml").read_text(), re.M | re.S
     )
-    modules = ", ".join(f'"{file.stem}"' for file in files)
+    modules = ", ".join(f'"{file.stem}"' for file in pages)
     config.write_text("\n".join(own) + UNTYPED.format(modules=modules))
-    assert mypy(cache, "--config-file", str(config), *(str(file) for file in files)) == {}
-    assert pyright(tmp_path, *files) == {}
+    files = [HERE / "typed_user_code.py", MISTAKES, *pages]
+    found = mypy(cache, "--config-file", str(config), *map(str, files))
+    assert sorted(found) == marked(), found
+
+
+def test_pyright_infers_what_typed_user_code_asserts_and_finds_each_mistake_and_none_in_pages(
+    pages: list[Path],
+) -> None:
+    found = pyright(pages[0].parent, HERE / "typed_user_code.py", MISTAKES, *pages)
+    assert sorted(found) == marked(), found
 
 
 def test_the_wheel_says_that_it_is_typed() -> None:
