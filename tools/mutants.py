@@ -76,14 +76,14 @@ MUTANTS = [
     ),
     Mutant(
         "rows of W&B come before those of the user's own",
-        "dream_trainer/loggers/weights_and_biases.py",
+        "dream_trainer/loggers/trackers.py",
         "        row = max(row, step)\n",
         "        row = step\n",
         "tests/loggers/test_weights_and_biases.py -k beside_each_other",
     ),
     Mutant(
         "rows of W&B become one with those of the user's own",
-        "dream_trainer/loggers/weights_and_biases.py",
+        "dream_trainer/loggers/trackers.py",
         "commit=self._has_others",
         "commit=None",
         "tests/loggers/test_weights_and_biases.py -k beside_each_other",
@@ -1715,7 +1715,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed W&B run is a new one",
-        "dream_trainer/loggers/weights_and_biases.py",
+        "dream_trainer/loggers/trackers.py",
         "id=self._id",
         "id=None",
         "tests/loggers/test_weights_and_biases.py",

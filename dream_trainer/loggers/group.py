@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
-from dream_trainer.errors import HookError
+from dream_trainer.checks import refuse
+from dream_trainer.config.logger_parameters import BUILT_IN, LoggerParameters, logger_entry
+from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.media import Media
 
@@ -117,41 +119,37 @@ class LoggerGroup:
             return _FAILED
 
 
-def build_logger(name: LoggerName, parameters: LoggerParameters) -> Logger:
-    """The logger called `name`."""
-    match name:
-        case "console":
-            from dream_trainer.loggers.console import ConsoleLogger
+def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
+    """The classes of `parameters.loggers`, in their order.
 
-            return ConsoleLogger()
-        case "jsonl":
-            from dream_trainer.loggers.jsonl import JSONLLogger
+    Raises:
+        ConfigError: One cannot be loaded, a package that it requires is missing, or it cannot work with its parameters.
+    """
+    classes = [_logger_class(name) for name in parameters.loggers]
+    for name, cls in zip(parameters.loggers, classes, strict=True):
+        for package in cls.requires:
+            install = f"dream-trainer[{name}]" if name in BUILT_IN else package
+            refuse(
+                find_spec(package) is None,
+                f'loggers={parameters.loggers} names "{name}", whose package {package} is not installed. '
+                f'Install it with pip install "{install}", or leave "{name}" out.',
+            )
+        cls.check(parameters)
+    return classes
 
-            return JSONLLogger()
-        case "csv":
-            from dream_trainer.loggers.csv_file import CSVLogger
 
-            return CSVLogger()
-        case "tensorboard":
-            from dream_trainer.loggers.tensorboard import TensorBoardLogger
-
-            return TensorBoardLogger()
-        case "wandb":
-            from dream_trainer.loggers.weights_and_biases import WandbLogger
-
-            return WandbLogger(parameters.wandb)
-        case "mlflow":
-            from dream_trainer.loggers.mlflow_logger import MLflowLogger
-
-            return MLflowLogger(parameters.mlflow)
-        case "trackio":
-            from dream_trainer.loggers.trackio_logger import TrackioLogger
-
-            return TrackioLogger(parameters.trackio)
-        case "images":
-            from dream_trainer.loggers.media_files import ImageFilesLogger
-
-            return ImageFilesLogger()
+def _logger_class(name: str) -> type[Logger]:
+    entry = logger_entry(name)
+    try:
+        cls = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'the logger "{name}" is {entry.value}, which cannot be loaded ({error}). Install what it needs, or leave '
+            f'"{name}" out.'
+        ) from error
+    if isinstance(cls, type) and issubclass(cls, Logger):
+        return cls
+    raise ConfigError(f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.')
 
 
 def _checked(returned: object) -> list[Logger]:

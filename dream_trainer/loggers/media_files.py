@@ -7,10 +7,11 @@ import re
 import wave
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import set_aside
@@ -31,11 +32,11 @@ class ImageFilesLogger(Logger):
     nothing where there is a directory keeps that as `media.1` (2, 3, ...).
     """
 
-    def __init__(self) -> None:
-        self._directory: Path | None = None
+    requires: ClassVar[tuple[str, ...]] = ("PIL",)
+    _directory: Path | None = None
 
+    @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Clears the directory of what will come again."""
         self._directory = run_dir / "media"
         if resumed_step is None:
             set_aside(self._directory)
@@ -45,11 +46,12 @@ class ImageFilesLogger(Logger):
             if match and int(match[1]) > resumed_step:
                 path.unlink()
 
+    @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Does nothing."""
 
+    @override
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        """Writes images and videos."""
         match media:
             case Images():
                 files = [("png", png(image)) for image in media.images]
@@ -57,10 +59,10 @@ class ImageFilesLogger(Logger):
                 files = [("gif", gif(media))]
             case _:
                 return False
-        if self._directory is None:
-            raise RuntimeError("log_media() was called before open(). Open the logger on a run directory first.")
         # A name is a path below the directory, whatever it has in it.
-        folder = self._directory.joinpath(*(part for part in re.split(r"[/\\]", name) if part.strip(". ")))
+        folder = self._opened(self._directory).joinpath(
+            *(part for part in re.split(r"[/\\]", name) if part.strip(". "))
+        )
         folder.mkdir(parents=True, exist_ok=True)
         for index, (suffix, data) in enumerate(files):
             number = f"_{index}" if len(files) > 1 else ""

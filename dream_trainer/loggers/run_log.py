@@ -27,7 +27,7 @@ from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, 
 from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup
 from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.jsonl import read_jsonl
+from dream_trainer.loggers.line_files import read_jsonl
 from dream_trainer.loggers.media_files import MediaQueue
 
 logger = logging.getLogger("dream_trainer")

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, cast
 from torch import Tensor
 
 from dream_trainer.cleanup import followed_by
-from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters, check_loggers
+from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import HookError
 from dream_trainer.loggers import media
 from dream_trainer.loggers.buffer import Reduction
-from dream_trainer.loggers.group import LoggerGroup, build_logger
+from dream_trainer.loggers.group import LoggerGroup, check_loggers
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.media_files import MediaQueue
 from dream_trainer.loggers.run_log import History, RunLog
@@ -95,7 +95,7 @@ class LoggerMixin(AbstractTrainer):
     def configure_loggers(self) -> list[Logger]:
         """The loggers, by `logger_parameters.loggers`. Called on rank 0 alone; an override may add to `super()`'s."""
         parameters: LoggerParameters = self.config.logger_parameters
-        return [build_logger(name, parameters) for name in parameters.loggers]
+        return [logger.configured(parameters) for logger in check_loggers(parameters)]
 
     def log(
         self,
