@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from dream_trainer.compat.pytorch import reading_waits, write_count
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from dream_trainer.distributed.ranks import Ranks
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
@@ -282,15 +285,17 @@ def keep(name: str, value: Any) -> Scalar:
 
 
 def whole(value: Tensor) -> Tensor:
-    """The global value of a DTensor; anything else as it is.
+    """The global value of a DTensor, whose mesh's ranks all call it; anything else as it is."""
+    return value.full_tensor() if is_sharded(value) else value
 
-    All ranks of its mesh call it. No DTensor exists unless its module was imported.
-    """
+
+def is_sharded(value: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor. None exists unless its module was imported."""
     if "torch.distributed.tensor" not in sys.modules:
-        return value
+        return False
     from torch.distributed.tensor import DTensor
 
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return isinstance(value, DTensor)
 
 
 def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:

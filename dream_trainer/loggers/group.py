@@ -26,41 +26,36 @@ class LoggerGroup:
         HookError: What `configure_loggers` returned is not a list of loggers.
 
     Attributes:
-        is_open: Whether `open` was called since the last `close`.
-        is_open_early: Whether `open_early` was, or has nothing to do.
+        is_open: Whether all were opened since the last `close`.
+        waits_early: Whether some wait to be opened that the user's code may write to by itself.
     """
 
-    def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool) -> None:
+    def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool = False) -> None:
         self._loggers = _checked(loggers)
-        self._open: list[Logger] = []
-        self.is_open = False
-        self.is_open_early = not self.opens_early
         self._report = report
         self._strict = strict
+        self._open: list[Logger] = []
+        self._wait()
 
-    @property
-    def opens_early(self) -> bool:
-        """Whether there are loggers that the user's code may write to by itself."""
-        return any(logger.is_open_early for logger in self._loggers)
+    def _wait(self) -> None:
+        self.is_open = False
+        self.waits_early = any(logger.is_open_early for logger in self._loggers)
 
-    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Opens every logger; one that fails gets nothing."""
-        self.open_early(run_dir, config, resumed_step)
-        self.is_open = True
-        self._open_each([logger for logger in self._loggers if not logger.is_open_early], run_dir, config, resumed_step)
-
-    def open_early(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Opens the loggers that the user's code may write to by itself, if they are not open; `open` opens the others
-        later."""
-        if not self.is_open_early:
-            self.is_open_early = True
-            self._open_each([logger for logger in self._loggers if logger.is_open_early], run_dir, config, resumed_step)
-
-    def _open_each(
-        self, loggers: list[Logger], run_dir: Path, config: dict[str, Any], resumed_step: int | None
+    def open(
+        self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None, *, early: bool = False
     ) -> None:
-        for logger in loggers:
-            if self._guarded(logger, partial(logger.open, run_dir, config, resumed_step)) is not _FAILED:
+        """Opens every logger, or with `early` those that the user's code may write to by itself, which come first.
+
+        One that fails gets nothing.
+        """
+        waiting = [logger for logger in self._loggers if logger.is_open_early] if self.waits_early else []
+        self.waits_early = False
+        if not early:
+            self.is_open = True
+            waiting += [logger for logger in self._loggers if not logger.is_open_early]
+        plain = config() if waiting else {}
+        for logger in waiting:
+            if self._guarded(logger, partial(logger.open, run_dir, plain, resumed_step)) is not _FAILED:
                 self._open.append(logger)
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
@@ -81,8 +76,8 @@ class LoggerGroup:
 
     def close(self) -> None:
         """Closes every logger that is open, though one of them raises."""
-        loggers, self._open, self.is_open = self._open, [], False
-        self.is_open_early = not self.opens_early
+        loggers, self._open = self._open, []
+        self._wait()
         with ExitStack() as stack:
             for logger in reversed(loggers):
                 stack.callback(self._guarded, logger, logger.close)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from dream_trainer.loggers.buffer import whole
+from dream_trainer.loggers.buffer import is_sharded, whole
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.ranks import Ranks
+    from dream_trainer.loggers.records import Records
 
 Cell = str | int | float | bool | None
 
@@ -81,6 +85,95 @@ class Text:
 
 
 Media = Images | Video | Audio | Table | Histogram | Text
+
+
+class MediaLog:
+    """Makes media of what is logged and adds them to the current record, on rank 0. Every rank gathers and checks.
+
+    Attributes:
+        world: The ranks.
+    """
+
+    def __init__(self, records: Records, world: Ranks, warn_once: Callable[[str, str], None]) -> None:
+        self._records, self.world, self._warn_once = records, world, warn_once
+
+    @property
+    def _is_taken(self) -> bool:
+        return self.world.is_main and self._records.current.media is not None
+
+    def _gathered(self, name: str, value: Any) -> Tensor:
+        if self.world.forbidden is not None and is_sharded(value):
+            self.world.refuse_if_forbidden()
+        return gathered(name, value)
+
+    def _pixels(self, name: str, value: Tensor) -> Tensor:
+        shown, was_clamped = pixels(name, value)
+        if was_clamped:
+            message = f"{name!r} has values outside of 0 to 1, which are clamped for display."
+            self._warn_once(f"clamped {name}", message)
+        return shown
+
+    def _add(self, name: str, item: Media) -> None:
+        self._records.current.add_media(name, item)
+
+    def images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None) -> None:
+        """See `LogMethods.log_images`, and so on."""
+        tensors = [self._gathered(name, image) for image in images]
+        captions = [None] * len(tensors) if captions is None else captions
+        if len(captions) != len(tensors):
+            raise ValueError(f"{name!r} has {len(tensors)} images and {len(captions)} captions. Give one for each.")
+        for image in tensors:
+            if image.dim() > 3:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(image.shape)}, more than one image's [channels, height, width]. "
+                    f"Log several with log_images({name!r}, images)."
+                )
+        if tensors and self._is_taken:
+            shown = zip((self._pixels(name, image) for image in tensors), captions, strict=True)
+            self._add(name, Images(tuple(Image(image, text) for image, text in shown)))
+
+    def image_grid(self, name: str, images: Iterable[Any], columns: int | None, caption: str | None) -> None:
+        if columns is not None and columns < 1:
+            raise ValueError(f"columns={columns} of {name!r} is too small. Use 1 or more.")
+        if isinstance(images, Tensor):  # gathered at once
+            images = self._gathered(name, images)
+        tensors = [self._gathered(name, image) for image in images]
+        if tensors and self._is_taken:
+            page = grid(name, [self._pixels(name, image) for image in tensors], columns)
+            self._add(name, Images((Image(page, caption),)))
+
+    def video(self, name: str, frames: Any, fps: float) -> None:
+        tensor = self._gathered(name, frames)
+        if tensor.dim() != 4 or not fps > 0:
+            shape = tuple(tensor.shape)
+            raise ValueError(
+                f"{name!r} has shape {shape}, fps={fps}. Log [time, channels, height, width], fps above 0."
+            )
+        if self._is_taken:
+            self._add(name, Video(self._pixels(name, tensor), fps))
+
+    def audio(self, name: str, samples: Any, sample_rate: int) -> None:
+        tensor = self._gathered(name, samples)
+        if self._is_taken:
+            self._add(name, audio(name, tensor, sample_rate))
+
+    def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        item = table(name, columns, rows)
+        if self._is_taken:
+            self._add(name, item)
+
+    def histogram(self, name: str, values: Any, bins: int) -> None:
+        if bins < 1:
+            raise ValueError(f"bins={bins} of histogram {name!r} is too small. Use 1 or more.")
+        tensor = self._gathered(name, values)
+        if self._is_taken:
+            self._add(name, histogram(tensor, bins))
+
+    def text(self, name: str, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"{name!r} is of type {type(text).__name__}, no text. Log a string, such as str(x).")
+        if self._is_taken:
+            self._add(name, Text(text))
 
 
 def gathered(name: str, value: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.events.callback import Callback, CallbackCollection, TimedCallback
+from dream_trainer.loggers.records import Records
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
@@ -30,6 +31,7 @@ from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import anyone_listens, event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.limits import Limits, set_limits
+from dream_trainer.trainer.log_methods import LogMethods
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.run_recorder import RunRecorder
 from dream_trainer.trainer.schedule import Schedule
@@ -37,7 +39,7 @@ from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.unloaded_base import UnloadedBases
 from dream_trainer.trainer.user_class.class_checks import check_trainer, note_assignment
-from dream_trainer.trainer.window_state import ValidationState, WindowState
+from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -49,7 +51,7 @@ C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")
 
 
-class AbstractTrainer(Hooks, Cooperation):
+class AbstractTrainer(Hooks, Cooperation, LogMethods):
     """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
 
     Args:
@@ -123,7 +125,7 @@ class AbstractTrainer(Hooks, Cooperation):
         self._data = ConnectedData()
         self._parallel = ParallelModels()
         self._window = WindowState()
-        self._validation = ValidationState()
+        self._records = Records()
         self._schedule = Schedule(config.training_parameters, self.progress)
         self._rates = ResumedRates(self.named_optimizers, self.named_schedulers)
         self._agreement = Agreement(self)
