@@ -35,7 +35,7 @@ def logger_entry(name: str) -> EntryPoint:
     if name in BUILT_IN:
         return EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    check_choice("loggers", name, (*BUILT_IN, *installed))
+    check_choice("loggers", name, dict.fromkeys((*BUILT_IN, *installed)))
     return installed[name]
 
 

@@ -97,10 +97,6 @@ class MediaLog:
     def __init__(self, records: Records, world: Ranks, warn_once: Callable[[str, str], None]) -> None:
         self._records, self.world, self._warn_once = records, world, warn_once
 
-    @property
-    def _is_taken(self) -> bool:
-        return self.world.is_main and self._records.current.media is not None
-
     def _gathered(self, name: str, value: Any) -> Tensor:
         if self.world.forbidden is not None and is_sharded(value):
             self.world.refuse_if_forbidden()
@@ -113,11 +109,12 @@ class MediaLog:
             self._warn_once(f"clamped {name}", message)
         return shown
 
-    def _add(self, name: str, item: Media) -> None:
-        self._records.current.add_media(name, item)
+    def _add(self, name: str, make: Callable[[], Media]) -> None:
+        if self.world.is_main and self._records.current.media is not None:
+            self._records.current.add_media(name, make())
 
     def images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None) -> None:
-        """See `LogMethods.log_images`, and so on."""
+        """See `Cooperation.log_images`, and so on."""
         tensors = [self._gathered(name, image) for image in images]
         captions = [None] * len(tensors) if captions is None else captions
         if len(captions) != len(tensors):
@@ -128,9 +125,9 @@ class MediaLog:
                     f"{name!r} has shape {tuple(image.shape)}, more than one image's [channels, height, width]. "
                     f"Log several with log_images({name!r}, images)."
                 )
-        if tensors and self._is_taken:
-            shown = zip((self._pixels(name, image) for image in tensors), captions, strict=True)
-            self._add(name, Images(tuple(Image(image, text) for image, text in shown)))
+        shown = zip(tensors, captions, strict=True)
+        if tensors:
+            self._add(name, lambda: Images(tuple(Image(self._pixels(name, image), text) for image, text in shown)))
 
     def image_grid(self, name: str, images: Iterable[Any], columns: int | None, caption: str | None) -> None:
         if columns is not None and columns < 1:
@@ -138,9 +135,9 @@ class MediaLog:
         if isinstance(images, Tensor):  # gathered at once
             images = self._gathered(name, images)
         tensors = [self._gathered(name, image) for image in images]
-        if tensors and self._is_taken:
-            page = grid(name, [self._pixels(name, image) for image in tensors], columns)
-            self._add(name, Images((Image(page, caption),)))
+        if tensors:
+            pictures = (self._pixels(name, image) for image in tensors)
+            self._add(name, lambda: Images((Image(grid(name, list(pictures), columns), caption),)))
 
     def video(self, name: str, frames: Any, fps: float) -> None:
         tensor = self._gathered(name, frames)
@@ -149,31 +146,26 @@ class MediaLog:
             raise ValueError(
                 f"{name!r} has shape {shape}, fps={fps}. Log [time, channels, height, width], fps above 0."
             )
-        if self._is_taken:
-            self._add(name, Video(self._pixels(name, tensor), fps))
+        self._add(name, lambda: Video(self._pixels(name, tensor), fps))
 
     def audio(self, name: str, samples: Any, sample_rate: int) -> None:
         tensor = self._gathered(name, samples)
-        if self._is_taken:
-            self._add(name, audio(name, tensor, sample_rate))
+        self._add(name, lambda: audio(name, tensor, sample_rate))
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         item = table(name, columns, rows)
-        if self._is_taken:
-            self._add(name, item)
+        self._add(name, lambda: item)
 
     def histogram(self, name: str, values: Any, bins: int) -> None:
         if bins < 1:
             raise ValueError(f"bins={bins} of histogram {name!r} is too small. Use 1 or more.")
         tensor = self._gathered(name, values)
-        if self._is_taken:
-            self._add(name, histogram(tensor, bins))
+        self._add(name, lambda: histogram(tensor, bins))
 
     def text(self, name: str, text: str) -> None:
         if not isinstance(text, str):
             raise TypeError(f"{name!r} is of type {type(text).__name__}, no text. Log a string, such as str(x).")
-        if self._is_taken:
-            self._add(name, Text(text))
+        self._add(name, lambda: Text(text))
 
 
 def gathered(name: str, value: Any) -> Tensor:

@@ -36,19 +36,6 @@ logger = logging.getLogger("dream_trainer")
 class RunLog:
     """One run's numbers and media on this rank; every rank has one and calls it alike.
 
-    Args:
-        parameters: Where numbers go and how often.
-        run_dir: Where the run keeps its files.
-        run: Project, group and experiment.
-        records: Where `log` adds to.
-        training: The record of training.
-        stragglers: Told of what ranks measure.
-        config: Gives the config as plain values.
-        stamp: Gives where in the run it is.
-        notify: Told of each line's numbers and step.
-        of_data: Gives the data's own numbers.
-        warn_once: Warns.
-
     Attributes:
         media: Takes images and such.
         history: The lines so far.
@@ -108,12 +95,9 @@ class RunLog:
         if result:
             training.metrics.add_result(result, size if weight is None else weight, "train/")
         training.decide(weight)
-        if self._loggers.is_open:
-            return False
-        has_values = training.metrics.has_values()
-        if has_values:
+        if not self._loggers.is_open and training.metrics.has_values():
             self.open()
-        return not has_values
+        return not self._loggers.is_open
 
     def window_started(self) -> None:
         """What comes from here on belongs to the next window."""

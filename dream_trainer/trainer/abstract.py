@@ -31,7 +31,6 @@ from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import anyone_listens, event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.limits import Limits, set_limits
-from dream_trainer.trainer.log_methods import LogMethods
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.run_recorder import RunRecorder
 from dream_trainer.trainer.schedule import Schedule
@@ -51,7 +50,7 @@ C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")
 
 
-class AbstractTrainer(Hooks, Cooperation, LogMethods):
+class AbstractTrainer(Hooks, Cooperation):
     """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
 
     Args:

@@ -20,7 +20,7 @@ from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.records import NoRecord, Record
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
-from dream_trainer.trainer.log_methods import unlogged
+from dream_trainer.trainer.cooperation import unlogged
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 
 if TYPE_CHECKING:

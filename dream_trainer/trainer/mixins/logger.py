@@ -28,8 +28,8 @@ from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import History, RunLog
 from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.cooperation import unlogged
 from dream_trainer.trainer.event_table import anyone_listens
-from dream_trainer.trainer.log_methods import unlogged
 
 
 class LoggerMixin(AbstractTrainer):

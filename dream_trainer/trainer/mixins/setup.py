@@ -38,9 +38,9 @@ from dream_trainer.modules.sharding import (
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.log_methods import LogMethods
 from dream_trainer.trainer.model_setup import (
     compared_with_now,
     compile_blocks,
@@ -273,7 +273,7 @@ def _materialise(trainer: SetupMixin) -> None:
     remember_first_values(models, build.plan)
     build.tape = None  # it keeps what the constructors computed
     trainer._unloaded_bases = UnloadedBases(models, build.frozen_draws)
-    is_logged = trainer._run_log is not None or type(trainer).log is not LogMethods.log
+    is_logged = trainer._run_log is not None or type(trainer).log is not Cooperation.log
     balance = ExpertBalance(models, world, partial(trainer.log_dict, weight=1.0) if is_logged else None)
     trainer._parallel.experts = balance or None
     if world.world_size == 1:
