@@ -18,7 +18,7 @@ from dream_trainer.loggers.buffer import MetricBuffer, Scalar, check_reduction, 
 from dream_trainer.loggers.interface import Stamp
 
 if TYPE_CHECKING:
-    from dream_trainer.loggers.media import Media
+    from dream_trainer.loggers.media import Media, MediaLog
 
 Logged = tuple[str, "Media", Stamp | None]
 """A name, what was logged under it, and where it belongs if that is known already."""
@@ -164,11 +164,13 @@ class Records:
     Attributes:
         current: What `log` adds to.
         validation_media: What the running validation logged, or the last one that nobody asked for.
+        media: Makes images and such of what is logged; None without a log.
     """
 
     def __init__(self) -> None:
         self.current = Record()
         self.validation_media: list[Logged] = []
+        self.media: MediaLog | None = None
 
     @contextmanager
     def inside(self, record: Record) -> Iterator[None]:

@@ -37,7 +37,6 @@ class RunLog:
     """One run's numbers and media on this rank; every rank has one and calls it alike.
 
     Attributes:
-        media: Takes images and such.
         history: The lines so far.
     """
 
@@ -58,12 +57,12 @@ class RunLog:
     ) -> None:
         self._run_dir, self._run, self._config = run_dir, list(run), config
         self._records, self._training, self._stragglers = records, training, stragglers
-        records.current = training
+        records.current, records.media = training, MediaLog(records, Ranks.alone(), warn_once)
+        self._media = records.media
         self._stamp, self._notify, self._of_data, self._warn_once = stamp, notify, of_data, warn_once
         self._cadence = Cadence(steps=parameters.log_every_n_steps)
         self._world = Ranks.alone()
         self._loggers = LoggerGroup([], warn_once)  # with some on rank 0; opened when there is something to write
-        self.media = MediaLog(records, self._world, warn_once)
         self.history = History(parameters.history_lines)
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that nobody has waited for yet
         self._flushed_step = 0
@@ -76,7 +75,7 @@ class RunLog:
 
     def connect(self, world: Ranks, loggers: LoggerGroup) -> None:
         """The ranks are there, and on rank 0 the loggers."""
-        self._world = self.media.world = world
+        self._world = self._media.world = world
         self._loggers = loggers
 
     def open(self, *, early: bool = False) -> None:

@@ -201,8 +201,9 @@ class WandbLogger(_JournalLogger):
             case Histogram():
                 shown = wandb.Histogram(np_histogram=(numpy.array(media.counts), numpy.array(media.edges)))
             case Table():
-                rows = [list(row) for row in media.rows]
-                shown = wandb.Table(columns=list(media.columns), data=rows, allow_mixed_types=True)
+                shown = wandb.Table(
+                    columns=list(media.columns), data=[list(row) for row in media.rows], allow_mixed_types=True
+                )
             case Text():
                 shown = wandb.Html(f"<pre>{html.escape(media.text)}</pre>")
         return {name: shown}

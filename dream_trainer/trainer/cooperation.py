@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
     from dream_trainer.loggers.media import MediaLog
     from dream_trainer.loggers.records import Records
-    from dream_trainer.loggers.run_log import RunLog
     from dream_trainer.modules.attention_takeover import AttentionTakeover
     from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
@@ -59,9 +58,7 @@ class Cooperation:
     backward: Callable[..., None]
     # CheckpointMixin puts one here that saves.
     _saver: Saving = Saving()
-    # Where `log` adds to, and the log behind it, which LoggerMixin puts here.
-    _records: Records
-    _run_log: RunLog | None = None
+    _records: Records  # where `log` adds to
     # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
     _workers: int | Literal["hosts"] = 1
     _rounds: NoRounds = NoRounds()
@@ -204,7 +201,7 @@ class Cooperation:
         for option in unknown:
             known = _ELSEWHERE.get(option, "it has weight and reduce")
             raise TypeError(f"log() has no option {option!r}: {known}.")
-        if self._run_log is None:
+        if self._records.media is None:
             self._media_log("log")  # warns
         elif isinstance(name, Mapping):
             if value is not None:
@@ -345,10 +342,9 @@ class Cooperation:
 
     def _media_log(self, method: str) -> MediaLog | None:
         """Where media go; None, with a warning for each method, if there is no log."""
-        if self._run_log is None:
+        if self._records.media is None:
             self.warn_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")
-            return None
-        return self._run_log.media
+        return self._records.media
 
 
 _ELSEWHERE = {

@@ -61,7 +61,6 @@ def test_the_page_on_extending_lists_every_hook_that_mixins_share() -> None:
         "_workers",
         "_rounds",
         "_takeover",
-        "_run_log",
         "_media_log",
     }
     listed = set(re.findall(r"`(_[a-z_]+)\(", text.partition("## The hooks")[2]))

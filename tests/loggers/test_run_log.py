@@ -76,7 +76,8 @@ class Counter:
         self.records.current.add(name, value, None, "mean")
 
     def show(self, name: str) -> None:
-        self.log.media.text(name, "x")
+        assert self.records.media is not None
+        self.records.media.text(name, "x")
 
     def batch(self, loss: float, *, weight: float | None = None, draw: float | None = None) -> None:
         """One micro-batch: `draw` is logged in it, and `loss` is its result."""

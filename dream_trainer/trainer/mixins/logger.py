@@ -41,7 +41,6 @@ class LoggerMixin(AbstractTrainer):
     """
 
     _config_class: ClassVar[type | None] = LoggerConfigMixin
-    _run_log: RunLog
 
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
