@@ -27,11 +27,7 @@ BUILT_IN = {
 
 
 def logger_entry(name: str) -> EntryPoint:
-    """Where the class of the logger called `name` is.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Where the class of the logger called `name` is."""
     if name in BUILT_IN:
         return EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}

@@ -22,9 +22,6 @@ _FAILED = object()
 class LoggerGroup:
     """Several loggers, opened when there is something to write.
 
-    Raises:
-        HookError: What `configure_loggers` returned is not a list of loggers.
-
     Attributes:
         is_open: Whether all were opened since the last `close`.
         waits_early: Whether some wait to be opened that the user's code may write to by itself.
@@ -115,11 +112,7 @@ class LoggerGroup:
 
 
 def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
-    """The classes of `parameters.loggers`, in their order.
-
-    Raises:
-        ConfigError: One cannot be loaded, a package that it requires is missing, or it cannot work with its parameters.
-    """
+    """The classes of `parameters.loggers`, in their order, if they can work."""
     classes = [_logger_class(name) for name in parameters.loggers]
     for name, cls in zip(parameters.loggers, classes, strict=True):
         for package in cls.requires:

@@ -169,11 +169,7 @@ class MediaLog:
 
 
 def gathered(name: str, value: Any) -> Tensor:
-    """`value` as a plain tensor without gradient, where it lies. A DTensor is gathered: all ranks of its mesh call it.
-
-    Raises:
-        TypeError: It is neither a tensor nor an array.
-    """
+    """`value` as a plain tensor without gradient, where it lies. A DTensor is gathered, by all ranks."""
     if isinstance(value, Tensor):
         return whole(value.detach())
     pillow = sys.modules.get("PIL.Image")
@@ -195,12 +191,7 @@ def _of_pillow(image: Any) -> Tensor:
 
 
 def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
-    """Images or frames `[..., channels, height, width]` as uint8 on the CPU, and whether values had to be clamped.
-
-    Raises:
-        ValueError: The shape is not that of an image.
-        TypeError: The dtype is neither floating point, uint8 nor bool.
-    """
+    """Images or frames `[..., channels, height, width]` as uint8 on the CPU, and whether values had to be clamped."""
     if value.dim() == 2:
         value = value.unsqueeze(0)
     if value.dim() < 3 or value.shape[-3] not in (1, 3, 4) or value.numel() == 0:
@@ -224,10 +215,6 @@ def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
 def grid(name: str, images: Sequence[Tensor], columns: int | None = None, padding: int = 2) -> Tensor:
     """Images beside and below each other, on black.
 
-    Returns:
-        `[channels, rows * (height + padding) + padding, columns * (width + padding) + padding]`, uint8; height and
-        width are the largest there are.
-
     Raises:
         ValueError: Some have an alpha channel and some do not.
     """
@@ -247,12 +234,7 @@ def grid(name: str, images: Sequence[Tensor], columns: int | None = None, paddin
 
 
 def audio(name: str, value: Tensor, sample_rate: int) -> Audio:
-    """Sound of samples `[samples]` or `[channels, samples]`.
-
-    Raises:
-        ValueError: The shape is not that of a sound.
-        TypeError: The samples are not floating point.
-    """
+    """Sound of samples `[samples]` or `[channels, samples]`."""
     if value.dim() == 1:
         value = value.unsqueeze(0)
     if value.dim() != 2 or value.shape[0] not in (1, 2) or value.numel() == 0:
@@ -277,12 +259,7 @@ def histogram(value: Tensor, bins: int) -> Histogram:
 
 
 def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is not a string as its `str`.
-
-    Raises:
-        ValueError: A row has more or fewer cells than there are columns.
-        TypeError: The columns are a string, or the rows or one of them are not a sequence.
-    """
+    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is not a string as its `str`."""
     if isinstance(columns, str):
         raise TypeError(f"the columns of {name!r} are the string {columns!r}. Use a list of names: [{columns!r}].")
     if isinstance(rows, str) or not isinstance(rows, Iterable):

@@ -54,12 +54,7 @@ class Record:
         self.media, self._media_stamp = media, media_stamp
 
     def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
-        """Adds a value.
-
-        Raises:
-            ValueError: The name belongs to the stamp of a line.
-            HookError: It needs a weight.
-        """
+        """Adds a value."""
         if weight is None and self.needs_weight and reduce == "mean":
             raise HookError(
                 f"log({name!r}) without weight= in a validation under context_parallel, where ranks have different "

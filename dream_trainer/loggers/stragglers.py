@@ -21,11 +21,7 @@ _NAMED = 8
 class Stragglers:
     """What one rank measures, and what it hears of all.
 
-    Args:
-        parameters: By how much, and for how many lines, a rank has to be slow.
-        hosts: Gives the name of each rank's host; a collective.
-        spent: This rank's windows so far, and its seconds of work and of waiting for data in them.
-        warn_once: Told of slow ranks.
+    `spent` gives this rank's windows so far, and its seconds of work and of waiting for data in them.
     """
 
     def __init__(
