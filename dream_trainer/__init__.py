@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from dream_trainer.config.training_parameters import EvalParameters as EvalParameters
     from dream_trainer.config.training_parameters import TrainingParameters as TrainingParameters
     from dream_trainer.events.callback import Callback as Callback
-    from dream_trainer.events.callback import CallbackCollection as CallbackCollection
+    from dream_trainer.events.collection import CallbackCollection as CallbackCollection
     from dream_trainer.optim.groups import GroupParameters as GroupParameters
     from dream_trainer.optim.groups import freeze as freeze
     from dream_trainer.optim.groups import parameter_groups as parameter_groups
@@ -113,7 +113,7 @@ else:
             "BaseTrainerConfig": "config.trainer_config",
             "BranchParameters": "config.checkpoint_parameters",
             "Callback": "events.callback",
-            "CallbackCollection": "events.callback",
+            "CallbackCollection": "events.collection",
             "CheckpointConfigMixin": "config.checkpoint_parameters",
             "CheckpointMixin": "trainer.mixins.checkpointing",
             "CheckpointParameters": "config.checkpoint_parameters",

@@ -39,7 +39,9 @@ ROOMS = [
     "cli",
 ]
 # What a type checker alone may see upward: a callback's argument is the trainer.
-UPWARD_FOR_TYPES = {("dream_trainer.events.callback", "dream_trainer.trainer.abstract")}
+UPWARD_FOR_TYPES = {
+    (f"dream_trainer.events.{name}", "dream_trainer.trainer.abstract") for name in ("callback", "sanity_checks")
+}
 LONGEST_FILE = 700
 
 

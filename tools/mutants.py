@@ -686,9 +686,9 @@ MUTANTS = [
     ),
     Mutant(
         "a run whose steps nobody counts goes on for ever",
-        "dream_trainer/trainer/nothing_trained.py",
-        "trains = self._writes() != self._writes_before",
-        "trains = False",
+        "dream_trainer/events/sanity_checks.py",
+        "trains = self._weights_moved(trainer) or",
+        "trains = False and",
         "tests/trainer/test_endless.py",
     ),
     Mutant(
@@ -1429,15 +1429,15 @@ MUTANTS = [
     Mutant(
         "copies of one model alone are added up where two are stepped",
         "dream_trainer/trainer/step/tied_gradients.py",
-        "        for model_name, model in trainer.named_models().items()\n        for tie",
-        "        for model_name, model in list(trainer.named_models().items())[:1]\n        for tie",
+        "        for model_name, model in registry.models().items()\n        for tie",
+        "        for model_name, model in list(registry.models().items())[:1]\n        for tie",
         "tests/trainer/test_pipeline_models.py -k kept",
     ),
     Mutant(
         "a whole model counts in the norm on each rank of a pipeline",
         "dream_trainer/trainer/step/tied_gradients.py",
-        "    gradients.tied |= dict.fromkeys(whole, tuple(range(trainer.world.stages)))\n",
-        "    gradients.tied |= dict.fromkeys(whole, (trainer.world.stage_rank,))\n",
+        "    gradients.tied |= dict.fromkeys(whole, tuple(range(world.stages)))\n",
+        "    gradients.tied |= dict.fromkeys(whole, (world.stage_rank,))\n",
         "tests/trainer/test_pipeline_models.py -k kept",
     ),
     Mutant(
@@ -1646,7 +1646,7 @@ MUTANTS = [
     Mutant(
         "backward runs under autocast",
         "dream_trainer/trainer/step/accumulation.py",
-        "self._backward_context = without_autocast(devices, self._world.device)",
+        "self._backward_context = without_autocast(devices, world.device)",
         "self._backward_context = None",
         "tests/trainer/test_precision.py",
     ),

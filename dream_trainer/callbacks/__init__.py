@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.throughput import Throughput as Throughput
     from dream_trainer.callbacks.weight_transfer import WeightTransfer as WeightTransfer
     from dream_trainer.events.callback import Callback as Callback
-    from dream_trainer.events.callback import CallbackCollection as CallbackCollection
     from dream_trainer.events.callback import LoggingCallback as LoggingCallback
     from dream_trainer.events.callback import TimedCallback as TimedCallback
+    from dream_trainer.events.collection import CallbackCollection as CallbackCollection
+    from dream_trainer.events.sanity_checks import SanityChecks as SanityChecks
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
             "ActivationStats": "callbacks.activation_stats",
             "Callback": "events.callback",
-            "CallbackCollection": "events.callback",
+            "CallbackCollection": "events.collection",
             "EMA": "callbacks.ema",
             "EarlyStopping": "callbacks.early_stopping",
             "Every": "callbacks.every",
@@ -52,6 +53,7 @@ else:
             "Profiler": "callbacks.profiler",
             "Progress": "callbacks.progress",
             "SWA": "callbacks.swa",
+            "SanityChecks": "events.sanity_checks",
             "Throughput": "callbacks.throughput",
             "TimedCallback": "events.callback",
             "TrainerSummary": "callbacks.summary",

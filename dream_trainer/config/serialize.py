@@ -16,7 +16,8 @@ import torch
 from dream_trainer.config.parameter_class import declaring, is_ours
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
-from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.events.callback import Callback
+from dream_trainer.events.collection import CallbackCollection
 
 if TYPE_CHECKING:
     from cattrs import Converter

@@ -20,7 +20,7 @@ from dream_trainer.config.parameter_class import (
 )
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.events.callback import CallbackCollection
+from dream_trainer.events.collection import CallbackCollection
 
 RUNS_VARIABLE = "DREAM_TRAINER_RUNS"
 _USERS = "_trainers"

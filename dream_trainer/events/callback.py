@@ -1,25 +1,21 @@
-"""Callback: what is called at the trainer's events, and the ordered collection of callbacks in a config."""
+"""Callback: what is called at the trainer's events."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.checks import check_name
-from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from dream_trainer.trainer.abstract import AbstractTrainer
-
-C = TypeVar("C", bound="Callback")
 
 
 class Callback:
@@ -211,73 +207,3 @@ class LoggingCallback(Callback):
     def __init__(self, name: str) -> None:
         check_name("name", name, example="mine")
         self.name = name
-
-
-class CallbackCollection:
-    """The callbacks of a run, in order. Several of one class are fine; if they log, under names of their own.
-
-    Args:
-        callbacks: The callbacks.
-
-    Raises:
-        ConfigError: Two of them would log under one name, one that logs has none, or an `order` is not an integer.
-        TypeError: Something in it is not a Callback, or it is a callback instead of a list.
-    """
-
-    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
-        if isinstance(callbacks, Callback):
-            raise TypeError(f"CallbackCollection got {callbacks!r}. Use a list: CallbackCollection([...]).")
-        members: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
-        self._callbacks: list[Callback] = members
-        for callback in members:
-            if isinstance(callback, type) and issubclass(callback, Callback):
-                name = callback.__name__
-                raise TypeError(f"{name} is a class, not a callback. Write {name}() in CallbackCollection([...]).")
-            if not isinstance(callback, Callback):
-                raise TypeError(f"{callback!r} is not a Callback. Derive its class from dream_trainer.Callback.")
-            if not isinstance(callback.order, int):
-                raise ConfigError(
-                    f"{type(callback).__name__}.order={callback.order!r} is not an integer. Use one such as 10; "
-                    "lower runs earlier."
-                )
-        _refuse_one_name(self._callbacks)
-
-    def __iter__(self) -> Iterator[Callback]:
-        return iter(self._callbacks)
-
-    def __len__(self) -> int:
-        return len(self._callbacks)
-
-    def __repr__(self) -> str:
-        return f"CallbackCollection({self._callbacks!r})"
-
-    def get(self, cls: type[C]) -> C:
-        """The first callback of class `cls`.
-
-        Raises:
-            KeyError: There is none.
-        """
-        for callback in self._callbacks:
-            if isinstance(callback, cls):
-                return callback
-        names = ", ".join(type(callback).__name__ for callback in self._callbacks) or "none"
-        raise KeyError(f"no {cls.__name__} among the callbacks ({names}).")
-
-    def in_order(self) -> list[Callback]:
-        """The callbacks by `order`, then position."""
-        return sorted(self._callbacks, key=lambda callback: callback.order)
-
-
-def _refuse_one_name(callbacks: Iterable[Callback]) -> None:
-    named: dict[str, str] = {}
-    for callback in callbacks:
-        if isinstance(callback, LoggingCallback):
-            kind, name = type(callback).__name__, callback.name
-            if not name:
-                raise ConfigError(f"{kind} has no name. Call super().__init__(name) in its __init__.")
-            if name in named:
-                raise ConfigError(
-                    f"{named[name]} and {kind} would both log under name={name!r}, where their values would mix. "
-                    f"Give one of them a name of its own: {kind}(name='{name}_2')."
-                )
-            named[name] = kind

@@ -24,7 +24,8 @@ from dream_trainer.config.device_parameters import DeviceParameters, DeviceType
 from dream_trainer.config.logger_parameters import LoggerParameters
 from dream_trainer.config.training_parameters import EvalParameters, TrainingParameters
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.events.callback import Callback
+from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.nested import concatenated
 from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters

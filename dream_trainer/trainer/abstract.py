@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.events.callback import Callback, CallbackCollection, TimedCallback
+from dream_trainer.events.callback import Callback, TimedCallback
+from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.loggers.records import Records
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
-from dream_trainer.trainer import registry
 from dream_trainer.trainer.agreement import Agreement
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.counters import Counters
@@ -31,6 +31,7 @@ from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import anyone_listens, event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.limits import Limits, set_limits
+from dream_trainer.trainer.registry import Registry, Scheduler
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.run_recorder import RunRecorder
 from dream_trainer.trainer.schedule import Schedule
@@ -42,7 +43,6 @@ from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.nothing_trained import NothingTrained
     from dream_trainer.trainer.step.accumulation import Accumulation
     from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 
@@ -100,7 +100,6 @@ class AbstractTrainer(Hooks, Cooperation):
     # Made when the trainer starts.
     _accumulation: Accumulation
     _optimizer_step: OptimizerStep
-    _nothing_trained: NothingTrained
     _unloaded_bases = UnloadedBases()  # SetupMixin looks for some
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
@@ -233,6 +232,15 @@ class AbstractTrainer(Hooks, Cooperation):
         return self.progress.tokens_seen + self._window.tokens
 
     @property
+    def has_trained(self) -> bool:
+        """Whether a step of this process had a gradient."""
+        return self._session.is_ready and self._optimizer_step.had_gradients
+
+    def times_stepped(self, stepped: Optimizer | Scheduler) -> int:
+        """How often `step` has stepped this optimizer or scheduler in this process."""
+        return self._optimizer_step.times_stepped[id(stepped)] if self._session.is_ready else 0
+
+    @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far. Reading it waits for the device."""
         if self._session.is_ready:
@@ -266,21 +274,25 @@ class AbstractTrainer(Hooks, Cooperation):
 
     # -- registries
 
+    @property
+    def _registry(self) -> Registry:
+        return Registry(vars(self))
+
     def named_models(self) -> dict[str, nn.Module]:
         """Models by attribute name, in order of assignment."""
-        return registry.named_models(self)
+        return self._registry.models()
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Optimizers by attribute name, in order of assignment."""
-        return registry.named_optimizers(self)
+        return self._registry.optimizers()
 
-    def named_schedulers(self) -> dict[str, registry.Scheduler]:
+    def named_schedulers(self) -> dict[str, Scheduler]:
         """Learning rate schedulers by attribute name, in order of assignment."""
-        return registry.named_schedulers(self)
+        return self._registry.schedulers()
 
     def named_metrics(self) -> dict[str, Any]:
         """torchmetrics objects by attribute name, in order of assignment."""
-        return registry.named_metrics(self)
+        return self._registry.metrics()
 
     def _metrics_of_training(self) -> dict[str, Any]:
         updated = {name: metric for name, metric in self.named_metrics().items() if updates(metric)}
@@ -305,15 +317,15 @@ class AbstractTrainer(Hooks, Cooperation):
         Raises:
             KeyError: No model, or more than one, has them.
         """
-        return registry.model_of(self, optimizer)
+        return self._registry.model_of(optimizer)
 
     def get_optimizers_by_model(self, model: nn.Module) -> list[Optimizer]:
         """The optimizers that update parameters of `model`."""
-        return registry.optimizers_of(self, model)
+        return self._registry.optimizers_of(model)
 
-    def get_scheduler_from_optimizer(self, optimizer: Optimizer) -> registry.Scheduler | None:
+    def get_scheduler_from_optimizer(self, optimizer: Optimizer) -> Scheduler | None:
         """The scheduler that drives `optimizer`, or None."""
-        return registry.scheduler_of(self, optimizer)
+        return self._registry.scheduler_of(optimizer)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The plain module out of `torch.compile`, DistributedDataParallel and AveragedModel wrappers.

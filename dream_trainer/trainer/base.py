@@ -222,8 +222,6 @@ class BaseTrainer(AbstractTrainer):
             self._validate_for_sanity()
             if not agreement.stopped:
                 self._notify("pre_fit")
-                with self._parallel.whole():
-                    self._nothing_trained.begin()
                 self._finish_what_is_owed()
                 while not self._is_done():
                     self._train_epoch()
@@ -269,7 +267,7 @@ class BaseTrainer(AbstractTrainer):
             with self._parallel.whole(stays_fresh=True):
                 return self._run_batches(window)
         before = self.progress.batch_idx, self._window.local_batches
-        moved = MovedByForward(self)
+        moved = MovedByForward(self._registry)
         while True:
             try:
                 with self._parallel.whole(stays_fresh=True):
@@ -338,8 +336,6 @@ class BaseTrainer(AbstractTrainer):
         if self._session.is_first_window:
             self._session.is_first_window = False
             self.world.first_step_is_done()
-        if self._nothing_trained.is_looking:
-            self._nothing_trained.note_window(stepped=stepped, had_gradients=self._optimizer_step.had_gradients)
 
     def _note_what_follows(self, *, stepped: bool) -> None:
         """Writes down what is to be done after the window just counted, also for a checkpoint of before."""
@@ -377,8 +373,6 @@ class BaseTrainer(AbstractTrainer):
             return True
         if owed.epoch_ended:
             self._end_epoch()
-        with self._parallel.whole():
-            self._nothing_trained.conclude(owed, is_last=is_last)
         # Requests made in their events (early stopping) take effect now; so do those of the run's last window.
         requested = bool(self._agreement.exchange().save)
         if self._agreement.stopped and not is_last:

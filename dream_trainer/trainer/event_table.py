@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.hooks import Hooks
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 Listener = Callable[..., None]
+
+
+class Heard(NamedTuple):
+    """Who listens to an event."""
+
+    listeners: tuple[Listener, ...]
+    """On this rank."""
+    is_heard_anywhere: bool
+    """Whether some rank has a listener."""
+
 
 _STATE = {"state_dict", "load_state_dict"}
 
@@ -44,6 +54,11 @@ def listening_callbacks(trainer: AbstractTrainer, event: str) -> list[Callback]:
 def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
     """Whether `event` has a listener on any rank; the same answer on all of them."""
     return bool(heard(type(trainer), event)) or bool(listening_callbacks(trainer, event))
+
+
+def heard_of(trainer: AbstractTrainer, event: str) -> Heard:
+    """Who listens to `event`."""
+    return Heard(trainer._events[event], anyone_listens(trainer, event))
 
 
 def _with_whole_parameters(trainer: AbstractTrainer, event: str, listener: Listener) -> Listener:

@@ -1,7 +1,7 @@
-"""The models, optimizers and so on of a trainer: its attributes by type, in order of assignment.
+"""Registry: the models, optimizers and so on of a trainer, which are its attributes by type, in order of assignment.
 
-Nothing is registered by `__setattr__`: the registries read `vars(trainer)` when asked, so what one sees is what one
-assigned.
+Nothing is registered by `__setattr__`: the registry reads the trainer's attributes when asked, so what one sees is what
+one assigned.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dream_trainer.errors import ConfigError, HookError, StepError
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
 
 Scheduler = LRScheduler | ReduceLROnPlateau
 
@@ -30,26 +27,169 @@ def is_metric(value: Any) -> bool:
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
 
 
-def _public_attributes(trainer: AbstractTrainer) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in list(vars(trainer).items()) if not name.startswith("_"))
+class Registry:
+    """A trainer's models, optimizers, schedulers and metrics by attribute name.
+
+    Args:
+        attributes: The trainer's, which change.
+    """
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self._attributes = attributes
+
+    def models(self) -> dict[str, nn.Module]:
+        """Modules with parameters or buffers assigned to the trainer, save metrics and parts of an earlier one.
+
+        Raises:
+            HookError: A plain list, tuple, set or dict hides a module.
+        """
+        models: dict[str, nn.Module] = {}
+        seen: set[int] = set()
+        for name, module in self._candidates():
+            if id(module) in seen or not _has_state(module):
+                continue
+            models[name] = module
+            seen.update(id(part) for part in module.modules())
+        return models
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        """Optimizers by attribute name; those in lists and dicts as `name.key`."""
+        return self._named_by_type(Optimizer)
+
+    def schedulers(self) -> dict[str, Scheduler]:
+        """Learning rate schedulers by attribute name; those in lists and dicts as `name.key`."""
+        return self._named_by_type(Scheduler)
+
+    def metrics(self) -> dict[str, Any]:
+        """torchmetrics objects by attribute name; those in lists and dicts, modules or not, as `name.key`."""
+        torchmetrics = sys.modules.get("torchmetrics")
+        if torchmetrics is None:
+            return {}
+        return self._named_by_type((torchmetrics.Metric, torchmetrics.MetricCollection))
+
+    def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
+        """The optimizers that update at least one parameter of `model`."""
+        parameters = {id(parameter) for parameter in model.parameters()}
+        return [
+            optimizer
+            for optimizer in self.optimizers().values()
+            if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def model_of(self, optimizer: Optimizer) -> nn.Module:
+        """The model whose parameters `optimizer` updates.
+
+        Raises:
+            KeyError: No model, or more than one, has them.
+        """
+        owners = [name for name, model in self.models().items() if optimizer in self.optimizers_of(model)]
+        if len(owners) != 1:
+            raise KeyError(
+                f"{type(optimizer).__name__} updates parameters of {len(owners)} models {owners}; expected one."
+            )
+        return self.models()[owners[0]]
+
+    def scheduler_of(self, optimizer: Optimizer) -> Scheduler | None:
+        """The first scheduler that drives `optimizer`, or None."""
+        for scheduler in self.schedulers().values():
+            if scheduler.optimizer is optimizer:
+                return scheduler
+        return None
+
+    def refuse_strangers(self, former_name: Callable[[Tensor], str | None]) -> None:
+        """Checks that every parameter that an optimizer updates is one of the trainer's models'.
+
+        Any other gets no gradient that is reduced over ranks, and is not saved.
+
+        Raises:
+            HookError: One is not; the message names the optimizer and the parameter.
+        """
+        known = {id(parameter) for model in self.models().values() for parameter in model.parameters()}
+        for name, optimizer in self.optimizers().items():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(parameter) in known:
+                    continue
+                former = former_name(parameter)
+                if former is not None:
+                    raise HookError(
+                        f"self.{name} updates {former} as it was before it was sharded, which is not "
+                        "trained. Collect parameters in configure_optimizers(), where they are the ones that train."
+                    )
+                raise HookError(
+                    f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model of "
+                    "the trainer: it would be neither equal on all ranks nor saved. Make it a parameter of a module "
+                    "that configure_models() assigns to self."
+                )
+
+    def refuse_closures(self) -> None:
+        """Raises ConfigError if an optimizer cannot step without a closure: `step` has the gradients already."""
+        for name, optimizer in self.optimizers().items():
+            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                kind = type(optimizer).__name__
+                raise ConfigError(
+                    f"self.{name} is {kind}, whose step() needs a closure that computes the loss again, and "
+                    "self.step(model, optimizer) has the gradients already. Use torch.optim.AdamW or SGD; or train "
+                    f"with {kind} without a trainer: optimizer.step(closure) in a plain PyTorch loop, in one process."
+                )
+
+    def refuse_another_model(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], stepped_models: Collection[nn.Module]
+    ) -> None:
+        """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model.
+
+        That one is among `stepped_models`: without steps of its own it may be trained under this one's name.
+        """
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        models = self.models()
+        updated = [name for name, one in models.items() if any(id(p) in stepped for p in one.parameters())]
+        is_updated = any(id(parameter) in stepped for parameter in model.parameters())
+        if not is_updated and any(models[name] in stepped_models for name in updated):
+            given = next((f"self.{name}" for name, one in models.items() if one is model), type(model).__name__)
+            trained = " and ".join(f"self.{name}" for name in updated)
+            raise StepError(
+                f"step() was given {given}, and an optimizer that updates {trained} alone. Pass the model and the "
+                "optimizer that belong together."
+            )
+
+    def _candidates(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, value in self._public_attributes():
+            if is_metric(value):
+                continue
+            if isinstance(value, nn.ModuleList):
+                yield from ((f"{name}.{index}", child) for index, child in enumerate(value) if not is_metric(child))
+            elif isinstance(value, nn.ModuleDict):
+                yield from ((f"{name}.{key}", child) for key, child in value.items() if not is_metric(child))
+            elif isinstance(value, nn.Module):
+                yield name, value
+            elif isinstance(value, list | tuple | set | dict):
+                _refuse_hidden_modules(name, value)
+
+    def _named_by_type(self, kinds: Any) -> dict[str, Any]:
+        """What is of `kinds`, by its first name: what is reachable by two names is one thing, saved once."""
+        named: dict[str, Any] = {}
+        for name, value in self._all_by_type(kinds).items():
+            if not any(value is other for other in named.values()):
+                named[name] = value
+        return named
+
+    def _all_by_type(self, kinds: Any) -> dict[str, Any]:
+        named: dict[str, Any] = {}
+        for name, value in self._public_attributes():
+            if isinstance(value, kinds):
+                named[name] = value
+            elif isinstance(value, Mapping) or type(value) is nn.ModuleDict:
+                named.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
+            elif isinstance(value, list | tuple) or type(value) is nn.ModuleList:
+                named.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
+        return named
+
+    def _public_attributes(self) -> Iterator[tuple[str, Any]]:
+        return ((name, value) for name, value in list(self._attributes.items()) if not name.startswith("_"))
 
 
 def _has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def _candidates(trainer: AbstractTrainer) -> Iterator[tuple[str, nn.Module]]:
-    for name, value in _public_attributes(trainer):
-        if is_metric(value):
-            continue
-        if isinstance(value, nn.ModuleList):
-            yield from ((f"{name}.{index}", child) for index, child in enumerate(value) if not is_metric(child))
-        elif isinstance(value, nn.ModuleDict):
-            yield from ((f"{name}.{key}", child) for key, child in value.items() if not is_metric(child))
-        elif isinstance(value, nn.Module):
-            yield name, value
-        elif isinstance(value, list | tuple | set | dict):
-            _refuse_hidden_modules(name, value)
 
 
 def _refuse_hidden_modules(name: str, container: Any) -> None:
@@ -75,48 +215,6 @@ def refuse_private_models(attributes: Mapping[str, Any]) -> None:
             )
 
 
-def named_models(trainer: AbstractTrainer) -> dict[str, nn.Module]:
-    """Modules with parameters or buffers assigned to the trainer, save metrics and parts of an earlier one.
-
-    Raises:
-        HookError: A plain list, tuple, set or dict hides a module.
-    """
-    models: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    for name, module in _candidates(trainer):
-        if id(module) in seen or not _has_state(module):
-            continue
-        models[name] = module
-        seen.update(id(part) for part in module.modules())
-    return models
-
-
-def refuse_strangers(trainer: AbstractTrainer, former_name: Callable[[Tensor], str | None]) -> None:
-    """Checks that every parameter that an optimizer updates is one of the trainer's models'.
-
-    Any other gets no gradient that is reduced over ranks, and is not saved.
-
-    Raises:
-        HookError: One is not; the message names the optimizer and the parameter.
-    """
-    known = {id(parameter) for model in named_models(trainer).values() for parameter in model.parameters()}
-    for name, optimizer in named_optimizers(trainer).items():
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) in known:
-                continue
-            former = former_name(parameter)
-            if former is not None:
-                raise HookError(
-                    f"self.{name} updates {former} as it was before it was sharded, which is not "
-                    "trained. Collect parameters in configure_optimizers(), where they are the ones that train."
-                )
-            raise HookError(
-                f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model of the "
-                "trainer: it would be neither equal on all ranks nor saved. Make it a parameter of a module that "
-                "configure_models() assigns to self."
-            )
-
-
 def refuse_returned(hook: str, attribute: str, returned: object) -> None:
     """Raises HookError if a hook that assigns to the trainer returned something, as other trainers' hooks do."""
     if returned is not None:
@@ -124,105 +222,3 @@ def refuse_returned(hook: str, attribute: str, returned: object) -> None:
             f"{hook} returned {type(returned).__name__}, and what it returns is not looked at. Assign it to the "
             f"trainer: {attribute} = ..."
         )
-
-
-def refuse_closures(trainer: AbstractTrainer) -> None:
-    """Raises ConfigError if an optimizer cannot step without a closure: `step` has the gradients already."""
-    for name, optimizer in named_optimizers(trainer).items():
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            kind = type(optimizer).__name__
-            raise ConfigError(
-                f"self.{name} is {kind}, whose step() needs a closure that computes the loss again, and "
-                "self.step(model, optimizer) has the gradients already. Use torch.optim.AdamW or SGD; or train with "
-                f"{kind} without a trainer: optimizer.step(closure) in a plain PyTorch loop, in one process."
-            )
-
-
-def _named_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
-    """What is of `kinds`, by its first name: what is reachable by two names is one thing, saved once."""
-    named: dict[str, Any] = {}
-    for name, value in _all_by_type(trainer, kinds).items():
-        if not any(value is other for other in named.values()):
-            named[name] = value
-    return named
-
-
-def _all_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for name, value in _public_attributes(trainer):
-        if isinstance(value, kinds):
-            named[name] = value
-        elif isinstance(value, Mapping) or type(value) is nn.ModuleDict:
-            named.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
-        elif isinstance(value, list | tuple) or type(value) is nn.ModuleList:
-            named.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
-    return named
-
-
-def named_optimizers(trainer: AbstractTrainer) -> dict[str, Optimizer]:
-    """Optimizers by attribute name; those in lists and dicts as `name.key`."""
-    return _named_by_type(trainer, Optimizer)
-
-
-def named_schedulers(trainer: AbstractTrainer) -> dict[str, Scheduler]:
-    """Learning rate schedulers by attribute name; those in lists and dicts as `name.key`."""
-    return _named_by_type(trainer, Scheduler)
-
-
-def named_metrics(trainer: AbstractTrainer) -> dict[str, Any]:
-    """torchmetrics objects by attribute name; those in lists and dicts, modules or not, as `name.key`."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return {}
-    return _named_by_type(trainer, (torchmetrics.Metric, torchmetrics.MetricCollection))
-
-
-def optimizers_of(trainer: AbstractTrainer, model: nn.Module) -> list[Optimizer]:
-    """The optimizers that update at least one parameter of `model`."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    return [
-        optimizer
-        for optimizer in named_optimizers(trainer).values()
-        if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
-    ]
-
-
-def refuse_another_model(
-    trainer: AbstractTrainer, model: nn.Module, optimizers: Sequence[Optimizer], stepped_models: Collection[nn.Module]
-) -> None:
-    """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model.
-
-    That one is among `stepped_models`: without steps of its own it may be trained under this one's name.
-    """
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    models = named_models(trainer)
-    updated = [name for name, one in models.items() if any(id(p) in stepped for p in one.parameters())]
-    is_updated = any(id(parameter) in stepped for parameter in model.parameters())
-    if not is_updated and any(models[name] in stepped_models for name in updated):
-        given = next((f"self.{name}" for name, one in models.items() if one is model), type(model).__name__)
-        trained = " and ".join(f"self.{name}" for name in updated)
-        raise StepError(
-            f"step() was given {given}, and an optimizer that updates {trained} alone. Pass the model and the "
-            "optimizer that belong together."
-        )
-
-
-def model_of(trainer: AbstractTrainer, optimizer: Optimizer) -> nn.Module:
-    """The model whose parameters `optimizer` updates.
-
-    Raises:
-        KeyError: No model, or more than one, has them.
-    """
-    owners = [name for name, model in named_models(trainer).items() if optimizer in optimizers_of(trainer, model)]
-    if len(owners) != 1:
-        raise KeyError(f"{type(optimizer).__name__} updates parameters of {len(owners)} models {owners}; expected one.")
-    return named_models(trainer)[owners[0]]
-
-
-def scheduler_of(trainer: AbstractTrainer, optimizer: Optimizer) -> Scheduler | None:
-    """The first scheduler that drives `optimizer`, or None."""
-    for scheduler in named_schedulers(trainer).values():
-        if scheduler.optimizer is optimizer:
-            return scheduler
-    return None

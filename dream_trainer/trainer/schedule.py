@@ -48,14 +48,6 @@ class Schedule:
 
     # -- limits
 
-    @property
-    def ends_by_steps_alone(self) -> bool:
-        """Whether nothing but a number of optimizer steps ends the run."""
-        has_other_limit = (
-            min(self._max_epochs, self._max_samples, self._max_tokens) < math.inf or self._limit_seconds is not None
-        )
-        return self.max_steps < math.inf and not has_other_limit
-
     def limit_is_reached(self, *, epochs: int) -> bool:
         """Whether a limit of the run is reached, with `epochs` completed."""
         progress = self._progress

@@ -16,11 +16,10 @@ from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
 from dream_trainer.trainer.data_setup import connect_data
-from dream_trainer.trainer.event_table import event_table
-from dream_trainer.trainer.nothing_trained import NothingTrained
+from dream_trainer.trainer.event_table import event_table, heard_of
 from dream_trainer.trainer.rank_differences import refuse_different_configs
-from dream_trainer.trainer.registry import refuse_closures
 from dream_trainer.trainer.step.accumulation import Accumulation
+from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
 from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.trainer.user_class.class_checks import uncalled_hooks, uncalled_methods
 
@@ -79,11 +78,9 @@ class Session:
             for model in trainer.named_models().values():
                 model.to(trainer.world.device)
             connect_data(trainer)
-        refuse_closures(trainer)
+        trainer._registry.refuse_closures()
         trainer._data.open_feed(trainer.world, trainer.accumulation_steps)
-        trainer._accumulation = Accumulation(trainer)
-        trainer._optimizer_step = OptimizerStep(trainer, trainer._accumulation)
-        trainer._nothing_trained = NothingTrained(trainer)
+        _build_step(trainer)
         trainer._agreement.begin()
         trainer._rates.note_built()
         self.is_ready = True
@@ -206,6 +203,18 @@ class Session:
             if is_lost_connection(error):
                 world.fail(error)
             raise
+
+
+def _build_step(trainer: AbstractTrainer) -> None:
+    config, world, registry, parallel = trainer.config, trainer.world, trainer._registry, trainer._parallel
+    accumulation = Accumulation(config.device_parameters, world, registry, parallel, trainer.warn_once)
+    loss_scale = accumulation.loss_scale
+    guard = NonFiniteGuard(config.training_parameters, world, trainer.progress, loss_scale, trainer.warn_once)
+    before, after = heard_of(trainer, "pre_optimizer_step"), heard_of(trainer, "post_optimizer_step")
+    trainer._accumulation = accumulation
+    trainer._optimizer_step = OptimizerStep(
+        config, world, registry, parallel, accumulation, guard, before=before, after=after
+    )
 
 
 def launch(trainer: AbstractTrainer) -> None:

@@ -30,6 +30,7 @@ FACTORIES: dict[str, Callable[[], cb.Callback]] = {
     "NonFiniteReport": lambda: cb.NonFiniteReport(),
     "Profiler": lambda: cb.Profiler(3, 2),
     "Progress": lambda: cb.Progress(file=PRINTED),
+    "SanityChecks": lambda: cb.SanityChecks(),
     "SWA": lambda: cb.SWA(4, every=3, unit="steps", validate=False),  # the EMA beside it validates
     "Throughput": lambda: cb.Throughput(every_n_steps=2, tokens_per_sample=4),
     "TrainerSummary": lambda: cb.TrainerSummary(file=PRINTED),

@@ -91,7 +91,7 @@ def make(
             project="p",
             group="g",
             experiment="e",
-            callbacks=dt.CallbackCollection(callbacks),
+            callbacks=dt.CallbackCollection(callbacks, defaults=[]),
             device_parameters=dt.DeviceParameters(device="cpu"),
             training_parameters=dt.TrainingParameters(
                 max_steps=max_steps, train_batch_size=batch_size, global_batch_size=8, val_every_n_steps=4

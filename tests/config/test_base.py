@@ -10,7 +10,8 @@ import pytest
 
 from dream_trainer.config import BaseTrainerConfig, DeviceParameters, TrainingParameters, check_config
 from dream_trainer.errors import ConfigError
-from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.events.callback import Callback
+from dream_trainer.events.collection import CallbackCollection
 
 NAMES = {"project": "mnist", "group": "baseline", "experiment": "run-001"}
 

@@ -17,7 +17,8 @@ import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
 from dream_trainer.config.command_line import parse
 from dream_trainer.config.short_help import OF_MOST_RUNS
-from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.events.callback import Callback
+from dream_trainer.events.collection import CallbackCollection
 
 
 @dataclass

@@ -25,7 +25,8 @@ from dream_trainer.config import (
 from dream_trainer.config.logger_parameters import LoggerParameters, WandbParameters
 from dream_trainer.config.serialize import with_later_fields
 from dream_trainer.errors import ConfigError
-from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.events.callback import Callback
+from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.optim import OptimizerParameters
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.trainer import nothing_trained
+from dream_trainer.events import sanity_checks
 from tests.api import BatchKey, DataError, DistributedDataLoader, RankBatchSampler, StepError, WindowFeed
 from tests.trainer.small import Alone, Batch, Samples, make_config
 
@@ -55,7 +55,7 @@ def test_steps_that_nobody_counts_are_an_error_under_a_limit_in_steps() -> None:
 
 
 def test_a_run_that_never_steps_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nothing_trained, "BATCHES_WITHOUT_STEP", 40)
+    monkeypatch.setattr(sanity_checks, "BATCHES_WITHOUT_STEP", 40)
     with pytest.raises(StepError, match="max_steps=3 never comes: 40 batches"):
         fit(Idle, max_steps=3)
     assert fit(Idle, n_epochs=12).local_batches == 48

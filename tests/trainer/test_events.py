@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -202,11 +203,13 @@ def test_describe_shows_setup_order_and_listeners_before_launch(capsys: pytest.C
     assert places == sorted(places)
     assert "| post_train_step | Trainer | first | all |\n|  | Late | 7 | 0 |" in text
     assert "| post_fit | Late | 7 | 0 |" in text
-    assert "pre_fit" not in text
+    assert "| pre_fit | SanityChecks | 1000 | all |" in text
+    assert "pre_epoch" not in text
 
 
 def test_describe_of_a_trainer_nobody_listens_to_says_so() -> None:
-    assert "no event has a listener" in Alone(make_config()).describe()
+    nobody = dt.CallbackCollection(defaults=[])
+    assert "no event has a listener" in Alone(replace(make_config(), callbacks=nobody)).describe()
 
 
 @pytest.mark.pitfall(60)

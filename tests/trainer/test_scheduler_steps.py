@@ -108,7 +108,7 @@ def test_one_beside_an_optimizer_that_it_does_not_schedule_is_named(caplog: pyte
             self.step(self.model, self.other, self.scheduler)
 
     beside, never = said(Slip(make_config(n_epochs=2), batches(4)), caplog)
-    assert beside.startswith("self.scheduler was handed to the step of self.other, and drives the rate of self.opt")
+    assert beside.startswith("self.scheduler was handed to step() 2 times, and its optimizer 1 times.")
     assert never.startswith("self.other_scheduler has not been stepped so far, so self.other keeps")
 
 

@@ -211,6 +211,7 @@ class CheckpointMixin(AbstractTrainer):
             clock=time.monotonic,
             only_when_called=self.config.training_parameters.fast_dev_run,
         )
+        self._optimizer_step.before_update = saver.before_update
         if self.config.training_parameters.fast_dev_run:
             return
         saver.claim(self.run_dir)

@@ -141,7 +141,7 @@ class PipelineParallelMixin(AbstractTrainer):
             )
         refuse_short_batches(self, microbatches)
         self._say_whose_numbers_are_a_stages()
-        connect_copies(self)
+        connect_copies(self._registry, self.world, self._parallel.gradients)
         models, (last, *_) = self.named_models(), [stages.ranks[-1] for stages in self._stages.values()]
         whole = [model for model in models.values() if not is_cut(model)]
         self._accumulation.goes_back_here = self.world.stage_rank == last

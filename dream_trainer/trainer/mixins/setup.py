@@ -53,7 +53,7 @@ from dream_trainer.trainer.model_setup import (
     split_mixtures,
 )
 from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
-from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
+from dream_trainer.trainer.registry import refuse_private_models, refuse_returned
 from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
 from dream_trainer.weights.first_values import forget_first_values, remember_first_values
@@ -316,7 +316,7 @@ def _configure_optimizers(trainer: SetupMixin) -> None:
     if not optimizers:
         raise HookError("configure_optimizers assigned no optimizer to self.")
     assert plan is not None  # the models are real
-    refuse_strangers(trainer, plan.former_name)
+    trainer._registry.refuse_strangers(plan.former_name)
     for optimizer in optimizers.values():
         refuse_unshardable(optimizer)
         if isinstance(optimizer, Muon):

@@ -26,7 +26,10 @@ from dream_trainer.trainer.step.turns import Turns
 
 if TYPE_CHECKING:
     from dream_trainer.compat.local_gradients import LocalGradients
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.config.device_parameters import DeviceParameters
+    from dream_trainer.distributed.world import World
+    from dream_trainer.modules.parallel_models import ParallelModels
+    from dream_trainer.trainer.registry import Registry
 
 Weight = Tensor | float
 
@@ -52,17 +55,21 @@ class Accumulation:
         counted_batches: Micro-batches over which an unweighted step averages: all but those of `backward(None)`.
     """
 
-    def __init__(self, trainer: AbstractTrainer) -> None:
-        self._trainer = trainer
-        self._world = trainer.world
-        devices = trainer.config.device_parameters
-        self.loss_scale = LossScale(trainer.world.parameter_device) if devices.precision == "fp16" else None
-        self._backward_context = without_autocast(devices, self._world.device)
-        self._context_ranks, self._stages = trainer.world.mesh_shape.cp, trainer.world.stages
+    def __init__(
+        self,
+        devices: DeviceParameters,
+        world: World,
+        registry: Registry,
+        parallel: ParallelModels,
+        warn_once: Callable[[str, str], None],
+    ) -> None:
+        self._world, self._registry, self._warn_once = world, registry, warn_once
+        self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None
+        self._backward_context = without_autocast(devices, world.device)
+        self._context_ranks, self._stages = world.mesh_shape.cp, world.stages
         self._call = "forward_backward" if self._stages > 1 else "backward"  # of the user's, as messages name it
-        self._parallel = trainer._parallel
-        self._local_gradients = trainer._parallel.gradients
-        self.turns = Turns(trainer)
+        self._parallel, self._local_gradients = parallel, parallel.gradients
+        self.turns = Turns(registry, parallel.gradients)
         self._own = OwnGradients(self._local_gradients)
         self.reduced: dict[Optimizer, int] = {}
         self.losses: list[Tensor] | None = None
@@ -291,9 +298,7 @@ class Accumulation:
         if model is not None:
             return id(model)
         if self._only_trained is None:
-            trained = {
-                n: m for n, m in self._trainer.named_models().items() if self._trainer.get_optimizers_by_model(m)
-            }
+            trained = {n: m for n, m in self._registry.models().items() if self._registry.optimizers_of(m)}
             if len(trained) > 1:
                 raise StepError(
                     f"several models are trained ({', '.join(trained)}): say whose weight it is, "
@@ -316,7 +321,7 @@ class Accumulation:
             )
         if len(self._spent) < len(self._totals):
             unspent = self._totals.keys() - self._spent
-            names = [name for name, model in self._trainer.named_models().items() if id(model) in unspent]
+            names = [name for name, model in self._registry.models().items() if id(model) in unspent]
             raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
         self.turns.finish_window(self.size)
         self.is_open = False
@@ -362,7 +367,7 @@ class Accumulation:
                 f"{self._context_ranks}, where ranks have different numbers of labels in their parts of a sequence. In "
                 f"place of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
             )
-        self._trainer.warn_once(
+        self._warn_once(
             "own backward",
             f"step() found gradients that self.{self._call}() has not made, as loss.backward() does. They are averaged "
             f"over {self._world.data_size} ranks that all count alike, with however many tokens or samples. Call "

@@ -23,7 +23,10 @@ from dream_trainer.modules.forward_state import ForwardState
 from dream_trainer.modules.metrics import MetricStates
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.config.training_parameters import TrainingParameters
+    from dream_trainer.distributed.world import World
+    from dream_trainer.trainer.counters import Counters
+    from dream_trainer.trainer.registry import Registry
     from dream_trainer.trainer.step.loss_scale import LossScale
 
 SETTLE_EVERY = 50
@@ -46,12 +49,18 @@ class NonFiniteGuard:
         left_out: Called with each optimizer whose step the host skips under "skip", while its gradients exist.
     """
 
-    def __init__(self, policy: str, limit: int, trainer: AbstractTrainer, loss_scale: LossScale | None) -> None:
-        self._policy = policy
-        self._limit = limit
-        self._trainer = trainer
+    def __init__(
+        self,
+        parameters: TrainingParameters,
+        world: World,
+        progress: Counters,
+        loss_scale: LossScale | None,
+        warn_once: Callable[[str, str], None],
+    ) -> None:
+        self._policy, self._limit = parameters.nonfinite, parameters.max_nonfinite
+        self._world, self._progress, self._warn_once = world, progress, warn_once
         self._loss_scale = loss_scale
-        device = trainer.world.parameter_device
+        device = world.parameter_device
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._latch = torch.zeros((), dtype=torch.float32, device=device)
         # A tensor: an operation with a Python number takes more than twice as long.
@@ -59,7 +68,7 @@ class NonFiniteGuard:
         self._norms: list[Tensor] = []
         self._steps: list[int] = []
         self._in_a_row = 0
-        self.reads_the_host = policy == "retry" or not reading_waits(device)
+        self.reads_the_host = self._policy == "retry" or not reading_waits(device)
         self._may_skip = False
         self.left_out: list[Callable[[Optimizer], None]] = []
 
@@ -72,8 +81,8 @@ class NonFiniteGuard:
         self.reads_the_host = True
         self._may_skip = False
         names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
-        if self._trainer.world.device.type != "cpu":
-            self._trainer.warn_once(
+        if self._world.device.type != "cpu":
+            self._warn_once(
                 f"host-{names}",
                 f"{names} cannot skip a step on the device, so the gradient norm is read at each step. Pass "
                 "fused=True where the optimizer has it.",
@@ -99,7 +108,7 @@ class NonFiniteGuard:
             RetryWindow: The policy is "retry" and the norm is not finite.
         """
         if empty is True:
-            self._trainer.progress.skipped_steps += 1
+            self._progress.skipped_steps += 1
             return True
         if self.reads_the_host:
             return self._step_by_host(optimizers, norm, empty, can_rerun)
@@ -138,7 +147,7 @@ class NonFiniteGuard:
         self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, can_rerun: bool
     ) -> bool:
         if isinstance(empty, Tensor) and bool(empty):
-            self._trainer.progress.skipped_steps += 1
+            self._progress.skipped_steps += 1
             return True
         value = float(norm)
         if math.isfinite(value):
@@ -148,7 +157,7 @@ class NonFiniteGuard:
             return False
         is_overflow = self._loss_scale is not None and not bool(self._loss_scale.note(norm))
         if is_overflow and not (self._policy == "retry" and can_rerun):
-            self._trainer.progress.skipped_steps += 1
+            self._progress.skipped_steps += 1
             return True
         if self._policy == "retry":
             if self._loss_scale is not None and can_rerun:
@@ -171,7 +180,7 @@ class NonFiniteGuard:
     @property
     def _step(self) -> int:
         """The number that the running optimizer step will have: it is not counted yet."""
-        return self._trainer.progress.global_step + 1
+        return self._progress.global_step + 1
 
     @property
     def maybe_skipped(self) -> Tensor | None:
@@ -196,7 +205,7 @@ class NonFiniteGuard:
         self._norms, self._steps = [], []
         for value, step in zip(values, steps, strict=True):
             if value in (_EMPTY, _OVERFLOW):
-                self._trainer.progress.skipped_steps += 1
+                self._progress.skipped_steps += 1
             elif math.isfinite(value):
                 self._in_a_row = 0
             else:
@@ -208,7 +217,7 @@ class NonFiniteGuard:
                 f"the gradient norm of optimizer step {step} is {value}; the weights are those before that step. "
                 'Lower the learning rate, clip gradients, look at the batch, or set nonfinite="skip".'
             )
-        self._trainer.progress.skipped_steps += 1
+        self._progress.skipped_steps += 1
         self._count_bad(value, step, "steps")
 
     def _count_bad(self, value: float, step: int, what: str) -> None:
@@ -224,9 +233,9 @@ class NonFiniteGuard:
 class MovedByForward:
     """A copy of all of it, to be restored before a window runs again: otherwise the window would count twice."""
 
-    def __init__(self, trainer: AbstractTrainer) -> None:
-        self._models = ForwardState(trainer.named_models().values())
-        self._metrics = MetricStates(list(trainer.named_metrics().values()))
+    def __init__(self, registry: Registry) -> None:
+        self._models = ForwardState(registry.models().values())
+        self._metrics = MetricStates(list(registry.metrics().values()))
 
     def put_back(self) -> None:
         """Restores everything; may be called several times."""

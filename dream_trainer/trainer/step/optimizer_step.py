@@ -22,9 +22,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_, plain_beside_dtensors
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
-from dream_trainer.trainer.event_table import anyone_listens
-from dream_trainer.trainer.nothing_trained import say_what_is_beside_its_optimizer
-from dream_trainer.trainer.registry import refuse_another_model
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
     counted,
@@ -41,7 +38,11 @@ from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
 from dream_trainer.trainer.step.tied_gradients import TiedGradients
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.config.trainer_config import BaseTrainerConfig
+    from dream_trainer.distributed.world import World
+    from dream_trainer.modules.parallel_models import ParallelModels
+    from dream_trainer.trainer.event_table import Heard
+    from dream_trainer.trainer.registry import Registry
     from dream_trainer.trainer.step.accumulation import Accumulation, Weight
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -52,42 +53,50 @@ class OptimizerStep:
 
     Attributes:
         had_gradients: Whether any step so far had a gradient.
-        handed_over: By the `id` of a scheduler, how often it was stepped here since training began.
+        before_update: Called before weights change.
+        times_stepped: By the `id` of an optimizer or scheduler, how often it was stepped here.
     """
 
-    def __init__(self, trainer: AbstractTrainer, accumulation: Accumulation) -> None:
-        parameters = trainer.config.training_parameters
-        self._trainer = trainer
-        self._accumulation = accumulation
+    def __init__(
+        self,
+        config: BaseTrainerConfig,
+        world: World,
+        registry: Registry,
+        parallel: ParallelModels,
+        accumulation: Accumulation,
+        guard: NonFiniteGuard,
+        *,
+        before: Heard,
+        after: Heard,
+    ) -> None:
+        parameters, gradients = config.training_parameters, parallel.gradients
+        self._registry, self._accumulation = registry, accumulation
         self._loss_scale = accumulation.loss_scale
         self._turns = accumulation.turns
-        self._world = trainer.world
-        self._stages = trainer.world.pipeline_group()
-        gradients = trainer._parallel.gradients
-        self._ties = None if self._stages is None else TiedGradients(trainer, self._stages)
-        self._device = trainer.world.parameter_device
+        self._world, self._stages, self._device = world, world.pipeline_group(), world.parameter_device
+        self._ties = (
+            None if self._stages is None else TiedGradients(registry, world, self._stages, gradients, accumulation)
+        )
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Not the one of `backward`: such a context cannot be entered again inside itself.
-        self._context = without_autocast(trainer.config.device_parameters, self._world.device)
+        self._context = without_autocast(config.device_parameters, world.device)
         self._clip_norm = parameters.gradient_clip_val
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
-        self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, accumulation.loss_scale)
-        self._devices = trainer.config.device_parameters
-        self._parallel = trainer._parallel
+        self._guard = guard
+        self._devices, self._parallel = config.device_parameters, parallel
         self._local_gradients, self._own_time = gradients, gradients.own_time
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._stepped: set[nn.Module] = set()
         self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # found right, beside the models so far
         self._inverses: dict[int, Tensor] = {}
-        self._before_step = trainer._events["pre_optimizer_step"]
+        self._before_step, self._after_step = before.listeners, after.listeners
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
-        self._renormalises = anyone_listens(trainer, "pre_optimizer_step")
-        self._after_step = trainer._events["post_optimizer_step"]
-        self._others_may_change = anyone_listens(trainer, "post_optimizer_step")
+        self._renormalises, self._others_may_change = before.is_heard_anywhere, after.is_heard_anywhere
+        self.before_update: Callable[[], None] = _nothing
         self.had_gradients = False
-        self.handed_over: Counter[int] = Counter()
+        self.times_stepped: Counter[int] = Counter()
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
@@ -100,7 +109,8 @@ class OptimizerStep:
         """Makes gradients those of the global batch; see `BaseTrainer.reduce_gradients`."""
         self._accumulation.check_step()
         plan = self._plan(optimizers)
-        trained = [m for m in self._trainer.named_models().values() if _trains(self._trainer, optimizers, m)]
+        models = self._registry.models().values()
+        trained = [m for m in models if not set(self._registry.optimizers_of(m)).isdisjoint(optimizers)]
         if self._accumulation.counted_batches == 0 or not trained:
             return
         if self._accumulation.is_reduced(optimizers):
@@ -123,8 +133,7 @@ class OptimizerStep:
             if model not in self._stepped:
                 self._stepped.add(model)
                 self._pairs.clear()
-            refuse_another_model(self._trainer, model, optimizers, self._stepped)
-            say_what_is_beside_its_optimizer(self._trainer, optimizers, schedulers)
+            self._registry.refuse_another_model(model, optimizers, self._stepped)
             self._pairs.add((model, optimizers))
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
@@ -137,18 +146,20 @@ class OptimizerStep:
         else:
             norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
         self._turns.stepped(optimizers)
+        for optimizer in optimizers:
+            self.times_stepped[id(optimizer)] += 1
         if self._world.data_size > 1 or self._accumulation.reduced:
             self._accumulation.finish_step()
         for scheduler in schedulers:
             scheduler.step()
-            self.handed_over[id(scheduler)] += 1
+            self.times_stepped[id(scheduler)] += 1
         return norm
 
     def _advance(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
         """Finishes the gradients, and steps; returns their norm."""
-        self._trainer._saver.before_update()
+        self.before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
         shards = values = _NOTHING
@@ -165,10 +176,6 @@ class OptimizerStep:
         for parameter in plan.parameters:
             parameter.grad = None
         return norm
-
-    def has_stepped(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` was stepped in this process."""
-        return any(optimizer in optimizers for optimizers in self._plans)
 
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)
@@ -327,7 +334,7 @@ class OptimizerStep:
         return id(self._local_gradients.shared[id(parameter)]) in self._local_gradients.ran
 
     def _names_of(self, parameter: nn.Parameter) -> str:
-        models = self._trainer.named_models().items()
+        models = self._registry.models().items()
         named = [(name, other) for prefix, model in models for name, other in model.named_parameters(prefix)]
         return ", ".join(name for name, other in named if other is parameter)
 
@@ -390,5 +397,4 @@ class OptimizerStep:
         self._guard.settle()
 
 
-def _trains(trainer: AbstractTrainer, optimizers: Sequence[Optimizer], model: nn.Module) -> bool:
-    return not set(trainer.get_optimizers_by_model(model)).isdisjoint(optimizers)
+def _nothing() -> None: ...

@@ -21,30 +21,32 @@ from dream_trainer.modules.cut_models import Tie, is_cut, ties_in
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.compat.local_gradients import LocalGradients
+    from dream_trainer.distributed.world import World
+    from dream_trainer.trainer.registry import Registry
+    from dream_trainer.trainer.step.accumulation import Accumulation
 
 _FIXES = ("Put it into the same group", "Have apply_tensor_parallel split it alike")
 
 
-def connect_copies(trainer: AbstractTrainer) -> None:
+def connect_copies(registry: Registry, world: World, gradients: LocalGradients) -> None:
     """Has `step` add up the gradients of what several ranks of a pipeline have; a collective, if stages share some.
 
     Raises:
         HookError: Copies are in other optimizers or groups than each other, and would not stay equal, or ranks that
             share layers have other parts of one copy than of the other.
     """
-    gradients, models = trainer._parallel.gradients, trainer.named_models().values()
-    whole = [id(p) for model in models if not is_cut(model) for p in model.parameters()]
+    whole = [id(p) for model in registry.models().values() if not is_cut(model) for p in model.parameters()]
     gradients.whole |= set(whole)
-    gradients.tied |= dict.fromkeys(whole, tuple(range(trainer.world.stages)))
-    ties = ties_of_models(trainer)
+    gradients.tied |= dict.fromkeys(whole, tuple(range(world.stages)))
+    ties = ties_of_models(registry)
     if not ties:
         return
     own = {key: (tie.own_name, parameter) for key, (tie, parameter) in ties.items() if parameter is not None}
     places = {
         key: f"{name} is in group {number} of {optimizer_name}"
         for key, (name, parameter) in own.items()
-        for optimizer_name, optimizer in trainer.named_optimizers().items()
+        for optimizer_name, optimizer in registry.optimizers().items()
         for number, group in enumerate(optimizer.param_groups)
         if any(parameter is other for other in group["params"])
     }
@@ -52,7 +54,7 @@ def connect_copies(trainer: AbstractTrainer) -> None:
         key: (places.get(key, f"{name} is in no optimizer"), f"{name} is {_layout(parameter)}")
         for key, (name, parameter) in own.items()
     }
-    all_held = trainer.world.all_gather_object(held)
+    all_held = world.all_gather_object(held)
     for key, (tie, _) in ties.items():
         of_ranks = [of_rank[key] for of_rank in all_held if key in of_rank]
         for found, fix in zip(zip(*of_ranks, strict=True), _FIXES, strict=True):
@@ -64,12 +66,12 @@ def connect_copies(trainer: AbstractTrainer) -> None:
     gradients.tied |= {id(parameter): ties[key][0].ranks for key, (_, parameter) in own.items()}
 
 
-def ties_of_models(trainer: AbstractTrainer) -> dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]]:
+def ties_of_models(registry: Registry) -> dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]]:
     """What stages of any of the models share, in an order that all ranks share: by the model's name and the names in
     it, each with this rank's copy, if it has one."""
     return {
         (model_name, *tie.names): (tie, None if tie.own_name is None else model.get_parameter(tie.own_name))
-        for model_name, model in trainer.named_models().items()
+        for model_name, model in registry.models().items()
         for tie in ties_in(model)
     }
 
@@ -84,9 +86,16 @@ def _layout(parameter: nn.Parameter) -> str:
 class TiedGradients:
     """Adds up the gradients of copies, in one order on all ranks, so that they are equal to the bit."""
 
-    def __init__(self, trainer: AbstractTrainer, stages: dist.ProcessGroup) -> None:
-        self._trainer, self._world, self._stages = trainer, trainer.world, stages
-        self._gradients = trainer._parallel.gradients
+    def __init__(
+        self,
+        registry: Registry,
+        world: World,
+        stages: dist.ProcessGroup,
+        gradients: LocalGradients,
+        accumulation: Accumulation,
+    ) -> None:
+        self._registry, self._world, self._stages = registry, world, stages
+        self._gradients, self._accumulation = gradients, accumulation
         self._agreed: set[int] = set()
         self._trained: set[int] = set()  # of this rank's copies, which were so in their last step
         self._ties: dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]] | None = None
@@ -104,7 +113,7 @@ class TiedGradients:
             StepError: Stages step other optimizers than each other, or train other copies; the same on every rank.
         """
         if self._ties is None:
-            self._ties = ties_of_models(self._trainer)
+            self._ties = ties_of_models(self._registry)
         if not self._ties and not self._gradients.whole:
             return
         if number not in self._agreed:
@@ -147,7 +156,7 @@ class TiedGradients:
         import torch.distributed as dist
 
         # Beside the device, for which nobody waits: the others have no gradients, and ask which there are.
-        goes_back = bool(self._trainer._accumulation.goes_back_here)  # what others may have is the same once more
+        goes_back = bool(self._accumulation.goes_back_here)  # what others may have is the same once more
         has_gradient = torch.tensor([goes_back and p.grad is not None for p in parameters])
         is_there = self._world.all_gather(has_gradient).any(dim=0).tolist()
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -170,13 +179,13 @@ class TiedGradients:
         import torch.distributed as dist
 
         if self._with_buffers is None:
-            whole = [model for model in self._trainer.named_models().values() if not is_cut(model)]
+            whole = [model for model in self._registry.models().values() if not is_cut(model)]
             parts = [module for model in whole for module in model.modules()]
             self._with_buffers = [module for module in parts if list(module.buffers(recurse=False))]
         modules = self._with_buffers
         if not modules:
             return
-        goes_back = bool(self._trainer._accumulation.goes_back_here)
+        goes_back = bool(self._accumulation.goes_back_here)
         # Of all that a module has: what a norm's kernel writes is not counted, the batches that it has seen are.
         counts = [[(id(b), write_count(b)) for b in module.buffers(recurse=False)] for module in modules]
         changed = [goes_back and now != then for now, then in zip_longest(counts, self._counts[: len(counts)])]

@@ -18,7 +18,8 @@ from dream_trainer.compat.pytorch import local_tensor, write_count
 from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.compat.local_gradients import LocalGradients
+    from dream_trainer.trainer.registry import Registry
 
 _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`."
 
@@ -30,10 +31,9 @@ class Turns:
         optimizers: The trainer's, and others that were stepped.
     """
 
-    def __init__(self, trainer: AbstractTrainer) -> None:
-        self._trainer = trainer
-        self._local_gradients = trainer._parallel.gradients
-        self.optimizers = list(dict.fromkeys(trainer.named_optimizers().values()))
+    def __init__(self, registry: Registry, gradients: LocalGradients) -> None:
+        self._registry, self._local_gradients = registry, gradients
+        self.optimizers = list(dict.fromkeys(registry.optimizers().values()))
         self._backwards = 0
         self._origins: dict[Optimizer, int] = {}  # the backward that gave an optimizer its first gradients
         self._stepped: set[Optimizer] = set()
@@ -134,7 +134,7 @@ class Turns:
 
     def _models(self, optimizer: Optimizer) -> list[str]:
         parameters = {id(p) for p in _parameters(optimizer)}
-        models = self._trainer.named_models().items()
+        models = self._registry.models().items()
         return [name for name, model in models if any(id(p) in parameters for p in model.parameters())]
 
     def _name(self, optimizer: Optimizer) -> str:

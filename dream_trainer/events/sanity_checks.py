@@ -1,0 +1,236 @@
+"""SanityChecks: what is said of a run that trains nothing, not all or some twice, or whose schedules stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.nn as nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from dream_trainer.compat.pytorch import steps_taken, write_count
+from dream_trainer.errors import StepError
+from dream_trainer.events.callback import Callback
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+STEPS_BETWEEN_CHECKS: Final = 100
+"""Accumulation steps between two checks; the first is one, and each validation and epoch ends with one."""
+
+BATCHES_WITHOUT_STEP: Final = 10_000
+"""Batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight."""
+
+
+class SanityChecks(Callback):
+    """Warns of runs that look right and train nothing; every run has it unless its collection leaves it out.
+
+    Once each: models in eval mode that an optimizer trains, parameters in no optimizer or in two, `training_step`
+    without `self.step(...)`, steps without a gradient, and schedulers that are never stepped, stepped twice, or stepped
+    more often than their optimizer. All of it may be meant, so these are warnings. A run that would never end, because
+    its only limit is a number of steps and none is counted, is an error.
+
+    Raises:
+        StepError: While training: only a number of steps ends the run, and none will ever be counted.
+
+    Example:
+        ```python
+        callbacks = CallbackCollection([EMA()], defaults=[])  # without it
+        ```
+    """
+
+    order = 1000  # after the callbacks that step schedulers or change modes
+
+    @override
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        self._n_steps = 0
+        self._was_interrupted = self._has_validated = False
+        self._step_before, self._writes_before = trainer.global_step, _writes(trainer)
+        schedulers = trainer.named_schedulers().values()
+        self._before = {id(s): (steps_taken(s), trainer.times_stepped(s), _rates_of(s)) for s in schedulers}
+        _warn_of_eval_mode(trainer)
+        _warn_of_left_out_parameters(trainer)
+        _warn_of_shared_parameters(trainer)
+
+    @override
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        if trainer.has_trained and self._n_steps > 0:
+            return
+        self._n_steps += 1
+        if self._n_steps == 1:
+            self._warn_of_schedulers_out_of_step(trainer)
+        if self._n_steps % STEPS_BETWEEN_CHECKS == 0:
+            self._check_steps(trainer)
+        elif self._n_steps == 1 and trainer.global_step == self._step_before and self._weights_moved(trainer):
+            self._check_steps(trainer)  # by optimizer.step() alone
+
+    @override
+    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
+        if trainer.is_sanity_validation:
+            return
+        self._has_validated = True
+        self._check_steps(trainer)
+        self._warn_of_schedulers_out_of_step(trainer)
+
+    @override
+    def post_epoch(self, trainer: AbstractTrainer) -> None:
+        self._check_steps(trainer)
+        self._warn_of_schedulers_out_of_step(trainer)
+        if self._has_validated or not trainer.val_dataloaders:  # a validation may step them
+            self._warn_of_idle_schedulers(trainer)
+        self._has_validated = False
+
+    @override
+    def on_interrupt(self, trainer: AbstractTrainer) -> None:
+        self._was_interrupted = True  # what happens once an epoch may not have had its turn
+
+    @override
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        if not self._was_interrupted:
+            self._warn_of_schedulers_out_of_step(trainer)
+            self._warn_of_idle_schedulers(trainer)
+            self._check_steps(trainer)
+
+    def _check_steps(self, trainer: AbstractTrainer) -> None:
+        if trainer.has_trained or trainer.local_batches == 0:
+            return
+        if trainer.global_step > self._step_before:
+            trainer.warn_once(
+                "no gradient",
+                "training_step calls self.step(...), but no parameter that it steps has had a gradient so far: steps "
+                "are counted, and nothing is learnt. Call self.backward(loss) before it, with a loss of the model that "
+                "the optimizer trains.",
+            )
+            return
+        if _ends_by_steps_alone(trainer):
+            self._refuse_to_go_on_for_ever(trainer)
+        trainer.warn_once(
+            "no step",
+            "training_step has not called self.step(...) so far: no optimizer step is counted, and a limit in steps "
+            "never comes. Call self.backward(loss) there, and self.step(model, optimizer) when "
+            "`not self.is_accumulating_gradients`.",
+        )
+
+    def _refuse_to_go_on_for_ever(self, trainer: AbstractTrainer) -> None:
+        """A first step may come late, when a replay buffer is full, so a run that leaves its weights alone has time."""
+        trains = self._weights_moved(trainer) or any(p.grad is not None for p in _optimized(trainer))
+        if trains or trainer.local_batches >= BATCHES_WITHOUT_STEP:
+            count = "1 batch was" if trainer.local_batches == 1 else f"{trainer.local_batches} batches were"
+            raise StepError(
+                f"max_steps={trainer.config.training_parameters.max_steps} never comes: {count} trained, and "
+                "training_step has not called self.step(...), which alone counts a step. Call self.backward(loss) "
+                "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), when "
+                "`not self.is_accumulating_gradients`; or set n_epochs."
+            )
+
+    def _weights_moved(self, trainer: AbstractTrainer) -> bool:
+        return _writes(trainer) != self._writes_before
+
+    def _warn_of_schedulers_out_of_step(self, trainer: AbstractTrainer) -> None:
+        for name, scheduler in trainer.named_schedulers().items():
+            handed_over = trainer.times_stepped(scheduler)
+            place, handed_over_before, _ = self._before.get(id(scheduler), (0, 0, []))
+            steps, times = steps_taken(scheduler) - place, handed_over - handed_over_before
+            if steps > times > 0:
+                trainer.warn_once(
+                    f"stepped twice {name}",
+                    f"self.{name} is handed to step() and stepped by hand as well: it has gone {steps} steps in "
+                    f"{times}. step() steps what it is handed; leave out self.{name}.step(), or do not hand it over.",
+                )
+            of_optimizer = trainer.times_stepped(scheduler.optimizer)
+            if handed_over > of_optimizer:
+                trainer.warn_once(
+                    f"beside {name}",
+                    f"self.{name} was handed to step() {handed_over} times, and its optimizer {of_optimizer} times. "
+                    "Hand it over with the optimizer that it was built on.",
+                )
+
+    def _warn_of_idle_schedulers(self, trainer: AbstractTrainer) -> None:
+        """Of one optimizer's schedulers one is enough: others may be its parts, or have their turn later."""
+        for optimizer_name, optimizer in trainer.named_optimizers().items():
+            schedulers = {name: s for name, s in trainer.named_schedulers().items() if s.optimizer is optimizer}
+            is_idle = schedulers and not any(self._has_moved(scheduler) for scheduler in schedulers.values())
+            if is_idle and trainer.times_stepped(optimizer) > 0:
+                which = " and ".join(f"self.{name}" for name in schedulers)
+                trainer.warn_once(
+                    f"never stepped {optimizer_name}",
+                    f"{which} has not been stepped so far, so self.{optimizer_name} keeps its learning rate. Hand it "
+                    "over in self.step(model, optimizer, scheduler), or call its step() in post_epoch or "
+                    "post_val_epoch.",
+                )
+
+    def _has_moved(self, scheduler: Any) -> bool:
+        """Or went on a way of its own, as by fractions of an epoch."""
+        before = self._before.get(id(scheduler))
+        return steps_taken(scheduler) > 0 or (before is not None and _rates_of(scheduler) != before[2])
+
+
+def _warn_of_eval_mode(trainer: AbstractTrainer) -> None:
+    """Frozen parts may be meant to be in it; a whole model is as `from_pretrained` returns it."""
+    for name, model in trainer.named_models().items():
+        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if not model.training and not is_frozen and trainer.get_optimizers_by_model(model):
+            trainer.warn_once(
+                f"eval mode {name}",
+                f"self.{name} is in eval mode and an optimizer trains it: its dropout does nothing, and its "
+                f"BatchNorm learns no statistics. Call self.{name}.train() in configure_models; models that "
+                "from_pretrained has loaded are in eval mode. Parts that are to stay in it can be set to it after.",
+            )
+
+
+def _warn_of_left_out_parameters(trainer: AbstractTrainer) -> None:
+    """Their gradients are computed, reduced and never cleared: each accumulation step adds to them."""
+    updated = {id(parameter) for parameter in _optimized(trainer)}
+    left_out = [name for name, p in _named_parameters(trainer) if p.requires_grad and id(p) not in updated]
+    if left_out:
+        more = f" and {len(left_out) - 2} more" if len(left_out) > 2 else ""
+        trainer.warn_once(
+            "no optimizer",
+            f"trainable, but in no optimizer: {', '.join(left_out[:2])}{more}. Give them to one, or "
+            "requires_grad_(False).",
+        )
+
+
+def _warn_of_shared_parameters(trainer: AbstractTrainer) -> None:
+    """It may be meant, as for an encoder that two losses train in turns, each with a learning rate of its own."""
+    names = {id(parameter): name for name, parameter in _named_parameters(trainer)}
+    owners: dict[int, str] = {}
+    for owner, optimizer in trainer.named_optimizers().items():
+        updated = [id(parameter) for parameter in _parameters_of(optimizer)]
+        shared = next((p for p in updated if p in owners), None)
+        if shared is not None:
+            trainer.warn_once(
+                f"shared {owner}",
+                f"{names.get(shared, 'a parameter')} is in self.{owners[shared]} and in self.{owner}: each that is "
+                "stepped changes it. Leave it out of one, unless they are to take turns at it.",
+            )
+        owners |= dict.fromkeys(updated, owner)
+
+
+def _ends_by_steps_alone(trainer: AbstractTrainer) -> bool:
+    limits = trainer.config.training_parameters
+    others = (limits.n_epochs, limits.max_samples, limits.max_tokens, limits.max_time)
+    return limits.max_steps is not None and all(limit is None for limit in others)
+
+
+def _named_parameters(trainer: AbstractTrainer) -> Iterator[tuple[str, nn.Parameter]]:
+    for model_name, model in trainer.named_models().items():
+        for name, parameter in model.named_parameters():
+            yield f"{model_name}.{name}", parameter
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _optimized(trainer: AbstractTrainer) -> Iterator[nn.Parameter]:
+    return (parameter for optimizer in trainer.named_optimizers().values() for parameter in _parameters_of(optimizer))
+
+
+def _writes(trainer: AbstractTrainer) -> int:
+    return sum(write_count(parameter) for parameter in _optimized(trainer))
+
+
+def _rates_of(scheduler: Any) -> list[float]:
+    return [float(group["lr"]) for group in scheduler.optimizer.param_groups]
