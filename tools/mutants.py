@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples of training batches are guessed",
-        "dream_trainer/trainer/agreement.py",
+        "dream_trainer/trainer/prefetcher.py",
         "    if count.own is not None:\n",
         "    if True:\n",
         "tests/trainer/test_sample_counts.py -k dealt",
@@ -679,7 +679,7 @@ MUTANTS = [
     ),
     Mutant(
         "another optimizer goes on with the last one's options",
-        "dream_trainer/checkpoint/restored_optimizer.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "if saved not in (None, current):",
         "if False:",
         "tests/trainer/test_training_metrics.py",
@@ -770,7 +770,7 @@ MUTANTS = [
     ),
     Mutant(
         "the checkpoint's learning rate silently wins in a branch",
-        "dream_trainer/checkpoint/restored_optimizer.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "saved if with_options else {}",
         "saved",
         "tests/trainer/test_branching.py -k outlives",
@@ -1484,7 +1484,7 @@ MUTANTS = [
     ),
     Mutant(
         "a group that is empty in a stage begins anew on a resume",
-        "dream_trainer/checkpoint/restored_optimizer.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "            owners = {index}\n",
         "            pass\n",
         "tests/trainer/test_pipeline_user_models.py -k layer_decay",
@@ -1807,7 +1807,7 @@ MUTANTS = [
     ),
     Mutant(
         "every rank's clock makes a validation due",
-        "dream_trainer/trainer/agreement.py",
+        "dream_trainer/trainer/coordinator.py",
         "goes_by_the_clock and self._is_main and schedule",
         "goes_by_the_clock and schedule",
         "tests/trainer/test_by_the_clock.py",
@@ -1926,15 +1926,15 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that ran blocks in different orders go on",
-        "dream_trainer/trainer/agreement.py",
-        "if flags.order_squared * trainer.world.world_size != flags.order * flags.order:",
+        "dream_trainer/trainer/coordinator.py",
+        "if flags.order_squared * self._world.world_size != flags.order * flags.order:",
         "if False:",
         "tests/trainer/test_uneven_use.py -k different_orders",
     ),
     Mutant(
         "what was mixed up over ranks is saved",
         "dream_trainer/trainer/mixins/checkpointing.py",
-        "    trainer._agreement.check_order()\n",
+        "    trainer._coordinator.check_order()\n",
         "",
         "tests/trainer/test_uneven_use.py -k different_orders",
     ),
@@ -2248,7 +2248,7 @@ MUTANTS = [
     ),
     Mutant(
         "the outer momentum begins anew on a resume",
-        "dream_trainer/trainer/rounds.py",
+        "dream_trainer/trainer/mixins/local_sgd.py",
         "targets[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start))",
         "targets[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start).clone())",
         f"{LOCAL_SGD} -k lost_its_last_steps",

@@ -1,9 +1,12 @@
-"""`dream-trainer checkpoints ls`, `verify` and `prune`: a run's checkpoints. checkpoint_contents.py has the others."""
+"""`dream-trainer checkpoints`: a run's checkpoints, and what one of them holds."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,10 +14,20 @@ from tyro.conf import Positional, arg, subcommand
 
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.files import discard
-from dream_trainer.cli.checkpoint_contents import Diff, Export, Push, Show
-from dream_trainer.cli.output import Count, Flag, Json, Name, age_cell, mesh_cell, metrics_cell, print_json
+from dream_trainer.cli.output import (
+    Count,
+    Flag,
+    Json,
+    Name,
+    age_cell,
+    mesh_cell,
+    metrics_cell,
+    number_cell,
+    print_json,
+    value_cell,
+)
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.loggers.formatting import format_bytes
+from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.stores.store_path import as_path
 
 if TYPE_CHECKING:
@@ -179,3 +192,231 @@ def _row(entry: Entry) -> list[str]:
 def _facts(entry: Entry) -> dict[str, Any]:
     facts = {"step": entry.step, "path": entry.path, "state": entry.state, "fault": entry.fault, "size": entry.size}
     return facts | (entry.manifest.facts() if entry.manifest else {})
+
+
+OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")]
+Renames = Annotated[dict[str, str], arg(metavar="PATTERN REPLACEMENT [...]", help_behavior_hint="")]
+_SHOWN = 30  # tensors that differ; JSON has all
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCheckpoint:
+    """The arguments of commands on one checkpoint."""
+
+    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
+    """A checkpoint's directory; or a run's, for its newest whole checkpoint."""
+    step: Count = None
+    """With a run's directory: the checkpoint of this step."""
+    as_json: Json = False
+    """Print JSON."""
+
+    def find(self) -> Path:
+        """The checkpoint's directory."""
+        from dream_trainer.checkpoint.lookup import find_checkpoint
+
+        return find_checkpoint(as_path(self.checkpoint), self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights(OneCheckpoint):
+    """The arguments of commands that write a model's weights."""
+
+    model: Name = None
+    """Name of the model, if there are several."""
+    weights: Annotated[str, arg(metavar="WHICH")] = "model"
+    """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
+    merge_adapters: Flag = False
+    """With peft's adapters: write the base with the adapters added, instead of only the adapters."""
+    base: OptionalPath = None
+    """The frozen weights that the checkpoint left out, if not where the run loaded them from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(OneCheckpoint):
+    """Show what a checkpoint holds: counters, metrics, models, optimizers and config."""
+
+    tensors: Flag = False
+    """List every tensor with its shape and dtype."""
+
+    def run(self) -> int:
+        from dream_trainer.checkpoint.loading import read_shared
+        from dream_trainer.checkpoint.lookup import directory_size
+        from dream_trainer.config.serialize import leaves
+        from dream_trainer.weights.export import tensors_by_owner
+        from dream_trainer.weights.stored_tensors import StoredTensors
+
+        stored = StoredTensors(self.find())
+        manifest, groups = stored.manifest, tensors_by_owner(stored, read_shared(stored.manifest.path))
+        tensors = {n: {"shape": list(s.shape), "dtype": str(s.dtype)[len("torch.") :]} for n, s in stored.specs.items()}
+        holds, rows = {}, []
+        for name, specs in groups.items():
+            elements = sum(spec.nbytes // spec.dtype.itemsize for spec in specs.values())
+            size = sum(spec.nbytes for spec in specs.values())
+            holds[name] = {"tensors": len(specs), "elements": elements, "bytes": size}
+            rows.append([name, str(len(specs)), format_count(elements), format_bytes(size)])
+        if self.as_json:
+            facts = {"path": manifest.path, "step": manifest.step, **manifest.facts(), "config": manifest.config}
+            files = {name: vars(entry) for name, entry in manifest.files.items()}
+            print_json({**facts, "holds": holds, "tensors": tensors, "files": files})
+            return 0
+        on_disk = f"{format_bytes(directory_size(manifest.path))} in {len(manifest.files) + 1} files"
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.wall_time))
+        counters = {"step": str(manifest.step), "epoch": str(manifest.epoch), "samples": f"{manifest.samples_seen:,}"}
+        counters |= {"written": f"{written} ({age_cell(manifest.wall_time)} ago)", "size": on_disk}
+        counters |= {"ranks": str(manifest.world_size), "mesh": mesh_cell(manifest.mesh_shape), **manifest.versions}
+        print_table(str(manifest.path), [], [list(pair) for pair in counters.items()])
+        if manifest.metrics:
+            print_table("metrics", [], [[name, number_cell(value)] for name, value in manifest.metrics.items()])
+        print_table("holds", ["", "tensors", "elements", "size"], rows)
+        if self.tensors:
+            listed = [[name, *map(str, kind.values())] for name, kind in tensors.items()]
+            print_table("tensors", ["name", "shape", "dtype"], listed)
+        if config := [[name, str(value)] for name, value in leaves(manifest.config)]:
+            print_table("config", [], config)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """Compare two checkpoints: counters, metrics, config, and tensors by name, shape, dtype and value."""
+
+    a: Annotated[Positional[Path], arg(metavar="A")]
+    """A checkpoint's directory; or a run's, for its newest whole checkpoint."""
+    b: Annotated[Positional[Path], arg(metavar="B")]
+    """The other one."""
+    values: bool = True
+    """Read the tensors and compare their values, one at a time."""
+    as_json: Json = False
+    """Print JSON, with every tensor that differs."""
+
+    def run(self) -> int:
+        from dream_trainer.checkpoint.lookup import find_checkpoint
+        from dream_trainer.config.serialize import difference
+        from dream_trainer.weights.stored_tensors import StoredTensors, difference_of_tensors
+
+        first, second = (StoredTensors(find_checkpoint(as_path(path))) for path in (self.a, self.b))
+        a, b = first.manifest, second.manifest
+        names = ("step", "epoch", "samples_seen", "world_size", "mesh_shape", "versions")
+        found: dict[str, Any] = {
+            "a": a.path,
+            "b": b.path,
+            "manifest": _unequal(vars(a), vars(b), names),
+            "metrics": _unequal(a.metrics, b.metrics, dict.fromkeys([*a.metrics, *b.metrics])),
+            "config": difference(a.config, b.config),
+            "tensors": difference_of_tensors(first, second, values=self.values),
+        }
+        if self.as_json:
+            print_json(found)
+        else:
+            _print_difference(found)
+        kinds = [found["tensors"][kind] for kind in ("only_in_a", "only_in_b", "other_kind", "max_difference")]
+        return int(any([found["manifest"], found["metrics"], found["config"], *kinds]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(ModelWeights):
+    """Write a model's weights as safetensors in Hugging Face's layout, or as one .safetensors, .pt or .pth file."""
+
+    out: Annotated[Positional[Path], arg(metavar="OUT")]
+    """A directory, or a file that ends in .safetensors, .pt or .pth."""
+    dtype: Dtype = None
+    """Cast floating-point tensors to this. By default each keeps its dtype."""
+    max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
+    """Largest file of a directory, such as 2GB (10^9 bytes each) or 500MiB."""
+    renames: Renames = field(default_factory=dict)
+    """Regular expressions and their replacements in tensor names; a name that becomes empty is left out."""
+    overwrite: Flag = False
+    """Replace an earlier export."""
+
+    def run(self) -> int:
+        import torch
+
+        from dream_trainer.weights.export import export_checkpoint
+
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        written = export_checkpoint(
+            checkpoint := self.find(),
+            self.out,
+            model=self.model,
+            weights=self.weights,
+            dtype=dtypes[self.dtype] if self.dtype else None,
+            max_shard_size=self.max_shard_size,
+            renames=self.renames,
+            merge_adapters=self.merge_adapters,
+            base=self.base,
+            overwrite=self.overwrite,
+        )
+        sizes = {path: path.stat().st_size for path in written}
+        if self.as_json:
+            files = [{"path": path, "size": size} for path, size in sizes.items()]
+            print_json({"checkpoint": checkpoint, "files": files})
+        else:
+            rows = [[str(path), format_bytes(size)] for path, size in sizes.items()]
+            print_table(f"exported {checkpoint}", ["file", "size"], rows)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(ModelWeights):
+    """Export a model's weights and upload them to the Hugging Face Hub, with a model card made from the checkpoint."""
+
+    repo: Annotated[str, arg(metavar="OWNER/NAME")]
+    """The repository; created if it does not exist. Log in before: hf auth login."""
+    base_model: Annotated[str | None, arg(metavar="OWNER/NAME", help_behavior_hint="")] = None
+    """The base's name on the hub, for the card and the adapters' config."""
+    beside: OptionalPath = None
+    """A directory whose files are uploaded too, such as a tokenizer's; a README.md there becomes the card."""
+    public: Flag = False
+    """Create a public repository."""
+
+    def run(self) -> int:
+        from dream_trainer.weights.hub import push_to_hub
+
+        address = push_to_hub(
+            checkpoint := self.find(),
+            self.repo,
+            model=self.model,
+            weights=self.weights,
+            merge_adapters=self.merge_adapters,
+            base=self.base,
+            base_model=self.base_model,
+            beside=self.beside,
+            private=not self.public,
+        )
+        if self.as_json:
+            print_json({"checkpoint": checkpoint, "repo": self.repo, "commit": address})
+        else:
+            print(f"pushed {checkpoint} to {address}")
+        return 0
+
+
+def _unequal(a: Mapping[str, Any], b: Mapping[str, Any], names: Collection[str]) -> dict[str, list[Any]]:
+    return {name: [a.get(name), b.get(name)] for name in names if repr(a.get(name)) != repr(b.get(name))}  # NaN is NaN
+
+
+def _print_difference(found: dict[str, Any]) -> None:
+    print(f"a: {found['a']}\nb: {found['b']}")
+    pairs = {**found["manifest"], **found["metrics"]}
+    if pairs:
+        print_table("different", ["", "a", "b"], [[name, *map(value_cell, pair)] for name, pair in pairs.items()])
+    tensors = found["tensors"]
+    only = {f"tensors only in {side}": tensors[f"only_in_{side}"] for side in "ab"}
+    for title, lines in {"config": found["config"], **only}.items():
+        if lines:
+            print(title, *lines, sep="\n  ")
+    if tensors["other_kind"]:
+        rows = [[name, *kinds] for name, kinds in tensors["other_kind"].items()]
+        print_table("tensors of another shape or dtype", ["name", "a", "b"], rows)
+    changed = tensors["max_difference"]
+    if changed is None:
+        print(f"{tensors['same_kind']} tensors have the same name, shape and dtype; values were not compared")
+        return
+    # NaN first, then weights, since optimizers' step counters would hide them.
+    names = sorted(changed, key=lambda n: (not math.isnan(changed[n]), not n.startswith("models."), -changed[n]))
+    if names:
+        rows = [[name, number_cell(changed[name])] for name in names[:_SHOWN]]
+        print_table("values", ["name", "largest absolute difference"], rows)
+    if len(names) > _SHOWN:
+        print(f"  and {len(names) - _SHOWN} more; --json lists all")
+    print(f"{tensors['equal']} of {tensors['same_kind']} tensors in both are equal bit for bit")

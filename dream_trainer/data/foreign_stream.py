@@ -19,7 +19,7 @@ from dream_trainer.data.foreign import (
     workers_outlive_signals,
 )
 from dream_trainer.data.loader import loader_batch_size
-from dream_trainer.data.loader_groups.group_place import refuse_state_of_group
+from dream_trainer.data.loader_groups.group_stream import refuse_state_of_group
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state

@@ -17,8 +17,7 @@ from typing import Any
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
-from dream_trainer.data.loader_groups.group_place import refuse_state_of_group
-from dream_trainer.data.loader_groups.group_stream import group_stream
+from dream_trainer.data.loader_groups.group_stream import group_stream, refuse_state_of_group
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
 from dream_trainer.data.sample_count import SampleCount

@@ -24,8 +24,8 @@ from dream_trainer.loggers.records import Records
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
-from dream_trainer.trainer.agreement import Agreement
 from dream_trainer.trainer.cooperation import Cooperation
+from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import anyone_listens, event_table
@@ -43,6 +43,7 @@ from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
+    from dream_trainer.trainer.prefetcher import Prefetcher
     from dream_trainer.trainer.step.accumulation import Accumulation
     from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 
@@ -100,6 +101,7 @@ class AbstractTrainer(Hooks, Cooperation):
     # Made when the trainer starts.
     _accumulation: Accumulation
     _optimizer_step: OptimizerStep
+    _prefetcher: Prefetcher
     _unloaded_bases = UnloadedBases()  # SetupMixin looks for some
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +128,7 @@ class AbstractTrainer(Hooks, Cooperation):
         self._records = Records()
         self._schedule = Schedule(config.training_parameters, self.progress)
         self._rates = ResumedRates(self.named_optimizers, self.named_schedulers)
-        self._agreement = Agreement(self)
+        self._coordinator = Coordinator(self._schedule, self.progress)
         self._session = Session(self)
         self._recorder = RunRecorder(self)
         self._events = event_table(self, is_main=True)
@@ -352,11 +354,11 @@ class AbstractTrainer(Hooks, Cooperation):
         All ranks stop after the running window: the others hear of it in the exchange before the next one, which is
         not trained. Asked for in a validation or at an epoch's end, they stop there.
         """
-        self._agreement.requests.stop_reason = reason
+        self._coordinator.requests.stop_reason = reason
 
     def request_save(self) -> None:
         """Asks for a checkpoint (CheckpointMixin) as soon as all ranks know. Any rank may call it, at any time."""
-        self._agreement.requests.save_requested = True
+        self._coordinator.requests.save_requested = True
 
     def set_limits(self, **limits: Unpack[Limits]) -> None:
         """Sets `n_epochs`, `max_steps`, `max_time`, `max_samples` or `max_tokens` of the whole run between two calls of
@@ -388,7 +390,7 @@ class AbstractTrainer(Hooks, Cooperation):
     def callback_is_due(self, callback: TimedCallback) -> bool:
         """In `post_train_step`: whether it was time for `callback` before the window just completed, by rank 0's clock;
         the same on all ranks."""
-        return self._agreement.callback_is_due(callback)
+        return self._coordinator.callback_is_due(callback)
 
     def warn_once(self, key: str, message: str) -> None:
         """Logs a warning on rank 0, the first time that it is asked for `key`; any rank may call it."""

@@ -88,24 +88,24 @@ class BaseTrainer(AbstractTrainer):
             StepError: The trainer is closed, or an exception left it in the middle of a step.
             CheckpointError: Another trainer of this process has trained the run on since this one did.
         """
-        agreement, session = self._agreement, self._session
-        agreement.begin_training()
-        with agreement.signals.handled(), session.failing_for_all():
+        coordinator, session = self._coordinator, self._session
+        coordinator.begin_training()
+        with coordinator.signals.handled(), session.failing_for_all():
             session.start()
             session.go_on()
-            with relayed(agreement.signals, self.world.connect_to_store()), watched(self):
+            with relayed(coordinator.signals, self.world.connect_to_store()), watched(self):
                 session.is_training = True
                 self._train()
                 session.is_training = False
-            agreement.requests.stop_reason = None
+            coordinator.requests.stop_reason = None
             code = exit_status(self)
-            returns = agreement.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
+            returns = coordinator.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
                 show(f"interrupted after step {self.global_step}; fit() goes on from there", sys.stderr)
-            elif agreement.ended_by is not None:
-                with agreement.signals.ending(code):
+            elif coordinator.ended_by is not None:
+                with coordinator.signals.ending(code):
                     self.close()
-        if agreement.ended_by is not None and not returns:
+        if coordinator.ended_by is not None and not returns:
             raise SystemExit(code)
 
     def launch_and_resume(self) -> None:
@@ -204,14 +204,14 @@ class BaseTrainer(AbstractTrainer):
     # -- the loop
 
     def _train(self) -> None:
-        agreement, schedule = self._agreement, self._schedule
+        coordinator, schedule = self._coordinator, self._schedule
         schedule.start()
-        agreement.exchange()  # a limit, signal or request may have come before the first step
+        coordinator.exchange()  # a limit, signal or request may have come before the first step
         if self._is_done():
-            if agreement.ended_by is not None:
+            if coordinator.ended_by is not None:
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 self._notify("on_interrupt")
-            elif not agreement.stopped:
+            elif not coordinator.stopped:
                 self._recorder.nothing_to_train(schedule.reached_limits())
             schedule.stop()
             return
@@ -220,16 +220,16 @@ class BaseTrainer(AbstractTrainer):
         tf32 = float32_products(self.config.device_parameters, self.world.device, self.warn_once)
         with deterministic(self.config.training_parameters.deterministic), tf32:
             self._validate_for_sanity()
-            if not agreement.stopped:
+            if not coordinator.stopped:
                 self._notify("pre_fit")
                 self._finish_what_is_owed()
                 while not self._is_done():
                     self._train_epoch()
             self.settle()
         # A signal may have come to one rank after the last exchange.
-        agreement.exchange()
+        coordinator.exchange()
         schedule.stop()
-        if agreement.ended_by is not None:
+        if coordinator.ended_by is not None:
             self._notify("on_interrupt")
         self._notify("post_fit")
         self._land(is_last=True)
@@ -242,8 +242,8 @@ class BaseTrainer(AbstractTrainer):
         if is_over:
             self._end_epoch()
         while not is_over:
-            window = self._agreement.next_window(self._data.feed)
-            if self._agreement.stopped:
+            window = self._prefetcher.next_window(self._data.feed)
+            if self._coordinator.stopped:
                 self._window_finished(is_last=True)
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 return
@@ -348,7 +348,7 @@ class BaseTrainer(AbstractTrainer):
 
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
         # A request that all ranks got in an exchange that ended the run, or that came before the first step.
-        requested |= self._agreement.requests.take_save()
+        requested |= self._coordinator.requests.take_save()
         progress = self.progress
         step, epoch = progress.global_step if stepped else None, progress.current_epoch if epoch_ended else None
         self._saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
@@ -374,8 +374,8 @@ class BaseTrainer(AbstractTrainer):
         if owed.epoch_ended:
             self._end_epoch()
         # Requests made in their events (early stopping) take effect now; so do those of the run's last window.
-        requested = bool(self._agreement.exchange().save)
-        if self._agreement.stopped and not is_last:
+        requested = bool(self._coordinator.exchange().save)
+        if self._coordinator.stopped and not is_last:
             is_last = True
             self._window_finished(is_last=True)
         self._save_if_due(stepped=owed.stepped, epoch_ended=owed.epoch_ended, is_last=is_last, requested=requested)
@@ -390,16 +390,16 @@ class BaseTrainer(AbstractTrainer):
         """Validates; returns False if a signal ended the run before the validation was finished."""
         self.settle()
         self._land(is_last=False)
-        agreement, schedule, loaders = self._agreement, self._schedule, self._data.validation
+        coordinator, schedule, loaders = self._coordinator, self._schedule, self._data.validation
         while True:
             try:
-                metrics = validate(self, loaders, schedule.validation_batches, agreement)
+                metrics = validate(self, loaders, schedule.validation_batches, coordinator)
                 break
             except Interrupted:
                 for batches in loaders.values():
                     batches.close()  # its workers may be in a long task
-                stopped = agreement.stopped
-                agreement.requests.save_signalled = False
+                stopped = coordinator.stopped
+                coordinator.requests.save_signalled = False
                 if stopped:
                     self._window_finished(is_last=True)
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
@@ -420,21 +420,21 @@ class BaseTrainer(AbstractTrainer):
 
     def _validate_for_sanity(self) -> None:
         batches = self.config.training_parameters.num_sanity_val_steps
-        agreement, loaders = self._agreement, self._data.validation
+        coordinator, loaders = self._coordinator, self._data.validation
         if not batches or not loaders or self.local_batches > 0:
             return
         self.is_sanity_validation = True
         try:
-            self._tell_end("post_val_epoch", validate(self, loaders, batches, agreement))
+            self._tell_end("post_val_epoch", validate(self, loaders, batches, coordinator))
         except Interrupted:
             self._save_if_due(
-                stepped=False, epoch_ended=False, is_last=agreement.stopped, requested=not agreement.stopped
+                stepped=False, epoch_ended=False, is_last=coordinator.stopped, requested=not coordinator.stopped
             )
         finally:
             self.is_sanity_validation = False
 
     def _is_done(self) -> bool:
-        return self._agreement.stopped or self._schedule.is_finished()
+        return self._coordinator.stopped or self._schedule.is_finished()
 
 
 def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
@@ -453,13 +453,13 @@ def exit_status(trainer: AbstractTrainer) -> int:
     Where SIGTERM came to other hosts only, and this one's torchrun may start its processes again, they end in a way
     that makes it do so: the run is not over, and goes on without those hosts, or with them when they are back.
     """
-    agreement, world = trainer._agreement, trainer.world
-    number = agreement.ended_by
+    coordinator, world = trainer._coordinator, trainer.world
+    number = coordinator.ended_by
     if number is None:
         return 0
     if number != signal.SIGTERM or world.n_hosts == 1 or not may_be_restarted():
         return exit_code(number)
-    was_told = agreement.requests.terminated and number not in agreement.signals.relayed
+    was_told = coordinator.requests.terminated and number not in coordinator.signals.relayed
     hosts = world.all_gather(torch.tensor([world.host_number if was_told else -1])).flatten().tolist()
     return exit_code(number, restart=world.host_number not in hosts)
 
@@ -481,7 +481,7 @@ def watched(trainer: AbstractTrainer) -> Iterator[None]:
 
     def where() -> str:
         phase = "training" if trainer.training else "validation"
-        exchanges = trainer._agreement.exchanges  # one before each window and at each validation batch
+        exchanges = trainer._coordinator.exchanges  # one before each window and at each validation batch
         alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
         stage = f", rank {world.stage_rank} of the pipeline" if world.stages > 1 else ""
         counted = f"step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}"

@@ -78,7 +78,7 @@ class RunRecorder:
     def _is_set_up(self) -> None:
         self._has_directory = True  # claimed, if the trainer claims one
         trainer = self._trainer
-        if trainer.world.is_main and trainer._agreement.trains and read_record(trainer.run_dir) is None:
+        if trainer.world.is_main and trainer._coordinator.trains and read_record(trainer.run_dir) is None:
             self._is_new = not (trainer.run_dir / CONFIG_NAME).exists()
             self._write_config()  # of a run that was there before, only once it has resumed
 
@@ -163,16 +163,16 @@ class RunRecorder:
 
     def _ends(self) -> None:
         self._is_the_first_to_tell()
-        agreement = self._trainer._agreement
-        if agreement.stopped:
-            self._write("stopped", agreement.stopped_because)
+        coordinator = self._trainer._coordinator
+        if coordinator.stopped:
+            self._write("stopped", coordinator.stopped_because)
         else:
             self._write("finished")
 
     def _failed(self, exc: BaseException) -> None:
         """Any rank may fail, and rank 0 may not live to hear of it."""
         trainer = self._trainer
-        if trainer._world is None or not trainer._agreement.trains or isinstance(exc, SystemExit):
+        if trainer._world is None or not trainer._coordinator.trains or isinstance(exc, SystemExit):
             return
         is_another_jobs = not self._has_directory and is_claimed(trainer.run_dir)
         if is_another_jobs or trainer._saver.is_overtaken:

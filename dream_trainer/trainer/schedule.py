@@ -18,6 +18,7 @@ class Schedule:
         goes_by_the_clock: Whether anything is due by the clock.
         epoch_steps: Windows that end an epoch whatever the data holds; None: the end of the data does.
         max_steps: Optimizer steps after which training ends; infinity where there is no such limit.
+        max_tokens: Tokens after which training ends; as above.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Schedule:
         self._max_epochs = _limit(parameters.epoch_limit)
         self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)
         self._max_samples = _limit(parameters.max_samples)
-        self._max_tokens = _limit(parameters.max_tokens)
+        self.max_tokens = _limit(parameters.max_tokens)
         self._validates = self.validation_batches != 0
 
     # -- limits
@@ -55,7 +56,7 @@ class Schedule:
             epochs >= self._max_epochs
             or progress.global_step >= self.max_steps
             or progress.samples_seen >= self._max_samples
-            or progress.tokens_seen >= self._max_tokens
+            or progress.tokens_seen >= self.max_tokens
         )
 
     def is_last_window(self) -> bool:
@@ -78,7 +79,7 @@ class Schedule:
             ("n_epochs", "epochs", progress.current_epoch, self._max_epochs),
             ("max_steps", "steps", progress.global_step, self.max_steps),
             ("max_samples", "samples", progress.samples_seen, self._max_samples),
-            ("max_tokens", "tokens", progress.tokens_seen, self._max_tokens),
+            ("max_tokens", "tokens", progress.tokens_seen, self.max_tokens),
         )
         reached = [(name, f"{done} of {limit} {unit}") for name, unit, done, limit in counted if done >= limit]
         remedy = "Raise " + " and ".join(name for name, _ in reached)

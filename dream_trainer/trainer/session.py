@@ -17,6 +17,7 @@ from dream_trainer.distributed.world import World, choose_device, close_at_exit,
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.event_table import event_table, heard_of
+from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.rank_differences import refuse_different_configs
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
@@ -81,10 +82,10 @@ class Session:
         trainer._registry.refuse_closures()
         trainer._data.open_feed(trainer.world, trainer.accumulation_steps)
         _build_step(trainer)
-        trainer._agreement.begin()
         trainer._rates.note_built()
         self.is_ready = True
         trainer._finish_setup()
+        _build_coordination(trainer)
         trainer._notify("post_setup")
         # Layers draw different numbers on each rank with data of its own; a resume replaces this by each rank's state.
         seed_everything(hash_seed(b"rank", trainer.config.seed, trainer.world.data_rank))
@@ -102,7 +103,7 @@ class Session:
             for model in trainer.named_models().values():
                 model.zero_grad(set_to_none=True)
             trainer._parallel.drop_gradients()
-        signals = trainer._agreement.signals
+        signals = trainer._coordinator.signals
         if self.has_failed or signals.broke_a_wait:
             feed, progress = trainer._data.feed, trainer.progress
             feed.seek(
@@ -217,6 +218,20 @@ def _build_step(trainer: AbstractTrainer) -> None:
     )
 
 
+def _build_coordination(trainer: AbstractTrainer) -> None:
+    world, saver, coordinator = trainer.world, trainer._saver, trainer._coordinator
+    coordinator.begin(world, saver, trainer._parallel.gradients, trainer.callbacks)
+    trainer._prefetcher = Prefetcher(
+        coordinator,
+        world,
+        saver,
+        trainer._window,
+        trainer._data.count,
+        (trainer.batch_tokens, f"{type(trainer).__name__}.batch_tokens"),
+        trainer._schedule,
+    )
+
+
 def launch(trainer: AbstractTrainer) -> None:
     """Gives `trainer` its world and the event table of its rank, and seeds all generators, the same on all ranks.
 
@@ -226,7 +241,7 @@ def launch(trainer: AbstractTrainer) -> None:
     """
     cls = type(trainer)
     _record_collectives(trainer)
-    world = trainer._world = World(
+    world = trainer._world = trainer._coordinator.world = World(
         trainer.config.device_parameters, shard_by_default=cls._shards_parameters, workers=trainer._workers
     )
     if world.world_size > 1 and not cls._keeps_ranks_equal:

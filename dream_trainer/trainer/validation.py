@@ -26,7 +26,7 @@ from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_diffe
 if TYPE_CHECKING:
     from dream_trainer.data.validation_data import ValidationBatches
     from dream_trainer.trainer.abstract import AbstractTrainer
-    from dream_trainer.trainer.agreement import Agreement
+    from dream_trainer.trainer.coordinator import Coordinator
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 _NOTHING = object()
@@ -36,7 +36,7 @@ def validate(
     trainer: AbstractTrainer,
     loaders: dict[str, ValidationBatches],
     max_batches: int | None,
-    agreement: Agreement | None = None,
+    coordinator: Coordinator | None = None,
 ) -> dict[str, float]:
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`.
 
@@ -57,7 +57,7 @@ def validate(
             media = None if trainer.is_sanity_validation else trainer._records.validation_media
             record = Record(prefix=prefix, media=media, needs_weight=trainer.world.mesh_shape.cp > 1)
             with trainer._records.inside(record), trainer._parallel.whole():
-                _run_loader(trainer, batches, in_step(trainer, batches, max_batches, agreement), record, further)
+                _run_loader(trainer, batches, in_step(trainer, batches, max_batches, coordinator), record, further)
             logged = _without_prefix(record.metrics.reduce(trainer.world))
             of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
             for key in logged.keys() & of_metrics.keys():
@@ -170,7 +170,7 @@ def in_step(
     trainer: AbstractTrainer,
     batches: ValidationBatches,
     max_batches: int | None,
-    agreement: Agreement | None = None,
+    coordinator: Coordinator | None = None,
 ) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, then padding while another rank still has some and the forward runs collectives.
 
@@ -183,8 +183,8 @@ def in_step(
         fresh = _NOTHING
         if count != max_batches:
             fetch = partial(next, source, _NOTHING)
-            fresh = fetch() if agreement is None else agreement.wait_for_batch(fetch)
-        if not _some_rank_has_one(trainer, agreement, fresh is not _NOTHING):
+            fresh = fetch() if coordinator is None else coordinator.wait_for_batch(fetch)
+        if not _some_rank_has_one(trainer, coordinator, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
                 is_prediction = isinstance(trainer._records.current, NoRecord)
                 purpose = "loader to predict" if is_prediction else "validation loader"
@@ -204,10 +204,10 @@ def in_step(
         yield batch, fresh is _NOTHING
 
 
-def _some_rank_has_one(trainer: AbstractTrainer, agreement: Agreement | None, has_batch: bool) -> bool:
-    if agreement is not None:
-        return agreement.go_on(has_batch=has_batch)
-    flags = trainer._agreement.count_batches(Flags(short=not has_batch))
+def _some_rank_has_one(trainer: AbstractTrainer, coordinator: Coordinator | None, has_batch: bool) -> bool:
+    if coordinator is not None:
+        return coordinator.go_on(has_batch=has_batch)
+    flags = trainer._coordinator.count_batches(Flags(short=not has_batch))
     return flags.short < trainer.world.world_size
 
 

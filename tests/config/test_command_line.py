@@ -15,8 +15,7 @@ import tyro
 
 import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
-from dream_trainer.config.command_line import parse
-from dream_trainer.config.short_help import OF_MOST_RUNS
+from dream_trainer.config.command_line import OF_MOST_RUNS, parse
 from dream_trainer.events.callback import Callback
 from dream_trainer.events.collection import CallbackCollection
 

@@ -334,7 +334,7 @@ class CheckpointMixin(AbstractTrainer):
         # The directory is released last, since loggers write their last lines.
         with followed_by(self._saver.release), followed_by(super()._close):
             self._saver.close()
-            ended, local = self._agreement, self._saver.local
+            ended, local = self._coordinator, self._saver.local
             if local is not None and ended.trains and ended.ended_by is None and not self._session.has_failed:
                 local.clear()
 
@@ -357,7 +357,7 @@ class CheckpointMixin(AbstractTrainer):
 def _settled(trainer: AbstractTrainer) -> Moment:
     """Waits until it is known that the steps so far were good ones, on all ranks; a collective."""
     trainer.settle()
-    trainer._agreement.check_order()
+    trainer._coordinator.check_order()
     return Moment(trainer.global_step, has_pending_work=trainer.progress.owed is not None)
 
 

@@ -2,24 +2,36 @@
 
 For hosts whose network is too slow for a gradient in each step. Within a group (a worker) gradients are averaged or
 sharded as ever; between groups parameters cross once in `every_n_steps`. Validations, checkpoints and exports speak of
-the average, also in the middle of a round, where they change nothing. How: trainer/rounds.py.
+the average, also in the middle of a round, where they change nothing. How: see Rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import torch
 import torch.nn as nn
+from torch import Tensor
 
+from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
+from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
 from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
-from dream_trainer.errors import ConfigError
+from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.events.callback import Callback
 from dream_trainer.modules.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.rounds import Rounds
+from dream_trainer.trainer.cooperation import NoRounds
+from dream_trainer.trainer.step.buckets import in_buckets
+
+if TYPE_CHECKING:
+    from dream_trainer.config.parallel_parameters import LocalSGDParameters
+    from dream_trainer.distributed.world import World
+    from dream_trainer.modules.parallel_models import ParallelModels
+    from dream_trainer.trainer.counters import Counters
+    from dream_trainer.trainer.registry import Registry
 
 
 class LocalSGDMixin(AbstractTrainer):
@@ -54,7 +66,14 @@ class LocalSGDMixin(AbstractTrainer):
         super()._finish_setup()
         if self.world.workers > 1:
             _refuse_what_crosses_workers(self)
-        self._rounds = Rounds(self, self.config.local_sgd_parameters)
+        self._rounds = Rounds(
+            self.config.local_sgd_parameters,
+            self.world,
+            self._registry,
+            self._parallel,
+            self.progress,
+            self.changing_weights,
+        )
 
     def _window_started(self) -> None:
         super()._window_started()
@@ -133,3 +152,211 @@ def _refuse_what_crosses_workers(trainer: LocalSGDMixin) -> None:
                     f"{path} balances its experts by the loads of all ranks, and workers meet only every "
                     f"{trainer.config.local_sgd_parameters.every_n_steps} steps. Use balance_rate=0."
                 )
+
+
+# -- Rounds: groups of ranks (workers) train on their own, and their parameters are averaged every so many steps.
+#
+# A round begins with the same parameters on all workers, which are kept. At its end each worker's way from there is
+# averaged over the workers, in flat buckets, and an outer SGD takes the mean as its gradient: with a learning rate of 1
+# and no momentum that gives the average of the parameters, and leaves what nobody changed as it was, to the bit.
+# Buffers whose policy is the mean (modules/joined_buffers.py) are averaged in the same way, without the outer SGD.
+
+
+_START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."
+
+
+class Rounds(NoRounds):
+    """One rank's side of the rounds."""
+
+    def __init__(
+        self,
+        parameters: LocalSGDParameters,
+        world: World,
+        registry: Registry,
+        parallel: ParallelModels,
+        progress: Counters,
+        changing_weights: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._world, self._registry, self._parallel = world, registry, parallel
+        self._progress, self._changing_weights = progress, changing_weights
+        self.steps = parameters.every_n_steps
+        self._began_at: int | None = None
+        self._start: dict[str, Tensor] = {}  # this rank's part of each tensor at the round's beginning, by its name
+        self._options: dict[str, Any] = {"lr": 1.0}
+        if parameters.outer == "sgd":
+            momentum = {"momentum": parameters.outer_momentum, "nesterov": parameters.nesterov}
+            self._options = {"lr": parameters.outer_lr} | (momentum if parameters.outer_momentum else {})
+        self._outer: torch.optim.SGD | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether workers have taken steps of their own since their parameters were averaged."""
+        return self._began_at is not None and self._progress.global_step > self._began_at
+
+    @torch.no_grad()
+    def begin_if_due(self) -> None:
+        """A window begins; if no round is running, this is its first."""
+        if self._began_at is not None:
+            return
+        self._began_at = self._progress.global_step
+        averaged = self._averaged()
+        self._make_room(averaged)
+        foreach_copy_(list(self._start.values()), _parts(averaged))
+
+    @torch.no_grad()
+    def end_if_due(self) -> None:
+        """A window is complete; where it is a round's last, the workers become one model; a collective then.
+
+        Raises:
+            StepError: An optimizer was given other parameters since the round began.
+        """
+        if not self.is_running or self._progress.global_step % self.steps:
+            return
+        averaged = self._averaged()
+        if averaged.keys() != self._start.keys():
+            raise StepError(
+                f"an optimizer was given other parameters in the middle of a round of {self.steps} steps, and "
+                "workers may have trained them in different ways. Change its groups where global_step is a multiple "
+                "of every_n_steps."
+            )
+        assert self._outer is not None  # since the round began
+        with self._changing_weights():
+            parts = _parts(averaged)
+            starts = self._start.values()
+            for tensor, start, difference in zip(averaged.values(), starts, self._mean_differences(parts), strict=True):
+                if isinstance(tensor, nn.Parameter):
+                    start.grad = difference
+                else:
+                    start -= difference
+            self._outer.step()
+            self._outer.zero_grad()
+            foreach_copy_(parts, list(starts))
+        self._began_at = None
+
+    @contextmanager
+    def as_one_model(self) -> Iterator[None]:
+        """Inside, all workers have the average of their parameters; each gets its own back. A collective."""
+        if not self._is_apart():
+            yield
+            return
+        with torch.no_grad(), self._changing_weights():
+            parts = _parts(self._averaged())
+            own = [part.clone() for part in parts]
+            foreach_copy_(parts, self._averages(parts))
+        try:
+            yield
+        finally:
+            with torch.no_grad(), self._changing_weights():
+                foreach_copy_(_parts(self._averaged()), own)
+
+    def _is_apart(self) -> bool:
+        return self.is_running and self._world.workers > 1
+
+    # -- checkpoints: the model's names have the average; in a round, each worker's own weights lie beside it
+
+    @torch.no_grad()
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint has of the trainer's tensors, and of the rounds; a collective."""
+        saved, averaged = dict(tensors), self._averaged()
+        for name, start in self._start.items():
+            if name in tensors and self._has_momentum(start):
+                saved[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start))
+            if name in tensors and self.is_running:
+                saved[_START + name] = with_local(averaged[name], start)
+        if not self._is_apart():
+            return saved
+        for (name, tensor), average in zip(averaged.items(), self._averages(_parts(averaged)), strict=True):
+            if name in tensors:
+                saved[self._own_name(name)], saved[name] = tensors[name], with_local(tensor, average)
+        return saved
+
+    def tensors_to_load(self, tensors: dict[str, Tensor], saved: Collection[str], *, is_own: bool) -> dict[str, Tensor]:
+        """Where a checkpoint is loaded to: of workers' own weights this one's. Another run's has the average alone, and
+        no round is running then."""
+        self._began_at, self._outer, self._start = None, None, {}
+        if not is_own:
+            return tensors
+        averaged = self._averaged()
+        self._make_room(averaged)
+        targets: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            own = self._own_name(name)
+            targets[own if own in saved else name] = tensor
+        for name, start in self._start.items():
+            if _START + name in saved:
+                targets[_START + name] = with_local(averaged[name], start)
+            if _MOMENTUM + name in saved and self._has_momentum(start):
+                targets[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start))
+        return targets
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"began_at": self._began_at if self.is_running else None}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state` gave, after the tensors."""
+        self._began_at = state.get("began_at")
+
+    def _own_name(self, name: str) -> str:
+        return f"workers.{self._world.worker}.{name}"
+
+    # -- the parts
+
+    def _averaged(self) -> dict[str, Tensor]:
+        """What workers have of their own and average, by its name in checkpoints."""
+        models = self._registry.models()
+        groups = [group for optimizer in self._registry.optimizers().values() for group in optimizer.param_groups]
+        owned = {id(parameter) for group in groups for parameter in group["params"]}
+        averaged: dict[str, Tensor] = {name: p for name, p in model_parameters(models).items() if id(p) in owned}
+        if self._world.workers == 1:
+            return averaged
+        buffers = self._parallel.buffers
+        joined = set() if buffers is None else buffers.averaged_storages()
+        return averaged | {name: b for name, b in model_buffers(models).items() if storage_id(b) in joined}
+
+    def _make_room(self, averaged: Mapping[str, Tensor]) -> None:
+        """For what each round keeps of `averaged`, and for the outer momentum, which stays."""
+        former = self._start
+        self._start = {
+            name: former[name] if name in former else local_tensor(tensor).detach().clone()
+            for name, tensor in averaged.items()
+        }
+        state = {} if self._outer is None else dict(self._outer.state)
+        trained = [self._start[name] for name, tensor in averaged.items() if isinstance(tensor, nn.Parameter)]
+        self._outer = torch.optim.SGD(trained, **self._options)
+        if "momentum" in self._options:
+            for start in trained:
+                self._outer.state[start] = state.get(start) or {"momentum_buffer": torch.zeros_like(start)}
+
+    def _has_momentum(self, start: Tensor) -> bool:
+        return self._outer is not None and start in self._outer.state
+
+    def _momentum(self, start: Tensor) -> Tensor:
+        assert self._outer is not None  # it has a momentum
+        momentum: Tensor = self._outer.state[start]["momentum_buffer"]
+        return momentum
+
+    def _averages(self, parts: list[Tensor]) -> list[Tensor]:
+        """`parts`, averaged over the workers; a collective."""
+        differences = self._mean_differences(parts)
+        return [start - difference for start, difference in zip(self._start.values(), differences, strict=True)]
+
+    def _mean_differences(self, parts: list[Tensor]) -> list[Tensor]:
+        """How far the workers went from the round's beginning to `parts`, on average and backwards; a collective."""
+        differences = [start - part for start, part in zip(self._start.values(), parts, strict=True)]
+        if self._world.workers == 1:
+            return differences
+        import torch.distributed as dist
+
+        for _, bucket in in_buckets(differences, lambda tensor: tensor.dtype, lambda tensor: tensor.nbytes):
+            flat = torch.cat([difference.flatten() for difference in bucket])
+            dist.all_reduce(flat, group=self._world.across_workers)
+            flat /= self._world.workers
+            means = flat.split([difference.numel() for difference in bucket])
+            foreach_copy_(bucket, [mean.view(d.shape) for mean, d in zip(means, bucket, strict=True)])
+        return differences
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """This rank's part of each, without gradients."""
+    return [local.detach() for local in local_tensors(list(tensors.values()))]

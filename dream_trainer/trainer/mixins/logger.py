@@ -154,7 +154,7 @@ class LoggerMixin(AbstractTrainer):
     @override
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
-        self._run_log.window_finished(self.progress.global_step, is_last=is_last, is_stopped=self._agreement.stopped)
+        self._run_log.window_finished(self.progress.global_step, is_last=is_last, is_stopped=self._coordinator.stopped)
 
     @override
     def _land(self, *, is_last: bool) -> None:

@@ -1,34 +1,36 @@
-"""What the ranks have agreed on: whether to stop, and why. All of them learn it at the same time, by the pulse."""
+"""Coordinator: what all ranks decide together, such as to stop. All of them learn it at the same time, by the pulse."""
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
-from dream_trainer.data.sample_count import SampleCount, whole_number
-from dream_trainer.data.stream import Window
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
-from dream_trainer.errors import DataError, StepError
-from dream_trainer.events.callback import TimedCallback
+from dream_trainer.errors import StepError
+from dream_trainer.events.callback import Callback, TimedCallback
 
 if TYPE_CHECKING:
-    from dream_trainer.data.feed import WindowFeed
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.checkpoint.saving import Saving
+    from dream_trainer.compat.local_gradients import LocalGradients
+    from dream_trainer.distributed.world import World
+    from dream_trainer.trainer.counters import Counters
+    from dream_trainer.trainer.schedule import Schedule
 
 T = TypeVar("T")
 logger = logging.getLogger("dream_trainer")
 
 
-class Agreement:
+class Coordinator:
     """One rank's side of what all ranks decide together, between windows and between validation batches.
 
     Attributes:
+        world: From launch on.
         requests: The requests made on this rank, to save or to stop.
         signals: The signals this process gets.
         trains: Whether `fit` was called in this process.
@@ -38,9 +40,9 @@ class Agreement:
         exchanges: Number of exchanges so far; grows as long as the run continues.
     """
 
-    def __init__(self, trainer: AbstractTrainer) -> None:
-        self._trainer = trainer
-        self._schedule = trainer._schedule
+    def __init__(self, schedule: Schedule, progress: Counters) -> None:
+        self._schedule, self._progress = schedule, progress
+        self.world: World | None = None
         self.requests = Requests()
         self.signals = Signals(self.requests, self._leave_lost_job)
         self.trains = self.stopped = False
@@ -49,18 +51,17 @@ class Agreement:
         self.exchanges = 0
 
     def _leave_lost_job(self) -> None:
-        if self._trainer._world is not None:
-            self._trainer._world.leave_lost_job()
+        if self.world is not None:
+            self.world.leave_lost_job()
 
-    def begin(self) -> None:
-        """Called when the world exists."""
-        world = self._trainer.world
+    def begin(self, world: World, saver: Saving, gradients: LocalGradients, callbacks: Iterable[Callback]) -> None:
+        """Called when all of these exist."""
+        self._world, self._saver, self._gradients = world, saver, gradients
         self._pulse = Pulse(world)
-        self._is_alone, self._is_main, self._counts_samples = world.world_size == 1, world.is_main, world.counts_samples
-        self._gradients = self._trainer._parallel.gradients
-        self._gradients.own_time.is_wanted = world.world_size > 1
+        self._is_alone, self._is_main = world.world_size == 1, world.is_main
+        gradients.own_time.is_wanted = world.world_size > 1
         self._is_one_stage = world.stages == 1  # stages of a pipeline run other blocks than each other
-        self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
+        self._timed = [callback for callback in callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
 
     def begin_training(self) -> None:
@@ -74,9 +75,9 @@ class Agreement:
 
     def exchange(self, *, samples: int = 0, tokens: int = 0, short: bool = False, waiting: bool = False) -> Flags:
         """Between windows: the ranks exchange what each of them knows, and all act on it in the same way."""
-        trainer, asked, schedule = self._trainer, self.requests, self._schedule
+        asked, schedule = self.requests, self._schedule
         goes_by_the_clock = schedule.goes_by_the_clock
-        due, saving, save_failed = trainer._saver.flags()
+        due, saving, save_failed = self._saver.flags()
         self.exchanges += 1
         # Not Flags(stop=...): in each step, keyword arguments would cost more than everything else here.
         local_flags = Flags._make(
@@ -101,65 +102,15 @@ class Agreement:
         flags = local_flags
         if not self._is_alone:
             flags = self._pulse.exchange(local_flags)
-            if flags.order_squared * trainer.world.world_size != flags.order * flags.order:
-                refuse_unlike_order(trainer)
+            if flags.order_squared * self._world.world_size != flags.order * flags.order:
+                refuse_unlike_order(self._world, self._progress.global_step)
         self._clocks = flags.clocks
         if flags.save:
             asked.heard_of_save()
         if flags.stop or flags.terminate or flags.interrupt or flags.timeout:
             self._stop(flags)
-        trainer._saver.heard(flags.saving, flags.save_failed)
+        self._saver.heard(flags.saving, flags.save_failed)
         return flags
-
-    def next_window(self, feed: WindowFeed) -> Window | None:
-        """The next window, once every rank has its part of it and knows whether to continue.
-
-        A save that was asked for is made here, with the same state on all ranks as after the last window.
-
-        Returns:
-            The window; None if all ranks stop here, or a pass over the data had no window for all of them.
-        """
-        state = self._trainer._window
-        self.signals.wait_for_data(feed.fetch, self._save_while_waiting)
-        if self.stopped:
-            return None
-        samples, tokens = self._count(feed.window)
-        while True:
-            flags = state.flags = self.exchange(samples=samples, tokens=tokens, short=feed.is_short)
-            if self.stopped:
-                return None
-            if flags.save:
-                self._save()
-            if not flags.waiting:
-                break
-        state.samples, state.tokens = flags.samples, flags.tokens
-        if flags.short:
-            feed.agree()
-            counts = torch.tensor(self._count(feed.window))
-            state.samples, state.tokens = self._trainer.world.all_reduce(counts).tolist()
-        window = feed.take()
-        if window is not None and window.samples is not None:
-            state.samples = window.samples
-        return window
-
-    def _save_while_waiting(self) -> bool:
-        """Answers a signal that asks for a save during the wait for data; returns whether to keep waiting."""
-        flags = self.exchange(waiting=True)
-        if flags.save and not self.stopped:
-            self._save()
-        return not self.stopped
-
-    def _save(self) -> None:
-        self.requests.take_save()
-        self._trainer._saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
-
-    def _count(self, window: Window | None) -> tuple[int, int]:
-        """What this rank adds to the counts of a window's samples and tokens."""
-        sizes = self._trainer._window.sizes = sizes_of(window, self._trainer._data.count)
-        if not self._counts_samples:
-            return 0, 0
-        is_known = window is not None and window.samples is not None  # of all ranks
-        return 0 if is_known else sum(sizes), count_tokens(self._trainer, window)
 
     def check_order(self) -> None:
         """Before a save: checks that all ranks ran the blocks of sharded models in the same order, and stages stepped
@@ -168,12 +119,12 @@ class Agreement:
         Raises:
             StepError: They did not, so gathered parameters and reduced gradients, or norms, were mixed up.
         """
-        world = self._trainer.world
+        world = self._world
         if world.parameter_shape.dp_shard > 1 or world.stages > 1:
             own = torch.tensor([[self._gradients.order, self._gradients.steps]])
             orders = world.all_gather(own).view(world.stages, -1, 2)
             if (orders[..., 0] != orders[:, :1, 0]).any() or (orders[..., 1] != orders[0, 0, 1]).any():
-                refuse_unlike_order(self._trainer)
+                refuse_unlike_order(world, self._progress.global_step)
 
     def _due_callbacks(self) -> int:
         return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))
@@ -201,7 +152,7 @@ class Agreement:
             self._stop(flags)
         if flags.terminate or flags.interrupt or flags.save:
             raise Interrupted
-        return flags.short < self._trainer.world.world_size
+        return flags.short < self._world.world_size
 
     def count_batches(self, local_flags: Flags) -> Flags:
         """Exchanges only whether there are batches, and no signals."""
@@ -209,26 +160,24 @@ class Agreement:
         return self._pulse.exchange(local_flags)
 
     def _stop(self, flags: Flags) -> None:
-        trainer = self._trainer
         if not self.stopped:
             self.stopped_because = self.requests.why_stopped(flags)
-            if trainer.world.is_main:
-                logger.warning("stopping at step %d: %s", trainer.global_step, self.stopped_because)
+            if self._is_main:
+                logger.warning("stopping at step %d: %s", self._progress.global_step, self.stopped_because)
         self.stopped = True
         if flags.terminate or flags.interrupt:
             self.ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT
 
 
-def refuse_unlike_order(trainer: AbstractTrainer) -> NoReturn:
+def refuse_unlike_order(world: World, step: int) -> NoReturn:
     """Raises StepError; all ranks call it, once they know."""
-    step = trainer.global_step
-    if trainer.world.stages > 1:
+    if world.stages > 1:
         stages = (
             f"by step {step} the stages of the pipeline have called step() for other optimizers than each other, or in "
             "another order, so that norms were mixed up; no checkpoint has that. Call it for the same optimizers on "
             "every rank, in the same order; where a stage has nothing of one, that has an empty group."
         )
-        if trainer.world.parameter_shape.dp_shard > 1:
+        if world.parameter_shape.dp_shard > 1:
             stages += " Or the ranks of a stage have run its blocks in different orders: run the same on each."
         raise StepError(stages)
     raise StepError(
@@ -237,34 +186,3 @@ def refuse_unlike_order(trainer: AbstractTrainer) -> NoReturn:
         "that. Run the same blocks on every rank, in the same order, and let the loss depend on each (add "
         "0 * output.sum() of one that is not wanted); or keep the model whole on each rank (dp_shard=1)."
     )
-
-
-def sizes_of(window: Window | None, count: SampleCount) -> list[int]:
-    """Samples of each of a window's batches on this rank: as the user counts them, otherwise as the stream knows."""
-    if window is None:
-        return []
-    if count.own is not None:
-        return [count(batch) for batch in window.batches]
-    assert window.sizes is not None  # a trainer's stream counts
-    return window.sizes
-
-
-def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
-    """Tokens of a window on this rank; 0 where its batches do not tell.
-
-    Raises:
-        DataError: Its batches do not tell, and the run ends by tokens.
-        HookError: What a batch tells is not a whole number.
-    """
-    total = 0
-    for batch in () if window is None else window.batches:
-        tokens = trainer.batch_tokens(batch)
-        if tokens is not None:
-            total += whole_number(tokens, f"{type(trainer).__name__}.batch_tokens", batch)
-        elif trainer.config.training_parameters.max_tokens is not None:
-            raise DataError(
-                f"max_tokens={trainer.config.training_parameters.max_tokens}, and batch_tokens gives None for a batch "
-                f"of type {type(batch).__name__}: it has no documents, attention_mask or labels on the host. Override "
-                "batch_tokens(batch) in your trainer."
-            )
-    return total
