@@ -91,6 +91,7 @@ class TrainingRecord(Record):
 
     Attributes:
         waiting: Its media that are still to be written.
+        undecided: Values of the running micro-batch, each with its batch's samples.
     """
 
     def __init__(
@@ -99,8 +100,7 @@ class TrainingRecord(Record):
         self.waiting: list[Logged] = []
         super().__init__(media=self.waiting, media_stamp=media_stamp)
         self._of_batch = of_batch
-        # Values of the running micro-batch, each with its batch's samples.
-        self._undecided: list[tuple[str, Scalar, str, int]] = []
+        self.undecided: list[tuple[str, Scalar, str, int]] = []
         self._n_media = 0  # of before the running window
 
     @override
@@ -112,30 +112,30 @@ class TrainingRecord(Record):
             self.metrics.add(self._own_name(name), value, weight, reduce)
             return
         check_reduction(name, reduce)
-        self._undecided.append((self._own_name(name), keep(name, value), reduce, size))
+        self.undecided.append((self._own_name(name), keep(name, value), reduce, size))
 
     def decide(self, weight: Scalar | None = None) -> None:
         """Gives the values that wait for it the backward weight, or their batch's samples if there is none."""
-        if self._undecided:
-            undecided, self._undecided = self._undecided, []  # one that is refused is refused once
-            for name, value, reduce, size in undecided:
-                self.metrics.add(name, value, size if weight is None else weight, reduce)
+        undecided, self.undecided = self.undecided, []  # one that is refused is refused once
+        for name, value, reduce, size in undecided:
+            self.metrics.add(name, value, size if weight is None else weight, reduce)
 
     def window_started(self) -> None:
         """What comes from here on belongs to the next window."""
-        self.decide()
+        if self.undecided:
+            self.decide()
         self.metrics.mark()
         self._n_media = len(self.waiting)
 
     def window_dropped(self) -> None:
         """Forgets what was logged since `window_started`: the window runs again."""
-        self._undecided.clear()
+        self.undecided.clear()
         self.metrics.rewind()
         del self.waiting[self._n_media :]
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._undecided.clear()
+        self.undecided.clear()
         self.waiting.clear()
         self.metrics = MetricBuffer()
 

@@ -93,7 +93,8 @@ class RunLog:
         self._has_ended = False
         if result:
             training.metrics.add_result(result, size if weight is None else weight, "train/")
-        training.decide(weight)
+        if training.undecided:
+            training.decide(weight)
         if not self._loggers.is_open and training.metrics.has_values():
             self.open()
         return not self._loggers.is_open
@@ -114,7 +115,8 @@ class RunLog:
             self.land()
         if is_last:
             self._has_ended = not (is_stopped and self._pending_is_saved(step))
-        self._flush_if_due(step)
+        if self._has_ended or self._cadence.is_due(step):
+            self._flush_if_due(step)
         if is_last:
             self.land()
 
@@ -174,7 +176,8 @@ class RunLog:
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
         """What is logged inside is of the validation or the epoch that has just ended, and has nothing to do with
         training's next line: written at the end. One inside may evaluate, which comes here too."""
-        self.land()
+        if counts:
+            self.land()
         media = self._training.waiting if counts else None
         record = Record(media=media, media_stamp=self._stamp, is_own_line=counts)
         with self._records.inside(record):
