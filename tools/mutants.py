@@ -76,14 +76,14 @@ MUTANTS = [
     ),
     Mutant(
         "rows of W&B come before those of the user's own",
-        "dream_trainer/loggers/weights_and_biases.py",
+        "dream_trainer/loggers/trackers.py",
         "        row = max(row, step)\n",
         "        row = step\n",
         "tests/loggers/test_weights_and_biases.py -k beside_each_other",
     ),
     Mutant(
         "rows of W&B become one with those of the user's own",
-        "dream_trainer/loggers/weights_and_biases.py",
+        "dream_trainer/loggers/trackers.py",
         "commit=self._has_others",
         "commit=None",
         "tests/loggers/test_weights_and_biases.py -k beside_each_other",
@@ -806,8 +806,8 @@ MUTANTS = [
     Mutant(
         "metrics not weighted",
         "dream_trainer/loggers/buffer.py",
-        "value += new_value * new_weight",
-        "value += new_value",
+        "value = value * weight if weight and",
+        "value = value if weight and",
         "tests/loggers",
     ),
     Mutant(
@@ -1672,13 +1672,6 @@ MUTANTS = [
         "tests/trainer/test_precision.py",
     ),
     Mutant(
-        "a value of no weight counts in a mean",
-        "dream_trainer/loggers/buffer.py",
-        "        if new_weight != 0:\n",
-        "        if True:\n",
-        "tests/loggers/test_buffer.py",
-    ),
-    Mutant(
         "a value of no weight counts",
         "dream_trainer/loggers/buffer.py",
         "        if new_weight == 0:\n            continue\n",
@@ -1688,8 +1681,8 @@ MUTANTS = [
     Mutant(
         "a window that runs again is logged twice",
         "dream_trainer/loggers/buffer.py",
-        "            del column.values[-1]\n",
-        "            pass\n",
+        "        del self._values[self._mark :]\n",
+        "        pass\n",
         "tests/loggers/test_buffer.py tests/trainer/test_logger_mixin.py",
     ),
     Mutant(
@@ -1722,7 +1715,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed W&B run is a new one",
-        "dream_trainer/loggers/weights_and_biases.py",
+        "dream_trainer/loggers/trackers.py",
         "id=self._id",
         "id=None",
         "tests/loggers/test_weights_and_biases.py",

@@ -97,7 +97,7 @@ def runs_of(paths: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
 
 def read_log(file: Path) -> list[dict[str, float]]:
     """The whole lines of a metrics.jsonl, with `time` in minutes since the first."""
-    from dream_trainer.loggers.jsonl import read_jsonl
+    from dream_trainer.loggers.line_files import read_jsonl
 
     if not file.is_file():
         raise ConfigError(f'{file} does not exist. Give the directory of a run that logs to "jsonl".')

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
-from typing import Annotated, Any, Literal, get_args
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, Literal
 
-from dream_trainer.checks import check_between, check_choice, check_names, did_you_mean, refuse
+from dream_trainer.checks import check_between, check_choice, check_names, refuse
 from dream_trainer.config.parameter_class import PositiveInt, parameters
 
-LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow", "trackio", "images"]
 WandbMode = Literal["online", "offline", "disabled"]
 
-# The packages that a logger imports, and the extra of this package that installs it.
-_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "tensorboard": (("tensorboard", "google_crc32c"), "tensorboard"),
-    "wandb": (("wandb",), "wandb"),
-    "mlflow": (("mlflow", "sqlalchemy", "alembic", "PIL"), "mlflow"),
-    "trackio": (("trackio", "PIL"), "trackio"),
-    "images": (("PIL",), "images"),
+ENTRY_POINTS = "dream_trainer.loggers"
+"""The group of entry points in which packages declare loggers of their own, as `name = "module:Class"`."""
+BUILT_IN = {
+    "console": "dream_trainer.loggers.line_files:ConsoleLogger",
+    "jsonl": "dream_trainer.loggers.line_files:JSONLLogger",
+    "csv": "dream_trainer.loggers.line_files:CSVLogger",
+    "tensorboard": "dream_trainer.loggers.tensorboard:TensorBoardLogger",
+    "wandb": "dream_trainer.loggers.trackers:WandbLogger",
+    "mlflow": "dream_trainer.loggers.trackers:MLflowLogger",
+    "trackio": "dream_trainer.loggers.trackers:TrackioLogger",
+    "images": "dream_trainer.loggers.media_files:ImageFilesLogger",
 }
+
+
+def logger_entry(name: str) -> EntryPoint:
+    """Where the class of the logger called `name` is."""
+    if name in BUILT_IN:
+        return EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    check_choice("loggers", name, dict.fromkeys((*BUILT_IN, *installed)))
+    return installed[name]
+
 
 # Arguments of `wandb.init` and `trackio.init` that are given already, and by what.
 _OF_THE_TRAINER = {
@@ -94,10 +105,10 @@ class TrackioParameters:
 class LoggerParameters:
     """Where numbers go and how often."""
 
-    loggers: Annotated[tuple[LoggerName, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
+    loggers: Annotated[tuple[str, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
     """Loggers to write to: "console" prints lines; the others write in the run directory: "jsonl" metrics.jsonl, "csv"
     metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images" image files in media/. "mlflow" and
-    "trackio" write where those keep all runs."""
+    "trackio" write where those keep all runs. Other packages add names by the entry points `dream_trainer.loggers`."""
     log_every_n_steps: PositiveInt = 10
     """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
     history_lines: PositiveInt | None = 10_000
@@ -118,37 +129,11 @@ class LoggerParameters:
 
     def __post_init__(self) -> None:
         for name in self.loggers:
-            check_choice("loggers", name, get_args(LoggerName))
+            logger_entry(name)
         refuse(
             len(set(self.loggers)) != len(self.loggers),
             f"loggers={self.loggers} names one logger twice. Name each once.",
         )
-
-
-def check_loggers(chosen: LoggerParameters) -> None:
-    """Checks that what the loggers need is installed, without importing it, and that W&B and Trackio know the arguments
-    that they are given.
-
-    Raises:
-        ConfigError: A package is missing; the message names the extra to install. Or an argument is unknown.
-    """
-    names = chosen.loggers
-    for name in names:
-        packages, extra = _NEEDS.get(name, ((), ""))
-        for package in packages:
-            refuse(
-                find_spec(package) is None,
-                f'loggers={names} names "{name}", whose package {package} is not installed. '
-                f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.',
-            )
-    if "wandb" in names and chosen.wandb.init_arguments:
-        import wandb
-
-        _refuse_unknown(chosen.wandb.init_arguments, "wandb.init", wandb.init)
-    if "trackio" in names and chosen.trackio.init_arguments:
-        import trackio
-
-        _refuse_unknown(chosen.trackio.init_arguments, "trackio.init", trackio.init)
 
 
 def _refuse_with_place(arguments: dict[str, Any], places: dict[str, str]) -> None:
@@ -156,15 +141,6 @@ def _refuse_with_place(arguments: dict[str, Any], places: dict[str, str]) -> Non
         refuse(
             name in places,
             f"init_arguments has {name!r}, which is {places.get(name)}. Set that, and leave it out here.",
-        )
-
-
-def _refuse_unknown(arguments: dict[str, Any], function_name: str, function: Callable[..., Any]) -> None:
-    known = list(inspect.signature(function).parameters)
-    for name in arguments:
-        refuse(
-            name not in known,
-            f"init_arguments has {name!r}, which {function_name} does not take. {did_you_mean(name, known)}",
         )
 
 

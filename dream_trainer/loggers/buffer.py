@@ -1,25 +1,28 @@
 """MetricBuffer: numbers on their way from `log` to the loggers.
 
-Adding keeps a reference and does nothing on the device; what is on the CPU is read at once. Reducing stacks what came
-together, copies it to the host once, computes in float64 there, and crosses ranks in one collective. It has two halves,
-so that the copy may be under way while the device works on. So what comes out does not depend on when that happens:
-each value counts once, with its weight, in the order in which it was added.
+Adding keeps a reference and does nothing on the device. A tensor on the CPU is read at once. Reducing copies the
+others to the host, computes in float64 there, and crosses ranks in one collective. It has two halves, so that the copy
+is under way while the device works on. The result does not depend on when that happens: each value counts once, with
+its weight, in the order in which it was added.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from dream_trainer.compat.pytorch import reading_waits, write_count
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from dream_trainer.distributed.ranks import Ranks
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
@@ -28,7 +31,7 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 class Total(NamedTuple):
-    """What is known of one key: for "mean" the weighted sum, else the reduced value itself; and the sum of weights."""
+    """What is known of one key: for "mean" the weighted sum, otherwise the reduced value; and the sum of weights."""
 
     value: float
     weight: float
@@ -40,51 +43,31 @@ _OF_RANK = "of each rank"
 _WIDEST = 8
 
 
-class _Column:
-    """The values of one key since the last flush: those already reduced, and those still on their device."""
-
-    __slots__ = ("reduce", "total", "values")
-
-    def __init__(self, reduce: str) -> None:
-        self.reduce = reduce
-        self.total = _NOTHING
-        self.values: list[tuple[Scalar, Scalar]] = []  # each with its weight
-
-
-class _Taken(NamedTuple):
-    """What a column held."""
-
-    reduce: str
-    total: Total
-    values: list[tuple[Scalar, Scalar]]
-    tensors: list[Tensor]
-    """Those among the values and weights."""
-
-    def land(self, numbers: Iterator[float]) -> Total:
-        """All of it as one, when the next of `numbers` are what the tensors hold."""
-        values: list[tuple[Any, Any]] = [*self.values]
-        if self.tensors:
-            values = [
-                (
-                    next(numbers) if isinstance(value, Tensor) else value,
-                    next(numbers) if isinstance(weight, Tensor) else weight,
-                )
-                for value, weight in values
-            ]
-        return _mean(self.total, values) if self.reduce == "mean" else _combined(self.reduce, self.total, values)
-
-
 class Flight(NamedTuple):
     """What was taken out of a buffer, on its way to the host."""
 
-    columns: dict[str, _Taken]
+    reductions: dict[str, str]
+    totals: dict[str, Total]
+    """What was reduced before."""
+    values: list[tuple[str, Scalar, Scalar]]
+    """Names, values and weights."""
     numbers: Callable[[], list[float]]
-    """The tensors' values, in the columns' order; waits for the device as long as they are not there."""
+    """What the tensors among them hold; waits for the device as long as that is not there."""
 
     def land(self) -> dict[str, tuple[str, Total]]:
         """Each key's reduction and total."""
         numbers = iter(self.numbers())
-        return {name: (column.reduce, column.land(numbers)) for name, column in self.columns.items()}
+        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.totals}
+        for name, held, held_weight in self.values:
+            value = next(numbers) if isinstance(held, Tensor) else held
+            weight = next(numbers) if isinstance(held_weight, Tensor) else held_weight
+            value = value * weight if weight and self.reductions[name] == "mean" else value
+            pairs.setdefault(name, []).append((value, weight))
+        return {
+            name: (reduce, _combined(reduce, self.totals.get(name, _NOTHING), pairs[name]))
+            for name, reduce in self.reductions.items()
+            if name in pairs
+        }
 
 
 class MetricBuffer:
@@ -94,7 +77,7 @@ class MetricBuffer:
     - "sum", "min" and "max" are over every value whose weight is not zero; the weight does not scale them.
     - "last" is the value added last on the highest rank that added one.
 
-    Of ranks that see the same data (tp, cp) the first counts, but for "min" and "max", which take all.
+    Of ranks that see the same data (tp, cp) the first counts, except for "min" and "max", which take all.
 
     A value of weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
     A key keeps its reduction for the buffer's life.
@@ -104,17 +87,18 @@ class MetricBuffer:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, _Column] = {}
+        self._values: list[tuple[str, Scalar, Scalar]] = []  # with their weights, since the last `begin`
+        self._mark = 0
+        self._totals: dict[str, Total] = {}  # what was reduced already, and is not taken out
+        self._reductions: dict[str, str] = {}  # of every key that was added, in the order in which they came
         # Reductions of all keys that ever crossed ranks, in an order that is the same on all of them.
         self._agreed: dict[str, str] = {}
-        # The columns that values went to since the last `mark` or `begin`, in order.
-        self._since_mark: list[_Column] = []
         self.of_ranks: dict[str, list[float]] = {}
 
     def add_of_rank(self, name: str, value: float) -> None:
         """Adds what every rank is to know of this one, and nobody logs; just before `begin`, on all ranks."""
-        column = self._columns.setdefault(name, _Column(_OF_RANK))
-        column.values.append((value, 1.0))
+        self._reductions.setdefault(name, _OF_RANK)
+        self._values.append((name, value, 1.0))
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
         """Adds one value. Nothing is computed or waited for.
@@ -136,11 +120,9 @@ class MetricBuffer:
             weight = keep(f"{name}, as its weight,", weight)
         elif weight < 0:
             raise ValueError(f"the weight of metric {name!r} is {weight}. Use a weight of zero or more.")
-        column = self._columns.get(name)
-        if column is None or column.reduce != reduce:
-            column = self._new_column(name, reduce)
-        column.values.append((value, weight))
-        self._since_mark.append(column)
+        if self._reductions.get(name) != reduce:
+            self._note_reduction(name, reduce)
+        self._values.append((name, value, weight))
 
     def add_result(self, result: Mapping[str, Any], weight: Scalar, prefix: str = "") -> None:
         """Adds the scalars of a step's result as means; nested dicts as `outer/inner`.
@@ -167,17 +149,15 @@ class MetricBuffer:
 
     def has_values(self) -> bool:
         """Whether anything was added since the last `begin`."""
-        return any(column.values for column in self._columns.values())
+        return bool(self._values)
 
     def mark(self) -> None:
         """Remembers this point, to which `rewind` goes back."""
-        self._since_mark.clear()
+        self._mark = len(self._values)
 
     def rewind(self) -> None:
         """Forgets what was added since the last `mark` or `begin`."""
-        for column in self._since_mark:
-            del column.values[-1]
-        self._since_mark.clear()
+        del self._values[self._mark :]
 
     def reduce(self, world: Ranks) -> dict[str, float]:
         """`finish(begin())`: waits for the device once."""
@@ -185,16 +165,10 @@ class MetricBuffer:
 
     def begin(self) -> Flight:
         """Takes out everything added so far and starts its way to the host. Waits for nothing."""
-        self._since_mark.clear()
-        copied, waiting = {}, []
-        for name, column in self._columns.items():
-            total, values = column.total, column.values
-            if values or total is not _NOTHING:
-                tensors = [item for pair in values for item in pair if isinstance(item, Tensor)]
-                copied[name] = _Taken(column.reduce, total, values, tensors)
-                waiting += tensors
-                column.total, column.values = _NOTHING, []
-        return Flight(copied, start_copy(waiting))
+        values, totals = self._values, self._totals
+        self._values, self._totals, self._mark = [], {}, 0
+        tensors = [item for _, *pair in values for item in pair if isinstance(item, Tensor)]
+        return Flight(self._reductions, totals, values, start_copy(tensors))
 
     def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
         """Reduces what `begin` took out, over time and ranks. Every rank must call it.
@@ -230,37 +204,35 @@ class MetricBuffer:
     def state_dict(self, world: Ranks) -> dict[str, Any]:
         """What was added since the last `begin`, of all ranks. Every rank must call it."""
         landed = self.begin().land()
-        for name, (_, total) in landed.items():
-            self._columns[name].total = total
+        self._totals = {name: total for name, (_, total) in landed.items()}
         local_totals = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
         return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies * world.stages}
 
     def load_state_dict(self, state: dict[str, Any], world: Ranks) -> None:
-        """Puts back what `state_dict` gave. Where the ranks share data in another way, rank 0 holds it all."""
+        """Puts back what `state_dict` gave. If the ranks share data in another way, rank 0 holds it all."""
         ranks = state["ranks"]
         if len(ranks) == world.world_size and state.get("copies") == world.data_copies * world.stages:
             ranks = [ranks[world.rank]]
         elif not world.is_main:
             ranks = []
-        self._columns.clear()
-        self._since_mark.clear()
+        self._values, self._totals, self._reductions, self._mark = [], {}, {}, 0
         for records in ranks:
             for name, (reduce, value, weight) in records.items():
-                column = self._columns.get(name) or self._new_column(name, reduce)
-                column.total = _combined(reduce, column.total, [Total(value, weight)])
+                self._note_reduction(name, reduce)
+                total = self._totals.get(name, _NOTHING)
+                self._totals[name] = _combined(reduce, total, [(value, weight)])
 
-    def _new_column(self, name: str, reduce: str) -> _Column:
+    def _note_reduction(self, name: str, reduce: str) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"{name!r} is not a name for a metric. Use a string that is not empty.")
-        known = self._columns[name].reduce if name in self._columns else self._agreed.get(name, reduce)
+        known = self._reductions.get(name) or self._agreed.get(name, reduce)
         if known != reduce:
             raise ValueError(
                 f"metric {name!r} was logged with reduce={known!r} and now with reduce={reduce!r}. "
                 "Use one of them, or two names."
             )
         check_reduction(name, reduce)
-        column = self._columns[name] = _Column(reduce)
-        return column
+        self._reductions[name] = reduce
 
 
 def check_reduction(name: str, reduce: str) -> None:
@@ -313,15 +285,17 @@ def keep(name: str, value: Any) -> Scalar:
 
 
 def whole(value: Tensor) -> Tensor:
-    """The global value of a DTensor; anything else as it is.
+    """The global value of a DTensor, whose mesh's ranks all call it; anything else as it is."""
+    return value.full_tensor() if is_sharded(value) else value
 
-    All ranks of its mesh call it. No DTensor exists unless its module was imported.
-    """
+
+def is_sharded(value: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor. None exists unless its module was imported."""
     if "torch.distributed.tensor" not in sys.modules:
-        return value
+        return False
     from torch.distributed.tensor import DTensor
 
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return isinstance(value, DTensor)
 
 
 def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:
@@ -332,25 +306,17 @@ def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tupl
     return {name: (reduce, total if reduce in everybodys else _NOTHING) for name, (reduce, total) in mine.items()}
 
 
-def _mean(total: Total, values: Iterable[tuple[float, float]]) -> Total:
-    """A weighted sum and further values with their weights."""
-    value, weight = total
-    for new_value, new_weight in values:
-        if new_weight != 0:
-            value += new_value * new_weight
-            weight += new_weight
-    return Total(value, weight)
-
-
 def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) -> Total:
-    """`total` and further ones, from left to right too; means as their sums."""
+    """`total` and further ones, from left to right too; means as their weighted sums."""
     value, weight = total
     for new_value, new_weight in totals:
         if new_weight == 0:
             continue
-        if weight == 0 or reduce == "last":
+        if reduce == "mean":
+            value += new_value
+        elif weight == 0 or reduce == "last":
             value = new_value
-        elif reduce in ("mean", "sum"):
+        elif reduce == "sum":
             value += new_value
         elif math.isnan(new_value) or (new_value < value if reduce == "min" else new_value > value):
             value = new_value
@@ -382,56 +348,39 @@ def _gather(local: dict[str, tuple[str, Total]], agreed: dict[str, str], world: 
 
 
 def start_copy(tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
-    """Starts to copy 0-dim tensors to the host; one stack for each dtype and one copy for each device.
+    """Starts to copy 0-dim tensors to the host, in one stack for each device and dtype, as no dtype holds all exactly.
 
     On CUDA into pinned memory, so that nothing waits before the values are asked for.
 
     Returns:
         What gives their values, exactly and in their order; it waits for the copies.
     """
-    if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:  # as always but for a mixture
-        return _start([torch.stack(list(tensors))], tensors[0].device)
-    devices: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    indices_of: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        devices.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(index)
-    parts: list[tuple[list[int], Callable[[], list[float]]]] = []
-    for device, groups in devices.items():
-        # Wide dtypes first, so that each part starts at a multiple of its own element size.
-        ordered = sorted(groups.items(), key=lambda group: -group[0].itemsize)
-        stacks = [torch.stack([tensors[index] for index in indices]) for _, indices in ordered]
-        parts.append(([index for _, indices in ordered for index in indices], _start(stacks, device)))
+        indices_of.setdefault((tensor.device, tensor.dtype), []).append(index)
+    copies = [_start(torch.stack([tensors[index] for index in indices])) for indices in indices_of.values()]
 
     def values() -> list[float]:
         values_in_order = [0.0] * len(tensors)
-        for indices, numbers in parts:
+        for indices, numbers in zip(indices_of.values(), copies, strict=True):
             for index, number in zip(indices, numbers(), strict=True):
-                values_in_order[index] = number
+                values_in_order[index] = float(number)
         return values_in_order
 
     return values
 
 
-def _start(stacks: list[Tensor], device: torch.device) -> Callable[[], list[float]]:
-    """Starts to copy vectors of several dtypes in one go: as bytes, since no dtype holds them all exactly."""
-    if len(stacks) == 1:
-        data = stacks[0]
-    else:
-        data = torch.cat([stack.view(torch.uint8) for stack in stacks])
-    if device.type == "cuda":
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-        host.copy_(data, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-    else:
-        host, arrived = data, None
+def _start(stack: Tensor) -> Callable[[], list[float]]:
+    """Starts to copy a vector, and returns what gives its numbers."""
+    if stack.device.type != "cuda":
+        return stack.tolist
+    host = torch.empty(stack.shape, dtype=stack.dtype, pin_memory=True)
+    host.copy_(stack, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
 
     def numbers() -> list[float]:
-        if arrived is not None:
-            arrived.synchronize()
-        if len(stacks) == 1:
-            return [float(value) for value in host.tolist()]
-        split = host.cpu().split([stack.nbytes for stack in stacks])
-        views = [part.view(stack.dtype) for part, stack in zip(split, stacks, strict=True)]
-        return [float(value) for view in views for value in view.tolist()]
+        arrived.synchronize()
+        return host.tolist()
 
     return numbers

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
-from dream_trainer.errors import HookError
+from dream_trainer.checks import refuse
+from dream_trainer.config.logger_parameters import BUILT_IN, LoggerParameters, logger_entry
+from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.media import Media
 
@@ -20,45 +22,37 @@ _FAILED = object()
 class LoggerGroup:
     """Several loggers, opened when there is something to write.
 
-    Raises:
-        HookError: What `configure_loggers` returned is not a list of loggers.
-
     Attributes:
-        is_open: Whether `open` was called since the last `close`.
-        is_open_early: Whether `open_early` was, or has nothing to do.
+        is_open: Whether all were opened since the last `close`.
+        waits_early: Whether some wait to be opened that the user's code may write to by itself.
     """
 
-    def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool) -> None:
+    def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool = False) -> None:
         self._loggers = _checked(loggers)
-        self._open: list[Logger] = []
-        self.is_open = False
-        self.is_open_early = not self.opens_early
         self._report = report
         self._strict = strict
+        self._open: list[Logger] = []
+        self._wait()
 
-    @property
-    def opens_early(self) -> bool:
-        """Whether there are loggers that the user's code may write to by itself."""
-        return any(logger.is_open_early for logger in self._loggers)
+    def _wait(self) -> None:
+        self.is_open = False
+        self.waits_early = any(logger.is_open_early for logger in self._loggers)
 
-    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Opens every logger; one that fails gets nothing."""
-        self.open_early(run_dir, config, resumed_step)
-        self.is_open = True
-        self._open_each([logger for logger in self._loggers if not logger.is_open_early], run_dir, config, resumed_step)
-
-    def open_early(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Opens the loggers that the user's code may write to by itself, if they are not open; `open` opens the others
-        later."""
-        if not self.is_open_early:
-            self.is_open_early = True
-            self._open_each([logger for logger in self._loggers if logger.is_open_early], run_dir, config, resumed_step)
-
-    def _open_each(
-        self, loggers: list[Logger], run_dir: Path, config: dict[str, Any], resumed_step: int | None
+    def open(
+        self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None, *, early: bool = False
     ) -> None:
-        for logger in loggers:
-            if self._guarded(logger, partial(logger.open, run_dir, config, resumed_step)) is not _FAILED:
+        """Opens every logger, or with `early` those that the user's code may write to by itself, which come first.
+
+        One that fails gets nothing.
+        """
+        waiting = [logger for logger in self._loggers if logger.is_open_early] if self.waits_early else []
+        self.waits_early = False
+        if not early:
+            self.is_open = True
+            waiting += [logger for logger in self._loggers if not logger.is_open_early]
+        plain = config() if waiting else {}
+        for logger in waiting:
+            if self._guarded(logger, partial(logger.open, run_dir, plain, resumed_step)) is not _FAILED:
                 self._open.append(logger)
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
@@ -79,8 +73,8 @@ class LoggerGroup:
 
     def close(self) -> None:
         """Closes every logger that is open, though one of them raises."""
-        loggers, self._open, self.is_open = self._open, [], False
-        self.is_open_early = not self.opens_early
+        loggers, self._open = self._open, []
+        self._wait()
         with ExitStack() as stack:
             for logger in reversed(loggers):
                 stack.callback(self._guarded, logger, logger.close)
@@ -117,41 +111,33 @@ class LoggerGroup:
             return _FAILED
 
 
-def build_logger(name: LoggerName, parameters: LoggerParameters) -> Logger:
-    """The logger called `name`."""
-    match name:
-        case "console":
-            from dream_trainer.loggers.console import ConsoleLogger
+def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
+    """The classes of `parameters.loggers`, in their order, if they can work."""
+    classes = [_logger_class(name) for name in parameters.loggers]
+    for name, cls in zip(parameters.loggers, classes, strict=True):
+        for package in cls.requires:
+            install = f"dream-trainer[{name}]" if name in BUILT_IN else package
+            refuse(
+                find_spec(package) is None,
+                f'loggers={parameters.loggers} names "{name}", whose package {package} is not installed. '
+                f'Install it with pip install "{install}", or leave "{name}" out.',
+            )
+        cls.check(parameters)
+    return classes
 
-            return ConsoleLogger()
-        case "jsonl":
-            from dream_trainer.loggers.jsonl import JSONLLogger
 
-            return JSONLLogger()
-        case "csv":
-            from dream_trainer.loggers.csv_file import CSVLogger
-
-            return CSVLogger()
-        case "tensorboard":
-            from dream_trainer.loggers.tensorboard import TensorBoardLogger
-
-            return TensorBoardLogger()
-        case "wandb":
-            from dream_trainer.loggers.weights_and_biases import WandbLogger
-
-            return WandbLogger(parameters.wandb)
-        case "mlflow":
-            from dream_trainer.loggers.mlflow_logger import MLflowLogger
-
-            return MLflowLogger(parameters.mlflow)
-        case "trackio":
-            from dream_trainer.loggers.trackio_logger import TrackioLogger
-
-            return TrackioLogger(parameters.trackio)
-        case "images":
-            from dream_trainer.loggers.media_files import ImageFilesLogger
-
-            return ImageFilesLogger()
+def _logger_class(name: str) -> type[Logger]:
+    entry = logger_entry(name)
+    try:
+        cls = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'the logger "{name}" is {entry.value}, which cannot be loaded ({error}). Install what it needs, or leave '
+            f'"{name}" out.'
+        ) from error
+    if isinstance(cls, type) and issubclass(cls, Logger):
+        return cls
+    raise ConfigError(f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.')
 
 
 def _checked(returned: object) -> list[Logger]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 if TYPE_CHECKING:
+    from dream_trainer.config.logger_parameters import LoggerParameters
     from dream_trainer.loggers.media import Media
+
+T = TypeVar("T")
 
 
 class Stamp(NamedTuple):
@@ -24,16 +27,27 @@ class Stamp(NamedTuple):
 
 
 class Logger(ABC):
-    """A place that numbers are written to. It lives on rank 0 alone, and its methods may not run collectives.
+    """A place that numbers are written to. It lives on rank 0 only, and its methods may not run collectives.
 
-    An exception from any of them is reported once and does not stop training, unless `strict` says so.
+    An exception from any of them is reported once and does not stop training, unless `strict=True`.
 
     Attributes:
+        requires: Packages that it imports when it opens; a missing one is an error when the trainer is built.
         is_open_early: Whether it is opened before training, since the user's code may write to it by itself; others are
             opened when there is something to write.
     """
 
+    requires: ClassVar[tuple[str, ...]] = ()
     is_open_early: ClassVar[bool] = False
+
+    @classmethod
+    def configured(cls, parameters: LoggerParameters) -> Self:
+        """The logger that `logger_parameters.loggers` names. Default: made without arguments."""
+        return cls()
+
+    @classmethod  # noqa: B027 (most loggers have no parameters)
+    def check(cls, parameters: LoggerParameters) -> None:
+        """Raises ConfigError if it cannot work with these parameters; called when the trainer is built."""
 
     @abstractmethod
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -76,8 +90,14 @@ class Logger(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most loggers keep nothing)
-        """Takes back what `state_dict` gave. `open` comes after it. A run that goes on from another run's checkpoint
-        gets nothing."""
+        """Takes back what `state_dict` gave. `open` comes after it. A run that continues another run's checkpoint gets
+        nothing."""
 
     def close(self) -> None:  # noqa: B027 (most loggers have nothing to release)
         """Releases what `open` took. Default: nothing."""
+
+    def _opened(self, what: T | None) -> T:
+        """What `open` made."""
+        if what is None:
+            raise RuntimeError("log() was called before open(). Open the logger on a run directory first.")
+        return what

@@ -1,15 +1,28 @@
-"""Files that outlive kills: appended to line by line, cut back on a resume, replaced whole or not at all."""
+"""Loggers that write lines, on the console, as JSON and as CSV, and files that outlive kills.
+
+Files are appended to line by line, cut back on a resume, and replaced whole or not at all.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from typing_extensions import override
+
+from dream_trainer.loggers.formatting import format_metrics
+from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.media import Histogram, Media, Table, Text
+from dream_trainer.screen import show
+
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _in_json = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # `json.dumps` makes one for each call
 
 
@@ -93,3 +106,150 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+class ConsoleLogger(Logger):
+    """One line for each set of metrics, without control codes, on whatever `sys.stdout` is at that moment.
+
+    A live progress bar takes standard output over and shows the lines above itself.
+    """
+
+    @override
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        show(f"run directory: {run_dir}" + ("" if resumed_step is None else f", resumed at step {resumed_step}"))
+
+    @override
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        # Flushed, so that a piped log is whole when the process is killed.
+        show(f"epoch {stamp.epoch} | step {stamp.step} | {format_metrics(metrics)}")
+
+
+class JSONLLogger(Logger):
+    """Appends to `metrics.jsonl` in the run directory.
+
+    Each line is one object: `step`, `epoch`, `samples`, `time` (seconds since 1970), then the metrics by name. JSON has
+    no NaN: what is not finite is one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`; `read_jsonl` gives floats
+    back. Texts, tables and histograms go to `media.jsonl`: the stamp, `name`, `kind` and the fields of that kind.
+
+    When a run resumes at a step, the lines of later steps are dropped in one atomic replacement, since they will come
+    again. A run that starts from nothing where there is a file keeps that as `metrics.1.jsonl` (2, 3, ...).
+
+    Args:
+        filename: Name of the file in the run directory.
+    """
+
+    def __init__(self, filename: str = "metrics.jsonl") -> None:
+        self._filename = filename
+        self._lines: LineFile | None = None
+        self._media: LineFile | None = None
+
+    @override
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        self.close()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._lines = LineFile(run_dir / self._filename, resumed_step)
+        self._media = LineFile(run_dir / "media.jsonl", resumed_step)
+
+    @override
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        self._opened(self._lines).write(stamp._asdict() | metrics)
+
+    @override
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        if self._media is None or not isinstance(media, Text | Table | Histogram):
+            return False
+        self._media.write(stamp._asdict() | {"name": name, "kind": type(media).__name__.lower(), **vars(media)})
+        return True
+
+    @override
+    def close(self) -> None:
+        for file in (self._lines, self._media):
+            if file is not None:
+                file.close()
+        self._lines = self._media = None
+
+
+def read_jsonl(path: Path | str, last_step: int | None = None) -> list[dict[str, float]]:
+    """The lines of a file that JSONLLogger wrote, non-finite numbers as floats.
+
+    A last line that a kill cut short is left out.
+
+    Args:
+        path: The file.
+        last_step: Lines of later steps are left out, too; None takes all.
+    """
+    return [
+        {name: _NONFINITE[value] if isinstance(value, str) else value for name, value in record.items()}
+        for _, record in read_lines(Path(path))
+        if last_step is None or record["step"] <= last_step
+    ]
+
+
+class CSVLogger(Logger):
+    """Appends to `metrics.csv` in the run directory: `step`, `epoch`, `samples`, `time`, then a column for each metric.
+
+    A cell is empty where a line has no such metric; NaN and infinities are `nan`, `inf`, `-inf`. A metric that comes
+    later adds a column: the file is replaced whole, once, so it is valid at any moment.
+
+    Resumes as JSONLLogger does: rows of later steps are dropped; a run from nothing keeps an earlier file.
+
+    Args:
+        filename: Name of the file in the run directory.
+    """
+
+    def __init__(self, filename: str = "metrics.csv") -> None:
+        self._filename = filename
+        self._path: Path | None = None
+        self._columns = list(Stamp._fields)
+        self._file: TextIO | None = None
+
+    @override
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        self.close()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / self._filename
+        self._columns = list(Stamp._fields)
+        rows: list[dict[str, Any]] = []
+        if resumed_step is None:
+            set_aside(self._path)
+        elif self._path.exists():
+            self._columns, rows = _read_csv(self._path)
+        self._rewrite(self._path, [row for row in rows if int(row["step"]) <= (resumed_step or 0)])
+
+    @override
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        file, path = self._opened(self._file), self._opened(self._path)
+        new = [name for name in metrics if name not in self._columns]
+        if new:
+            _, rows = _read_csv(path)
+            self._columns += new
+            file = self._rewrite(path, rows)
+        file.write(_text(self._columns, [stamp._asdict() | metrics]))
+        file.flush()
+
+    @override
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _rewrite(self, path: Path, rows: Iterable[dict[str, Any]]) -> TextIO:
+        self.close()
+        header = dict(zip(self._columns, self._columns, strict=True))
+        replace_file(path, _text(self._columns, [header, *rows]))
+        self._file = path.open("a", encoding="utf-8", newline="")
+        return self._file
+
+
+def _text(columns: list[str], rows: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Columns and rows; a last row that a kill cut short is left out."""
+    text = path.read_text(encoding="utf-8")
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+    rows = list(reader)
+    return list(reader.fieldnames or Stamp._fields), rows

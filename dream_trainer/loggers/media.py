@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from dream_trainer.loggers.buffer import whole
+from dream_trainer.loggers.buffer import is_sharded, whole
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.ranks import Ranks
+    from dream_trainer.loggers.records import Records
 
 Cell = str | int | float | bool | None
 
@@ -83,12 +87,89 @@ class Text:
 Media = Images | Video | Audio | Table | Histogram | Text
 
 
-def gathered(name: str, value: Any) -> Tensor:
-    """`value` as a plain tensor without gradient, where it lies. A DTensor is gathered: all ranks of its mesh call it.
+class MediaLog:
+    """Makes media of what is logged and adds them to the current record, on rank 0. Every rank gathers and checks.
 
-    Raises:
-        TypeError: It is neither a tensor nor an array.
+    Attributes:
+        world: The ranks.
     """
+
+    def __init__(self, records: Records, world: Ranks, warn_once: Callable[[str, str], None]) -> None:
+        self._records, self.world, self._warn_once = records, world, warn_once
+
+    def _gathered(self, name: str, value: Any) -> Tensor:
+        if self.world.forbidden is not None and is_sharded(value):
+            self.world.refuse_if_forbidden()
+        return gathered(name, value)
+
+    def _pixels(self, name: str, value: Tensor) -> Tensor:
+        shown, was_clamped = pixels(name, value)
+        if was_clamped:
+            message = f"{name!r} has values outside of 0 to 1, which are clamped for display."
+            self._warn_once(f"clamped {name}", message)
+        return shown
+
+    def _add(self, name: str, make: Callable[[], Media]) -> None:
+        if self.world.is_main and self._records.current.media is not None:
+            self._records.current.add_media(name, make())
+
+    def images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None) -> None:
+        """See `Cooperation.log_images`, and so on."""
+        tensors = [self._gathered(name, image) for image in images]
+        captions = [None] * len(tensors) if captions is None else captions
+        if len(captions) != len(tensors):
+            raise ValueError(f"{name!r} has {len(tensors)} images and {len(captions)} captions. Give one for each.")
+        for image in tensors:
+            if image.dim() > 3:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(image.shape)}, more than one image's [channels, height, width]. "
+                    f"Log several with log_images({name!r}, images)."
+                )
+        shown = zip(tensors, captions, strict=True)
+        if tensors:
+            self._add(name, lambda: Images(tuple(Image(self._pixels(name, image), text) for image, text in shown)))
+
+    def image_grid(self, name: str, images: Iterable[Any], columns: int | None, caption: str | None) -> None:
+        if columns is not None and columns < 1:
+            raise ValueError(f"columns={columns} of {name!r} is too small. Use 1 or more.")
+        if isinstance(images, Tensor):  # gathered at once
+            images = self._gathered(name, images)
+        tensors = [self._gathered(name, image) for image in images]
+        if tensors:
+            pictures = (self._pixels(name, image) for image in tensors)
+            self._add(name, lambda: Images((Image(grid(name, list(pictures), columns), caption),)))
+
+    def video(self, name: str, frames: Any, fps: float) -> None:
+        tensor = self._gathered(name, frames)
+        if tensor.dim() != 4 or not fps > 0:
+            shape = tuple(tensor.shape)
+            raise ValueError(
+                f"{name!r} has shape {shape}, fps={fps}. Log [time, channels, height, width], fps above 0."
+            )
+        self._add(name, lambda: Video(self._pixels(name, tensor), fps))
+
+    def audio(self, name: str, samples: Any, sample_rate: int) -> None:
+        tensor = self._gathered(name, samples)
+        self._add(name, lambda: audio(name, tensor, sample_rate))
+
+    def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        item = table(name, columns, rows)
+        self._add(name, lambda: item)
+
+    def histogram(self, name: str, values: Any, bins: int) -> None:
+        if bins < 1:
+            raise ValueError(f"bins={bins} of histogram {name!r} is too small. Use 1 or more.")
+        tensor = self._gathered(name, values)
+        self._add(name, lambda: histogram(tensor, bins))
+
+    def text(self, name: str, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"{name!r} is of type {type(text).__name__}, no text. Log a string, such as str(x).")
+        self._add(name, lambda: Text(text))
+
+
+def gathered(name: str, value: Any) -> Tensor:
+    """`value` as a plain tensor without gradient, where it lies. A DTensor is gathered, by all ranks."""
     if isinstance(value, Tensor):
         return whole(value.detach())
     pillow = sys.modules.get("PIL.Image")
@@ -110,12 +191,7 @@ def _of_pillow(image: Any) -> Tensor:
 
 
 def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
-    """Images or frames `[..., channels, height, width]` as uint8 on the CPU, and whether values had to be clamped.
-
-    Raises:
-        ValueError: The shape is not that of an image.
-        TypeError: The dtype is neither floating point, uint8 nor bool.
-    """
+    """Images or frames `[..., channels, height, width]` as uint8 on the CPU, and whether values had to be clamped."""
     if value.dim() == 2:
         value = value.unsqueeze(0)
     if value.dim() < 3 or value.shape[-3] not in (1, 3, 4) or value.numel() == 0:
@@ -139,10 +215,6 @@ def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
 def grid(name: str, images: Sequence[Tensor], columns: int | None = None, padding: int = 2) -> Tensor:
     """Images beside and below each other, on black.
 
-    Returns:
-        `[channels, rows * (height + padding) + padding, columns * (width + padding) + padding]`, uint8; height and
-        width are the largest there are.
-
     Raises:
         ValueError: Some have an alpha channel and some do not.
     """
@@ -162,12 +234,7 @@ def grid(name: str, images: Sequence[Tensor], columns: int | None = None, paddin
 
 
 def audio(name: str, value: Tensor, sample_rate: int) -> Audio:
-    """Sound of samples `[samples]` or `[channels, samples]`.
-
-    Raises:
-        ValueError: The shape is not that of a sound.
-        TypeError: The samples are not floating point.
-    """
+    """Sound of samples `[samples]` or `[channels, samples]`."""
     if value.dim() == 1:
         value = value.unsqueeze(0)
     if value.dim() != 2 or value.shape[0] not in (1, 2) or value.numel() == 0:
@@ -192,12 +259,7 @@ def histogram(value: Tensor, bins: int) -> Histogram:
 
 
 def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is not a string as its `str`.
-
-    Raises:
-        ValueError: A row has more or fewer cells than there are columns.
-        TypeError: The columns are a string, or the rows or one of them are not a sequence.
-    """
+    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is not a string as its `str`."""
     if isinstance(columns, str):
         raise TypeError(f"the columns of {name!r} are the string {columns!r}. Use a list of names: [{columns!r}].")
     if isinstance(rows, str) or not isinstance(rows, Iterable):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import re
 import wave
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import set_aside
@@ -31,11 +31,11 @@ class ImageFilesLogger(Logger):
     nothing where there is a directory keeps that as `media.1` (2, 3, ...).
     """
 
-    def __init__(self) -> None:
-        self._directory: Path | None = None
+    requires: ClassVar[tuple[str, ...]] = ("PIL",)
+    _directory: Path | None = None
 
+    @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Clears the directory of what will come again."""
         self._directory = run_dir / "media"
         if resumed_step is None:
             set_aside(self._directory)
@@ -45,11 +45,12 @@ class ImageFilesLogger(Logger):
             if match and int(match[1]) > resumed_step:
                 path.unlink()
 
+    @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Does nothing."""
 
+    @override
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        """Writes images and videos."""
         match media:
             case Images():
                 files = [("png", png(image)) for image in media.images]
@@ -57,66 +58,15 @@ class ImageFilesLogger(Logger):
                 files = [("gif", gif(media))]
             case _:
                 return False
-        if self._directory is None:
-            raise RuntimeError("log_media() was called before open(). Open the logger on a run directory first.")
         # A name is a path below the directory, whatever it has in it.
-        folder = self._directory.joinpath(*(part for part in re.split(r"[/\\]", name) if part.strip(". ")))
+        folder = self._opened(self._directory).joinpath(
+            *(part for part in re.split(r"[/\\]", name) if part.strip(". "))
+        )
         folder.mkdir(parents=True, exist_ok=True)
         for index, (suffix, data) in enumerate(files):
             number = f"_{index}" if len(files) > 1 else ""
             (folder / f"step_{stamp.step:08d}{number}.{suffix}").write_bytes(data)
         return True
-
-
-# -- MediaQueue: images and other media between the moment when they are logged and that when loggers get them.
-#
-# They wait for their window, or their validation, to be through: so they have the step of its numbers, and a window
-# that runs again writes them once. Loggers get them after all numbers of earlier steps: W&B takes steps in their order
-# alone.
-
-
-class MediaQueue:
-    """What rank 0 is still to write.
-
-    Attributes:
-        waiting: What training logged, with the step where that is known already; looked at after each window.
-        before_window: How many of them were logged before the running window.
-    """
-
-    __slots__ = ("_of_validation", "before_window", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[str, Media, Stamp | None]] = []
-        self.before_window = 0
-        self._of_validation: list[tuple[str, Media]] = []
-
-    def __iter__(self) -> Iterator[tuple[str, Media, Stamp | None]]:
-        return iter(self.waiting)
-
-    def add(self, name: str, item: Media, stamp: Stamp | None) -> None:
-        """Takes what training logs; without a stamp it gets that of the running window."""
-        self.waiting.append((name, item, stamp))
-
-    def add_in_validation(self, name: str, item: Media) -> None:
-        """Takes what the running validation logs."""
-        self._of_validation.append((name, item))
-
-    def window_dropped(self) -> None:
-        """Forgets what was logged since `before_window` was set."""
-        del self.waiting[self.before_window :]
-
-    def validation_started(self) -> None:
-        """Forgets what an earlier validation logged that nobody asked for: `evaluate` and `predict` write nothing."""
-        self._of_validation.clear()
-
-    def validated(self, stamp: Stamp) -> None:
-        """The running validation counts, and gets this stamp."""
-        self.waiting += [(name, item, stamp) for name, item in self._of_validation]
-        self._of_validation.clear()
-
-    def clear(self) -> None:
-        """Forgets what training logged."""
-        self.waiting.clear()
 
 
 def pil_image(pixels: Tensor) -> PIL.Image.Image:

@@ -7,7 +7,9 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+
+from typing_extensions import override
 
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import set_aside
@@ -27,12 +29,12 @@ class TensorBoardLogger(Logger):
     `tensorboard.1` (2, 3, ...). Tables are shown as text.
     """
 
-    def __init__(self) -> None:
-        self._file: BinaryIO | None = None
-        self._event: type[Event] | None = None
+    requires: ClassVar[tuple[str, ...]] = ("tensorboard", "google_crc32c")
+    _file: BinaryIO | None = None
+    _event: type[Event] | None = None
 
+    @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Starts a new event file."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
         self.close()
@@ -52,31 +54,29 @@ class TensorBoardLogger(Logger):
         start = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=now, step=0 if resumed_step is None else resumed_step + 1, session_log=start))
 
+    @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        """Writes all metrics as one event."""
         event = self._event_at(stamp)
         add = event.summary.value.add  # half the time of a list of Summary.Value
         for name, value in metrics.items():
             add(tag=name, simple_value=value)
         self._write(event)
 
+    @override
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        """Writes any kind."""
         event = self._event_at(stamp)
         event.summary.CopyFrom(_summary(name, media))
         self._write(event)
         return True
 
+    @override
     def close(self) -> None:
-        """Closes the event file."""
         if self._file is not None:
             self._file.close()
             self._file = self._event = None
 
     def _event_at(self, stamp: Stamp) -> Event:
-        if self._event is None:
-            raise RuntimeError("log() was called before open(). Open the logger on a run directory first.")
-        return self._event(wall_time=stamp.time, step=stamp.step)
+        return self._opened(self._event)(wall_time=stamp.time, step=stamp.step)
 
     def _write(self, event: Event) -> None:
         """Appends one event."""

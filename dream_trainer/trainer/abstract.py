@@ -20,6 +20,7 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.events.callback import Callback, TimedCallback
 from dream_trainer.events.collection import CallbackCollection
+from dream_trainer.loggers.records import Records
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
@@ -38,7 +39,7 @@ from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.unloaded_base import UnloadedBases
 from dream_trainer.trainer.user_class.class_checks import check_trainer, note_assignment
-from dream_trainer.trainer.window_state import ValidationState, WindowState
+from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -124,7 +125,7 @@ class AbstractTrainer(Hooks, Cooperation):
         self._data = ConnectedData()
         self._parallel = ParallelModels()
         self._window = WindowState()
-        self._validation = ValidationState()
+        self._records = Records()
         self._schedule = Schedule(config.training_parameters, self.progress)
         self._rates = ResumedRates(self.named_optimizers, self.named_schedulers)
         self._coordinator = Coordinator(self._schedule, self.progress)

@@ -63,7 +63,7 @@ class Session:
                 raise
         if not self.is_training:  # in a notebook the user may have redefined a step since the last call
             trainer._window.training_step = trainer._wrap_step(trainer.training_step)
-            trainer._validation.validation_step = trainer._wrap_step(trainer.validation_step)
+            trainer._window.validation_step = trainer._wrap_step(trainer.validation_step)
 
     def _launch_and_set_up(self) -> None:
         trainer = self._trainer

@@ -17,7 +17,7 @@ import torch
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
-from dream_trainer.loggers.buffer import MetricBuffer
+from dream_trainer.loggers.records import NoRecord, Record
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.cooperation import unlogged
@@ -54,10 +54,11 @@ def validate(
             trainer.val_name = name
             prefix = f"val/{name}/" if name else "val/"
             further = trainer._start_loader_metrics()
-            buffer = trainer._validation.buffer = MetricBuffer()
-            with trainer._parallel.whole():
-                _run_loader(trainer, batches, in_step(trainer, batches, max_batches, coordinator), buffer, further)
-            logged = _without_prefix(buffer.reduce(trainer.world))
+            media = None if trainer.is_sanity_validation else trainer._records.validation_media
+            record = Record(prefix=prefix, media=media, needs_weight=trainer.world.mesh_shape.cp > 1)
+            with trainer._records.inside(record), trainer._parallel.whole():
+                _run_loader(trainer, batches, in_step(trainer, batches, max_batches, coordinator), record, further)
+            logged = _without_prefix(record.metrics.reduce(trainer.world))
             of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
             for key in logged.keys() & of_metrics.keys():
                 trainer.warn_once(
@@ -77,8 +78,12 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
     Every module's own mode is restored, so one that the user keeps in eval mode stays there.
     """
     trainer.training = False
+    is_sanity, records = trainer.is_sanity_validation, trainer._records
+    where = "a sanity validation" if is_sanity else "predict or before a validation's loaders"
+    nowhere = NoRecord(where, trainer.warn_once, None if is_sanity else records.validation_media)
     try:
         with (
+            records.inside(nowhere),
             torch.no_grad(),
             preserved_random_state(trainer.world.device),
             float32_products(trainer.config.device_parameters, trainer.world.device, trainer.warn_once),
@@ -94,7 +99,6 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
     finally:
         trainer._parallel.reshard()
         trainer._parallel.forget_whole()
-        trainer._validation.buffer = None
         trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""
 
 
@@ -106,7 +110,7 @@ def _run_loader(
     trainer: AbstractTrainer,
     source: ValidationBatches,
     batches: Iterable[tuple[Any, bool]],
-    buffer: MetricBuffer,
+    record: Record,
     further: Sequence[ValidationMetrics],
 ) -> None:
     count, batch_size = trainer._data.count, source.batch_size
@@ -114,19 +118,15 @@ def _run_loader(
     for batch_idx, (batch, is_padding) in enumerate(batches):
         moved = trainer.move_batch(batch, trainer.world.device)
         if is_padding:
-            _keep_company(trainer, moved, batch_idx, buffer, further)
+            _keep_company(trainer, moved, batch_idx, record, further)
             continue
+        dealt = source.samples_in(batch_idx) if count.own is None else None
+        record.weight = count(batch, batch_size) if dealt is None else dealt
         for listener in before:
             listener(moved, batch_idx)
-        dealt = source.samples_in(batch_idx) if count.own is None else None
-        trainer._validation.weight = count(batch, batch_size) if dealt is None else dealt
-        result, weight = _result_and_weight(
-            trainer._validation.validation_step(moved, batch_idx),
-            trainer._validation.weight,
-            needs_weight=trainer.world.mesh_shape.cp > 1,
-        )
-        buffer.add_result(result, weight)
-        if batch_idx == 0 and not after and not buffer.has_values():
+        result, weight = _result_and_weight(trainer._window.validation_step(moved, batch_idx), record)
+        record.metrics.add_result(result, weight)
+        if batch_idx == 0 and not after and not record.metrics.has_values():
             message = unlogged("validation_step", result)
             if message is not None:
                 trainer.warn_once("unlogged validation_step", message)
@@ -134,15 +134,15 @@ def _run_loader(
             listener(result, batch_idx)
 
 
-def _result_and_weight(returned: Any, batch_size: int, *, needs_weight: bool) -> tuple[dict[str, Any], Any]:
+def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], Any]:
     """What a step returned: values to log, and the weight that it gave them or else the batch's size."""
-    if needs_weight and isinstance(returned, dict) and returned:
+    if record.needs_weight and isinstance(returned, dict) and returned:
         raise HookError(
             "validation_step returned values without their weight, under context_parallel, where ranks have different "
             "numbers of labels in their parts of a sequence. Return such a dict and the number of labels: "
             '{"loss": loss}, count.'
         )
-    result, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, batch_size)
+    result, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, record.weight)
     if not isinstance(result, dict):
         raise HookError(
             f"validation_step returned {type(returned).__name__}. Return a dict of values to log, {{}} for none; or "
@@ -152,17 +152,18 @@ def _result_and_weight(returned: Any, batch_size: int, *, needs_weight: bool) ->
 
 
 def _keep_company(
-    trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: MetricBuffer, further: Sequence[ValidationMetrics]
+    trainer: AbstractTrainer, batch: Any, batch_idx: int, record: Record, further: Sequence[ValidationMetrics]
 ) -> None:
     """Runs the step only for its collectives: what it logs and counts is thrown away."""
-    trainer._validation.buffer, trainer._validation.weight, trainer.is_padding_batch = MetricBuffer(), 0, True
+    trainer.is_padding_batch = True
     try:
-        with ExitStack() as contexts:
+        aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
+        with trainer._records.inside(aside), ExitStack() as contexts:
             for metrics in further:
                 contexts.enter_context(metrics.padding())
-            trainer._validation.validation_step(batch, batch_idx)
+            trainer._window.validation_step(batch, batch_idx)
     finally:
-        trainer._validation.buffer, trainer.is_padding_batch = buffer, False
+        trainer.is_padding_batch = False
 
 
 def in_step(
@@ -185,8 +186,8 @@ def in_step(
             fresh = fetch() if coordinator is None else coordinator.wait_for_batch(fetch)
         if not _some_rank_has_one(trainer, coordinator, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
-                # Without a buffer of its metrics it is not a validation.
-                purpose = "loader to predict" if trainer._validation.buffer is None else "validation loader"
+                is_prediction = isinstance(trainer._records.current, NoRecord)
+                purpose = "loader to predict" if is_prediction else "validation loader"
                 loader = f"{purpose} {trainer.val_name!r}" if trainer.val_name else purpose
                 trainer.warn_once(
                     f"no batch: {loader}",

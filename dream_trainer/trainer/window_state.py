@@ -1,16 +1,13 @@
-"""What the loop and a validation write down at each batch: objects with slots, as this is the step path."""
+"""What the loop writes down at each batch: an object with slots, as this is the step path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.errors import StepError
-
-if TYPE_CHECKING:
-    from dream_trainer.loggers.buffer import MetricBuffer
 
 
 def not_started(batch: Any, batch_idx: int) -> NoReturn:
@@ -28,6 +25,7 @@ class WindowState:
 
     Attributes:
         training_step: What is called with each batch and its index: the user's, wrapped by mixins.
+        validation_step: What validations call alike.
         batch: The running micro-batch, on the device.
         batch_samples: Its samples on this rank.
         sizes: Samples of each of this rank's batches.
@@ -43,6 +41,7 @@ class WindowState:
     """
 
     training_step: Callable[[Any, int], Any] = not_started
+    validation_step: Callable[[Any, int], Any] = not_started
     batch: Any = None
     batch_samples: int = 0
     sizes: list[int] = field(default_factory=list)
@@ -55,18 +54,3 @@ class WindowState:
     epoch_ends: bool = False
     validates: bool = False
     local_batches: int = 0
-
-
-@dataclass(slots=True)
-class ValidationState:
-    """The validation that runs.
-
-    Attributes:
-        validation_step: What is called with each batch and its index: the user's, wrapped by mixins.
-        buffer: Where it is logged to; None outside.
-        weight: Weight of the running batch: its samples.
-    """
-
-    validation_step: Callable[[Any, int], Any] = not_started
-    buffer: MetricBuffer | None = None
-    weight: int = 0

@@ -179,7 +179,7 @@ def test_the_graph_is_not_kept() -> None:
     loss = torch.ones(3, requires_grad=True).sum()
     buffer = MetricBuffer()
     buffer.add("loss", loss, loss)
-    (kept,) = buffer._columns["loss"].values
+    ((_, *kept),) = buffer._values
     assert all(isinstance(item, Tensor) and not item.requires_grad for item in kept)
 
 
@@ -187,7 +187,7 @@ def test_a_small_part_does_not_keep_a_large_tensor() -> None:
     large = torch.zeros(1000, 1000)
     buffer = MetricBuffer()
     buffer.add("first", large[0, 0])
-    ((value, _),) = buffer._columns["first"].values
+    ((_, value, _),) = buffer._values
     assert isinstance(value, Tensor)
     assert value.untyped_storage().nbytes() == 4
 

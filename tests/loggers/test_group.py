@@ -1,12 +1,15 @@
-"""LoggerGroup: what it refuses of the loggers it is given."""
+"""LoggerGroup and the table of loggers: what is found by name, and what is refused."""
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api import CSVLogger, HookError, LoggerGroup
+from dream_trainer.config import logger_parameters
+from tests.api import ConfigError, CSVLogger, HookError, Logger, LoggerGroup, LoggerParameters, Stamp, check_loggers
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,46 @@ def test_what_is_no_list_of_loggers_is_refused_with_what_to_write(given: Any, me
 
 def test_any_sequence_of_loggers_will_do() -> None:
     assert not LoggerGroup((CSVLogger(),), lambda key, text: None, strict=False).is_open
+
+
+class Spoken(Logger):
+    """As another package may bring it."""
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None: ...
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None: ...
+
+
+class Needy(Spoken):
+    requires = ("a_package_that_nobody_has",)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
+    """As if packages with these entry points were installed."""
+    entries = [EntryPoint(name, place, "dream_trainer.loggers") for name, place in places.items()]
+    monkeypatch.setattr(logger_parameters, "entry_points", lambda group: entries)
+
+
+def test_a_logger_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, spoken=f"{__name__}:Spoken", csv=f"{__name__}:Spoken")
+    parameters = LoggerParameters(loggers=("csv", "spoken"))
+    assert check_loggers(parameters) == [CSVLogger, Spoken]
+    with pytest.raises(ConfigError, match=r"loggers='spokn' is not known\. Use 'console', .* or 'spoken'\."):
+        LoggerParameters(loggers=("spokn",))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere.at.all:Spoken", r'"mine" is nowhere.at.all:Spoken, which cannot be loaded \(No module'),
+        (f"{__name__}:NotThere", r"NotThere, which cannot be loaded .* Install what it needs"),
+        (f"{__name__}:installed", r"installed, which is no class of loggers\. Derive it from Logger\."),
+        (f"{__name__}:Needy", r'"mine", whose package a_package_that_nobody_has is not installed'),
+    ],
+)
+def test_an_entry_point_that_gives_no_logger_is_refused_by_name(
+    place: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, mine=place)
+    with pytest.raises(ConfigError, match=message):
+        check_loggers(LoggerParameters(loggers=("mine",)))

@@ -151,7 +151,7 @@ import sys, threading
 from pathlib import Path
 from tests.loggers.test_mlflow_and_trackio import CONFIG, MEDIA, stamp
 from dream_trainer.config.logger_parameters import TrackioParameters
-from dream_trainer.loggers.trackio_logger import TrackioLogger
+from dream_trainer.loggers.trackers import TrackioLogger
 logger = TrackioLogger(TrackioParameters(name="shown", init_arguments={"auto_log_cpu": False}))
 assert "trackio" not in sys.modules and threading.active_count() == 1
 logger.open(Path("run"), CONFIG, None)

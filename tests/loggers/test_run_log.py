@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import JSONLLogger, Logger, LoggerGroup, LoggerParameters, Media, Ranks, RunLog, Stamp, Text
+from tests.api import (
+    JSONLLogger,
+    Logger,
+    LoggerGroup,
+    LoggerParameters,
+    Media,
+    Ranks,
+    Record,
+    Records,
+    RunLog,
+    Stamp,
+    Stragglers,
+    TrainingRecord,
+)
 
 BATCH = 4  # samples of a micro-batch
 
@@ -35,29 +48,42 @@ class Counter:
     """A run that counts windows, and its log."""
 
     def __init__(self, run_dir: Path, *, every: int = 2, run: str = "run", loggers: tuple[Logger, ...] = ()) -> None:
-        self.step = 0
+        self.step, self.size, self.in_window = 0, BATCH, True
+        self.records = Records()
+        parameters = LoggerParameters(log_every_n_steps=every)
         self.notes = Notes()
         self.told: list[tuple[int, dict[str, float]]] = []
         self.log = RunLog(
-            LoggerParameters(log_every_n_steps=every),
+            parameters,
             run_dir,
             ("tests", "loggers", run),
+            records=self.records,
+            training=TrainingRecord(lambda: (None, self.size), lambda: None if self.in_window else self.stamp()),
+            stragglers=Stragglers(parameters, list, lambda: (0, 0.0, 0.0), lambda key, message: None),
             config=lambda: {"seed": 3},
-            stamp=lambda: Stamp(self.step, 0, BATCH * self.step, 0.0),
+            stamp=self.stamp,
             notify=lambda metrics, step: self.told.append((step, metrics)),
             of_data=dict,
-            of_rank=dict,
-            hear=lambda ranks: None,
+            warn_once=lambda key, message: None,
         )
         group = LoggerGroup([self.notes, *loggers], lambda key, message: None, strict=True)
         self.log.connect(Ranks.alone(), group)
 
+    def stamp(self) -> Stamp:
+        return Stamp(self.step, 0, BATCH * self.step, 0.0)
+
+    def add(self, name: str, value: float) -> None:
+        self.records.current.add(name, value, None, "mean")
+
+    def show(self, name: str) -> None:
+        assert self.records.media is not None
+        self.records.media.text(name, "x")
+
     def batch(self, loss: float, *, weight: float | None = None, draw: float | None = None) -> None:
         """One micro-batch: `draw` is logged in it, and `loss` is its result."""
         if draw is not None:
-            self.log.add_undecided("draw", torch.tensor(draw), "mean", BATCH)
-        self.log.metrics.add_result({"loss": torch.tensor(loss)}, BATCH if weight is None else weight, "train/")
-        self.log.batch_finished(weight)
+            self.records.current.add("draw", torch.tensor(draw), None, "mean")
+        self.log.batch_finished({"loss": torch.tensor(loss)}, weight, BATCH)
 
     def window(self, *losses: float, **ends: bool) -> None:
         self.log.window_started()
@@ -111,7 +137,8 @@ def test_what_is_logged_in_a_micro_batch_counts_by_its_weight_or_its_size(run: C
     run.log.window_finished(2, is_last=True)
     run.log.window_started()
     run.batch(1.0, draw=10.0)
-    run.log.add_undecided("draw", 0.0, "mean", 3 * BATCH)  # after the batch; the window's end decides
+    run.size = 3 * BATCH
+    run.add("draw", 0.0)  # after the batch; the window's end decides
     run.step = 4
     run.log.window_finished(4, is_last=True)
     assert [line["draw"] for line in run.log.history] == [1.0, 2.5]
@@ -121,22 +148,20 @@ def test_a_window_that_runs_again_is_counted_once(run: Counter) -> None:
     run.window(1.0)
     run.log.window_started()
     run.batch(100.0, draw=100.0)
-    run.log.add_undecided("draw", 100.0, "mean", BATCH)
-    run.log.media.add("first try", Text("x"), None)
+    run.add("draw", 100.0)
+    run.show("first try")
     run.log.window_dropped()
     run.batch(3.0, draw=5.0)
-    run.log.media.add("second try", Text("x"), None)
+    run.show("second try")
     run.step = 2
     run.log.window_finished(2, is_last=True)
     assert run.notes.got == [(2, "second try"), (2, {"train/loss": 2.0, "draw": 5.0})]
 
 
 def test_loggers_are_opened_when_there_is_something_to_write(run: Counter) -> None:
-    assert run.log.is_to_be_opened
-    assert not run.log.open_if_needed()
-    run.log.metrics.add("loss", 1.0)
-    assert run.log.open_if_needed()
-    assert not run.log.is_to_be_opened
+    assert run.log.batch_finished({}, None, BATCH)
+    assert run.notes.opened == []
+    assert not run.log.batch_finished({"loss": 1.0}, None, BATCH)
     assert run.notes.opened == [({"seed": 3}, None)]
 
 
@@ -144,7 +169,7 @@ def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) 
     run = Counter(tmp_path, every=1)
     second = Ranks(1, 2, None)
     second.world_size = 1  # it is not main, and nobody answers here
-    run.log.connect(second, None)
+    run.log.connect(second, LoggerGroup([], lambda key, message: None))
     run.window(1.0, is_last=True)
     assert run.told == [(1, {"train/loss": 1.0})]
     assert len(run.log.history) == 1
@@ -157,10 +182,11 @@ def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) 
 def test_media_wait_for_their_window_and_for_the_numbers_of_earlier_steps(run: Counter) -> None:
     run.window(1.0)
     run.log.window_started()
-    run.log.media.add("in the window", Text("x"), None)
+    run.show("in the window")
     run.batch(3.0)
     run.step = 2
-    run.log.media.add("between windows", Text("x"), Stamp(2, 0, 8, 0.0))
+    run.in_window = False
+    run.show("between windows")
     assert run.notes.got == []
     run.log.window_finished(2)
     run.window(5.0)
@@ -170,10 +196,10 @@ def test_media_wait_for_their_window_and_for_the_numbers_of_earlier_steps(run: C
 def test_media_of_a_validation_are_written_with_it_and_those_of_others_never(run: Counter) -> None:
     run.window(1.0)
     run.window(3.0)
-    run.log.media.validation_started()
-    run.log.media.add_in_validation("val/of an evaluation", Text("x"))
-    run.log.media.validation_started()
-    run.log.media.add_in_validation("val/sample", Text("x"))
+    for name in ("of an evaluation", "sample"):
+        run.log.validation_started(is_training=True)
+        with run.records.inside(Record(prefix="val/", media=run.records.validation_media)):
+            run.show(name)
     run.log.validated({"val/loss": 9.0})
     assert run.notes.got == [(2, {"train/loss": 2.0}), (2, "val/sample"), (2, {"val/loss": 9.0})]
 
@@ -184,11 +210,9 @@ def test_media_of_a_validation_are_written_with_it_and_those_of_others_never(run
 def test_what_listeners_to_a_validation_log_is_a_line_of_its_own(run: Counter) -> None:
     run.window(1.0)
     with run.log.line_of_its_own(counts=True):
-        assert run.log.own_line is not None
-        run.log.own_line.add("val/rank", 7.0)
+        run.add("val/rank", 7.0)
         with run.log.line_of_its_own(counts=False):  # one of them evaluates
-            run.log.own_line.add("val/rank", 100.0)
-    assert run.log.own_line is None
+            run.add("val/rank", 100.0)
     run.window(3.0, is_last=True)
     assert run.told == [(1, {"val/rank": 7.0}), (2, {"train/loss": 2.0})]
 
@@ -196,8 +220,7 @@ def test_what_listeners_to_a_validation_log_is_a_line_of_its_own(run: Counter) -
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
     run.window(1.0)
     with run.log.line_of_its_own(counts=True):
-        assert run.log.own_line is not None
-        run.log.own_line.add("val/rank", 7.0)
+        run.add("val/rank", 7.0)
         state = run.state()
         assert run.told == [(1, {"val/rank": 7.0})]
     assert run.told == [(1, {"val/rank": 7.0})]

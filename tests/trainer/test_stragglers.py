@@ -121,27 +121,16 @@ def test_the_slow_rank_is_named_once_by_its_host_and_cause_and_nobody_else_is(de
     assert not any(of_other.values())
 
 
-class Heard:
-    """What a straggler's judge needs of a trainer of four ranks."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.world = self
-        self.host = "here"
-
-    def all_gather_object(self, host: str) -> list[str]:
-        return [host] * 4
-
-    def warn_once(self, key: str, message: str) -> None:
-        self.said.append(message)
-
-
 def judge(lines: list[list[float]], factor: float = 1.5, n: int = 3) -> list[str]:
-    trainer: Any = Heard()
-    stragglers = Stragglers(trainer, dt.LoggerParameters(straggler_factor=factor, straggler_lines=n))
+    """What is said of four ranks on one host."""
+    said: list[str] = []
+    parameters = dt.LoggerParameters(straggler_factor=factor, straggler_lines=n)
+    stragglers = Stragglers(
+        parameters, lambda: ["here"] * 4, lambda: (0, 0.0, 0.0), lambda key, text: said.append(text)
+    )
     for work in lines:
         stragglers.hear({"seconds of work": work, "seconds of data": [0.0] * 4})
-    return trainer.said
+    return said
 
 
 def test_it_takes_lines_in_a_row_and_a_rank_is_named_once() -> None:

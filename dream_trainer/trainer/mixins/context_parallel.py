@@ -19,6 +19,7 @@ from dream_trainer.checks import spell
 from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError, RanksDifferError
+from dream_trainer.loggers.records import NoRecord
 from dream_trainer.modules.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
@@ -82,7 +83,7 @@ class ContextParallelMixin(AbstractTrainer):
         assert takeover is not None  # since `_finish_setup`
 
         def with_part(batch: Any, batch_idx: int) -> Any:
-            if not self.training and self._validation.buffer is None:  # a prediction
+            if isinstance(self._records.current, NoRecord):  # a prediction
                 return with_whole_batch(batch, batch_idx)
             seed = _step_seed(self, batch_idx)
             cut.begin(batch)

@@ -273,7 +273,7 @@ def _materialise(trainer: SetupMixin) -> None:
     remember_first_values(models, build.plan)
     build.tape = None  # it keeps what the constructors computed
     trainer._unloaded_bases = UnloadedBases(models, build.frozen_draws)
-    is_logged = type(trainer).log is not Cooperation.log
+    is_logged = trainer._records.media is not None or type(trainer).log is not Cooperation.log
     balance = ExpertBalance(models, world, partial(trainer.log_dict, weight=1.0) if is_logged else None)
     trainer._parallel.experts = balance or None
     if world.world_size == 1:

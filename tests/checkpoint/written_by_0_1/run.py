@@ -32,7 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import dream_trainer as dt
 from dream_trainer.data import DistributedDataLoader
-from dream_trainer.loggers.jsonl import read_jsonl
+from dream_trainer.loggers import read_jsonl
 
 HERE = Path(__file__).parent
 FEATURES, CLASSES = 5, 3

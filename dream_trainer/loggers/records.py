@@ -1,0 +1,177 @@
+"""Records: the lines in the making, and which of them `log` adds to now.
+
+There is one of training, one of each validation loader, and one of what listeners to the end of a validation or an
+epoch log. The phases of a run change which is current, so `log` asks for no phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from typing_extensions import override
+
+from dream_trainer.errors import HookError
+from dream_trainer.loggers.buffer import MetricBuffer, Scalar, check_reduction, keep
+from dream_trainer.loggers.interface import Stamp
+
+if TYPE_CHECKING:
+    from dream_trainer.loggers.media import Media, MediaLog
+
+Logged = tuple[str, "Media", Stamp | None]
+"""A name, what was logged under it, and where it belongs if that is known already."""
+
+
+class Record:
+    """A line in the making.
+
+    Args:
+        prefix: What the names of its line begin with: `val/` and the loader's name, in a validation.
+        media: Where images and such are collected; None drops them.
+        media_stamp: Where they belong, if that is known when they are logged.
+        needs_weight: Whether a mean must have a weight.
+        is_own_line: Whether it is written at once, when the listeners who log to it have been called.
+
+    Attributes:
+        metrics: Its numbers.
+        weight: Weight of a value that is logged without one.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix: str = "",
+        media: list[Logged] | None = None,
+        media_stamp: Callable[[], Stamp | None] = lambda: None,
+        needs_weight: bool = False,
+        is_own_line: bool = False,
+    ) -> None:
+        self.metrics = MetricBuffer()
+        self.weight: Scalar = 1.0
+        self.prefix, self.needs_weight, self.is_own_line = prefix, needs_weight, is_own_line
+        self.media, self._media_stamp = media, media_stamp
+
+    def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
+        """Adds a value."""
+        if weight is None and self.needs_weight and reduce == "mean":
+            raise HookError(
+                f"log({name!r}) without weight= in a validation under context_parallel, where ranks have different "
+                "numbers of labels in their parts of a sequence. Pass weight=the number of labels."
+            )
+        self.metrics.add(self._own_name(name), value, self.weight if weight is None else weight, reduce)
+
+    def add_media(self, name: str, item: Media) -> None:
+        """Adds an image or such."""
+        if self.media is not None:
+            name = self.prefix + name.removeprefix("val/") if self.prefix else name
+            self.media.append((name, item, self._media_stamp()))
+
+    def _own_name(self, name: str) -> str:
+        """The name without what all names of the line begin with."""
+        if self.prefix:
+            return name.removeprefix("val/")
+        if name in Stamp._fields:
+            raise ValueError(
+                f"metric {name!r} would hide the {name} that each line has. Use another name, such as 'my/{name}'."
+            )
+        return name
+
+
+class TrainingRecord(Record):
+    """The line of training.
+
+    Values of a micro-batch wait for the weight that its backward may bring. What a window logged is dropped if it runs
+    again.
+
+    Args:
+        of_batch: The running micro-batch's backward weight, if it has one by now, and its samples.
+        media_stamp: Where media belong that are logged now; None for the step that the running window completes.
+
+    Attributes:
+        waiting: Its media that are still to be written.
+        undecided: Values of the running micro-batch, each with its batch's samples.
+    """
+
+    def __init__(
+        self, of_batch: Callable[[], tuple[Scalar | None, int]], media_stamp: Callable[[], Stamp | None]
+    ) -> None:
+        self.waiting: list[Logged] = []
+        super().__init__(media=self.waiting, media_stamp=media_stamp)
+        self._of_batch = of_batch
+        self.undecided: list[tuple[str, Scalar, str, int]] = []
+        self._n_media = 0  # of before the running window
+
+    @override
+    def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
+        size = 0
+        if weight is None:
+            weight, size = self._of_batch()
+        if weight is not None:
+            self.metrics.add(self._own_name(name), value, weight, reduce)
+            return
+        check_reduction(name, reduce)
+        self.undecided.append((self._own_name(name), keep(name, value), reduce, size))
+
+    def decide(self, weight: Scalar | None = None) -> None:
+        """Gives the values that wait for it the backward weight, or their batch's samples if there is none."""
+        undecided, self.undecided = self.undecided, []  # one that is refused is refused once
+        for name, value, reduce, size in undecided:
+            self.metrics.add(name, value, size if weight is None else weight, reduce)
+
+    def window_started(self) -> None:
+        """What comes from here on belongs to the next window."""
+        if self.undecided:
+            self.decide()
+        self.metrics.mark()
+        self._n_media = len(self.waiting)
+
+    def window_dropped(self) -> None:
+        """Forgets what was logged since `window_started`: the window runs again."""
+        self.undecided.clear()
+        self.metrics.rewind()
+        del self.waiting[self._n_media :]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.undecided.clear()
+        self.waiting.clear()
+        self.metrics = MetricBuffer()
+
+
+class NoRecord(Record):
+    """Where nothing is logged: numbers are ignored, with a warning."""
+
+    def __init__(self, where: str, warn_once: Callable[[str, str], None], media: list[Logged] | None) -> None:
+        super().__init__(prefix="val/", media=media)
+        self._where, self._warn_once = where, warn_once
+
+    @override
+    def add(self, name: str, value: Tensor | float, weight: Scalar | None, reduce: str) -> None:
+        message = f"log({name!r}) was called in {self._where}, where nothing is logged: ignored."
+        self._warn_once("log outside", message)
+
+
+class Records:
+    """Which record is current.
+
+    Attributes:
+        current: What `log` adds to.
+        validation_media: What the running validation logged, or the last one that nobody asked for.
+        media: Makes images and such of what is logged; None without a log.
+    """
+
+    def __init__(self) -> None:
+        self.current = Record()
+        self.validation_media: list[Logged] = []
+        self.media: MediaLog | None = None
+
+    @contextmanager
+    def inside(self, record: Record) -> Iterator[None]:
+        """Inside, `record` is current."""
+        before, self.current = self.current, record
+        try:
+            yield
+        finally:
+            self.current = before
