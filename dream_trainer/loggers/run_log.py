@@ -176,8 +176,6 @@ class RunLog:
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
         """What is logged inside is of the validation or the epoch that has just ended, and has nothing to do with
         training's next line: written at the end. One inside may evaluate, which comes here too."""
-        if counts:
-            self.land()
         media = self._training.waiting if counts else None
         record = Record(media=media, media_stamp=self._stamp, is_own_line=counts)
         with self._records.inside(record):

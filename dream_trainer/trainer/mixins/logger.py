@@ -180,7 +180,10 @@ class LoggerMixin(AbstractTrainer):
         if not anyone_listens(self, event):
             super()._tell_end(event, *args)
             return
-        with self._run_log.line_of_its_own(counts=not (self.is_sanity_validation or self.is_evaluating)):
+        counts = not (self.is_sanity_validation or self.is_evaluating)
+        if counts or self.global_step > 0:  # before the first step, what waits has that step
+            self._run_log.land()
+        with self._run_log.line_of_its_own(counts=counts):
             super()._tell_end(event, *args)
 
     @override
