@@ -30,8 +30,9 @@ _NAMES = {
     "dream_trainer.checkpoint.model_state": (
         "load_model_extra_state load_rank_buffers model_extra_state model_tensors parameter_fqns rank_buffers"
     ),
-    "dream_trainer.checkpoint.optimizer_state": "optimizer_state prepare_optimizer_state",
+    "dream_trainer.checkpoint.optimizer_state": "optimizer_state",
     "dream_trainer.checkpoint.random_state": "random_state set_random_state",
+    "dream_trainer.checkpoint.restored_optimizer": "prepare_optimizer_state",
     "dream_trainer.checkpoint.retention": "Retention best_checkpoint kept retire",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata read_and_verify",

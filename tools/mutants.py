@@ -679,7 +679,7 @@ MUTANTS = [
     ),
     Mutant(
         "another optimizer goes on with the last one's options",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/restored_optimizer.py",
         "if saved not in (None, current):",
         "if False:",
         "tests/trainer/test_training_metrics.py",
@@ -770,7 +770,7 @@ MUTANTS = [
     ),
     Mutant(
         "the checkpoint's learning rate silently wins in a branch",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/restored_optimizer.py",
         "saved if with_options else {}",
         "saved",
         "tests/trainer/test_branching.py -k outlives",
@@ -1484,7 +1484,7 @@ MUTANTS = [
     ),
     Mutant(
         "a group that is empty in a stage begins anew on a resume",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/restored_optimizer.py",
         "            owners = {index}\n",
         "            pass\n",
         "tests/trainer/test_pipeline_user_models.py -k layer_decay",

@@ -25,14 +25,9 @@ from dream_trainer.checkpoint.model_state import (
     parameter_fqns,
     take_shapes,
 )
-from dream_trainer.checkpoint.optimizer_state import (
-    OPTIMIZER_PREFIX,
-    RANK_PREFIX,
-    has_own_of_ranks,
-    of_one_stage,
-    prepare_optimizer_state,
-)
+from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, RANK_PREFIX, has_own_of_ranks, of_one_stage
 from dream_trainer.checkpoint.random_state import set_random_state
+from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.outcomes import on_all_ranks
