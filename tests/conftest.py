@@ -134,13 +134,6 @@ def leaves_the_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     os.chdir(before)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def imports_are_no_garbage() -> None:
-    """Closing a trainer collects garbage, which takes half a second over all that tests have imported."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def works_in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trainer writes down what it does, in `runs` of the working directory."""
