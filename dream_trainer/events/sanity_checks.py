@@ -41,11 +41,12 @@ class SanityChecks(Callback):
     """
 
     order = 1000  # after the callbacks that step schedulers or change modes
+    _is_on = False  # from the beginning of training to its end; a signal ends it early
 
     @override
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         self._n_steps = 0
-        self._was_interrupted = self._has_validated = False
+        self._is_on, self._has_validated = True, False
         self._step_before, self._writes_before = trainer.global_step, _writes(trainer)
         schedulers = trainer.named_schedulers().values()
         self._before = {id(s): (steps_taken(s), trainer.times_stepped(s), _rates_of(s)) for s in schedulers}
@@ -67,11 +68,10 @@ class SanityChecks(Callback):
 
     @override
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        if trainer.is_sanity_validation:
-            return
-        self._has_validated = True
-        self._check_steps(trainer)
-        self._warn_of_schedulers_out_of_step(trainer)
+        if self._is_on and not trainer.is_evaluating:
+            self._has_validated = True
+            self._check_steps(trainer)
+            self._warn_of_schedulers_out_of_step(trainer)
 
     @override
     def post_epoch(self, trainer: AbstractTrainer) -> None:
@@ -83,11 +83,12 @@ class SanityChecks(Callback):
 
     @override
     def on_interrupt(self, trainer: AbstractTrainer) -> None:
-        self._was_interrupted = True  # what happens once an epoch may not have had its turn
+        self._is_on = False  # what happens once an epoch may not have had its turn
 
     @override
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        if not self._was_interrupted:
+        if self._is_on:
+            self._is_on = False
             self._warn_of_schedulers_out_of_step(trainer)
             self._warn_of_idle_schedulers(trainer)
             self._check_steps(trainer)

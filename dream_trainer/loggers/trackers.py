@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 import tempfile
+from abc import abstractmethod
 from collections import Counter
 from importlib import import_module
 from inspect import signature
@@ -85,11 +86,13 @@ class _JournalLogger(Logger):
             self._send(self._shown(name, media, Path(directory)), stamp.step)
         return True
 
+    @abstractmethod
     def _send(self, values: dict[str, Any], step: int) -> None:
-        raise NotImplementedError
+        """Gives values to the tracker."""
 
+    @abstractmethod
     def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
-        raise NotImplementedError
+        """What the tracker logs for `media`, whose files are in `directory`."""
 
     @override
     def close(self) -> None:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import SWALR
 
+import dream_trainer as dt
 from tests.trainer.small import Spread, Validates, batches, make_config
 
 
@@ -223,3 +224,22 @@ def test_steps_by_hand_between_two_fits_are_not_counted(caplog: pytest.LogCaptur
         trainer.scheduler.step()
         trainer.fit()
     assert "by hand" not in caplog.text
+
+
+class Stops(Validates, Scheduled):
+    """Asks for an end in the validation before training."""
+
+    def pre_val_epoch(self) -> None:
+        if self.is_sanity_validation:
+            self.request_stop("enough")
+
+
+def test_an_end_before_the_first_step_and_an_evaluation_before_fit_are_no_error() -> None:
+    with Stops(make_config(n_epochs=1, num_sanity_val_steps=1), batches(4), batches(2)) as trainer:
+        trainer.fit()
+        assert trainer.local_batches == 0
+    evaluates = type("Evaluates", (dt.EvalMixin, Validates, Scheduled), {})
+    with evaluates(make_config(n_epochs=1), batches(4), batches(2)) as trainer:
+        trainer.evaluate()
+        trainer.fit()
+        assert trainer.global_step == 4
