@@ -26,8 +26,9 @@ class CallbackCollection:
     """
 
     def __init__(self, callbacks: Iterable[Callback] = (), defaults: Iterable[Callback] | None = None) -> None:
-        if isinstance(callbacks, Callback):
-            raise TypeError(f"CallbackCollection got {callbacks!r}. Use a list: CallbackCollection([...]).")
+        for given in (callbacks, defaults):
+            if isinstance(given, Callback):
+                raise TypeError(f"CallbackCollection got {given!r}. Use a list: CallbackCollection([...]).")
         members: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
         self._callbacks: list[Callback] = members
         self._defaults: list[Callback] = [SanityChecks()] if defaults is None else list(defaults)
