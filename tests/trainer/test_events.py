@@ -170,6 +170,8 @@ def test_collectives_raise_inside_a_main_process_only_callback_even_in_one_proce
 
 
 def test_something_that_is_no_callback_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"SanityChecks.* Use a list: CallbackCollection"):
+        dt.CallbackCollection(defaults=dt.callbacks.SanityChecks())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not a Callback"):
         dt.CallbackCollection([object()])  # type: ignore[list-item]
     for given in ([dt.callbacks.Progress], dt.callbacks.Progress):
