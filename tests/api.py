@@ -51,7 +51,6 @@ _NAMES = {
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
     "dream_trainer.compat.computation": "Computation",
-    "dream_trainer.compat.computed_from": "is_computed_from viewed",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.compat.gradient_hooks": "after_accumulation changes_gradients has_hooks keep_hooks",
@@ -147,7 +146,7 @@ _NAMES = {
     "dream_trainer.meta.realize": "materialize remember",
     "dream_trainer.meta.tape": "Tape",
     "dream_trainer.modules": "ExpertExchange split_experts",
-    "dream_trainer.modules.attention_takeover": "AttentionTakeover _ATTENDS",
+    "dream_trainer.modules.attention_takeover": "AttentionTakeover",
     "dream_trainer.modules.class_change": "own_class",
     "dream_trainer.modules.compiled_attention": "compile_with_shared_attention",
     "dream_trainer.modules.context_attention": "ContextAttention GatheredAttention UlyssesAttention",
@@ -159,7 +158,6 @@ _NAMES = {
     "dream_trainer.modules.pipeline_stages": (
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),
-    "dream_trainer.modules.position_checks": "PositionChecks is_spanning name_in_pytorch",
     "dream_trainer.modules.random_parts": "declare_random_layer undeclared_dropouts",
     "dream_trainer.modules.recompute": "Recomputed recompute",
     "dream_trainer.modules.sequence_parts": "SequenceParts",

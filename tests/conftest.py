@@ -52,7 +52,7 @@ LONGEST = tuple(
         *("docs/test_code_blocks", "docs/test_site", "faults/test_kills", "faults/test_local_checkpoints"),
         *("faults/test_signals", "faults/test_terminals", "callbacks/test_ema", "stores/test_runs"),
         *("trainer/test_context_parallel", "trainer/test_expert_parallel", "trainer/test_failures"),
-        *("trainer/test_float8", "trainer/test_forward_comparison", "trainer/test_hang", "trainer/test_local_sgd"),
+        *("trainer/test_float8", "trainer/test_verify", "trainer/test_hang", "trainer/test_local_sgd"),
         *("trainer/test_optimizer_resume", "trainer/test_pipeline_meshes", "trainer/test_precision"),
         *("trainer/test_resume", "trainer/test_several_models", "trainer/test_stragglers"),
         *("trainer/test_tensor_parallel", "trainer/test_touched_shards", "trainer/test_uneven_use"),

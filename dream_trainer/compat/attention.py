@@ -18,7 +18,6 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "NATIVE_LAYERS",
     "BlockMask",
     "CausalBias",
     "attend_elsewhere",
@@ -31,9 +30,6 @@ __all__ = [
     "same_document_mask",
 ]
 
-
-NATIVE_LAYERS = (torch._VF._transformer_encoder_layer_fwd, torch._VF._native_multi_head_attention)
-"""What PyTorch's own layers call in evaluation, in place of functions of attention."""
 
 _elsewhere = False
 

@@ -67,11 +67,11 @@ class DeviceParameters:
     activation_checkpointing: Recomputation = "none"
     """What blocks compute again in backward instead of keeping it (ActivationCheckpointingMixin): nothing, everything,
     all but what is dear to compute, or each block what keeps them within a budget of memory."""
-    compare_first_forward: bool = False
-    """Whether, where ranks share layers, sequences or experts, each model's first forward in training is run in one
-    piece as well, in evaluation and without gradients, and its blocks have to give the same. For a new model or plan:
-    it finds what cannot be told from outside. Each rank needs the memory of a forward of whole sequences, and with
-    split layers or experts that of the whole model; forward hooks of yours see these two forwards, too."""
+    verify: bool = True
+    """Whether the first training step verifies that ranks which share layers, sequences or experts compute what one
+    process does: block outputs and parameter gradients in evaluation mode. If they differ, all ranks raise StepError.
+    This takes the memory of one more forward and backward of whole sequences, with the weights of one block; forward
+    hooks see these forwards. Without effect under `pipeline_parallel` and `float8`."""
     start_timeout_seconds: PositiveFloat = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: PositiveFloat = 600.0
@@ -110,12 +110,6 @@ class DeviceParameters:
             f"cpu_offload=True with expert_parallel={experts} is not supported: fully_shard does not move shared "
             "experts to the device and back. Use cpu_offload=False with more expert_parallel, or dp_shard beside it, "
             "which leave each rank less; or expert_parallel=1.",
-        )
-        other = f"pipeline_parallel={pipeline}" if pipeline > 1 else f'float8="{self.float8}"'
-        refuse(
-            self.compare_first_forward and (pipeline > 1 or self.float8 != "none"),
-            f"compare_first_forward=True with {other}, where a forward cannot be compared with one in one piece. "
-            "Compare once without it, and train with it.",
         )
         refuse(
             self.compile and tensor > 1 and self.activation_checkpointing == "full",

@@ -15,10 +15,9 @@ from weakref import ref
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from dream_trainer.compat.attention import NATIVE_LAYERS, attend_elsewhere, has_keys_elsewhere
+from dream_trainer.compat.attention import attend_elsewhere, has_keys_elsewhere
 from dream_trainer.compat.compiler import (
     Call,
     CompiledInside,
@@ -31,9 +30,8 @@ from dream_trainer.compat.compiler import (
 )
 from dream_trainer.compat.pytorch import function_modes, in_backward
 from dream_trainer.errors import DreamTrainerError, StepError
-from dream_trainer.modules.attention_takeover import AttentionTakeover, Checked, Handler
+from dream_trainer.modules.attention_takeover import AttentionTakeover, Handler
 from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.modules.hidden_backward import refuse_hidden_backward
 from dream_trainer.modules.shared_draws import RandomFunction
 
 
@@ -58,8 +56,9 @@ class SharedBlock(CompiledInside, Changed):
         if takeover is None:  # outside of steps, where each rank has whole sequences
             with own_errors(DreamTrainerError, _misfit):
                 return type(self)._whole(self, *args, **kwargs)
-        refuse_hidden_backward()
         forward = super().forward
+        if not takeover.runs_compiled:
+            return forward(*args, **kwargs)
         lengths, own, changed = frozenset(takeover.attention.lengths), ref(self), ""
         # Equal blocks share graphs, of which there may be so many; where blocks differ more, each has some of its own.
         for owner in (own,) if (own, lengths) in takeover.compiled else (type(self), own):
@@ -113,7 +112,7 @@ class _InGraphs(AttentionTakeover):
 
     def attends(self, function: Any) -> bool:
         """Whether a function is attention that goes to ours."""
-        return self.handler(function) == self._attend or function is attend_elsewhere
+        return self.handler(function) == self.attention.scaled_dot_product_attention or function is attend_elsewhere
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, inside of this mode."""
@@ -151,7 +150,7 @@ def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str 
 
 
 def _share(in_graphs: _InGraphs, call: Call) -> None:
-    """Has a call of attention go to ours; what else steps check is checked of other calls, too."""
+    """Has a call of attention go to ours."""
     handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
     if isinstance(handler, RandomFunction):
         handler.refuse_in_graph(call.result, *call.args, **call.kwargs)
@@ -174,12 +173,8 @@ def _share(in_graphs: _InGraphs, call: Call) -> None:
             "packed_attention_mask was called in a compiled block under context_parallel, where it sees this rank's "
             "documents alone. Make the mask before the blocks, and hand it to them; or use compile=False."
         )
-    elif "multi_head_attention_forward" in call.stack or call.function in NATIVE_LAYERS:
-        in_graphs.checks[F.multi_head_attention_forward]()
     elif call.is_opaque:
         call.replace(in_graphs.around(call.function))
-    elif isinstance(handler, Checked):
-        handler.look(*call.args, **call.kwargs)
 
 
 def _misfit(text: str) -> StepError:

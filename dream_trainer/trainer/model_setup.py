@@ -17,17 +17,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.trainer.abstract import AbstractTrainer
-    from dream_trainer.trainer.forward_comparison import ForwardComparison
     from dream_trainer.trainer.mixins.setup import SetupMixin
+    from dream_trainer.trainer.verify import Verification
 
 
-def compared_with_now(trainer: SetupMixin) -> ForwardComparison | None:
-    """Of models with what they are now, in one piece, if that is asked for and there is something to compare."""
-    if not trainer.config.device_parameters.compare_first_forward:
-        return None
-    from dream_trainer.trainer.forward_comparison import ForwardComparison, shares_forwards
+def verified_against_now(trainer: SetupMixin) -> Verification | None:
+    """Of models with what they are now, in one piece, where ranks will share that."""
+    from dream_trainer.trainer.verify import Verification, is_verifiable
 
-    return ForwardComparison(trainer) if shares_forwards(trainer.config.device_parameters) else None
+    return Verification(trainer) if is_verifiable(trainer.config.device_parameters) else None
 
 
 def cut_into_stages(trainer: SetupMixin) -> None:

@@ -29,7 +29,11 @@ class Dropping(sequences.Trained):
     def pre_fit(self) -> None:
         self.dropped: list[Tensor] = []
         first = next(module for module in self.model.modules() if isinstance(module, nn.Dropout))
-        first.register_forward_hook(lambda module, args, output: self.dropped.append((output == 0).flatten()[:64]))
+        first.register_forward_hook(self.note)
+
+    def note(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if layer.training:  # and not in the verification of the first step
+            self.dropped.append((output == 0).flatten()[:64])
 
 
 class Drawing(mixtures.Trained):

@@ -78,8 +78,7 @@ class InParts(Trained):
 
 
 MISTAKES = {
-    "parts of sequences": "model.blocks.0.moe.router.weight, model.blocks.0.moe.experts.gate, "
-    "model.blocks.0.moe.experts.up and 11 more: whole on each of the tensor_parallel=2 ranks",
+    "parts of sequences": "self.model computes other gradients than one process: last the gradient of self.model.",
     "graphs": "compile_parameters.fullgraph=True with expert_parallel=2: experts that ranks share are not",
     "nothing": "SplitsNothing.apply_expert_parallel split no experts: each of the 2 ranks would have all of them",
     "differ": "Use the same device_parameters on every rank",

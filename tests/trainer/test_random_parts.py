@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,10 +111,11 @@ class Trained(dt.DreamTrainer):
         self.ends: list[float] = []
         for name, layer in self.model.named_modules():
             if isinstance(layer, nn.Dropout):
-                layer.register_forward_hook(lambda _, args, output, name=name: self.note(name, args[0], output))
+                layer.register_forward_hook(partial(self.note, name))
 
-    def note(self, name: str, x: Tensor, output: Tensor) -> None:
-        self.dropped.setdefault(name, []).append(((output == 0) & (x != 0)).detach())
+    def note(self, name: str, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if layer.training:  # and not in the verification of the first step
+            self.dropped.setdefault(name, []).append(((output == 0) & (args[0] != 0)).detach())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         loss = mse_loss(self.model(batch), batch.flip(1))

@@ -42,7 +42,6 @@ from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.model_setup import (
-    compared_with_now,
     compile_blocks,
     cut_into_stages,
     is_whole_in_steps,
@@ -51,6 +50,7 @@ from dream_trainer.trainer.model_setup import (
     recompute_blocks,
     split_layers,
     split_mixtures,
+    verified_against_now,
 )
 from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned
@@ -61,7 +61,7 @@ from dream_trainer.weights.first_values import forget_first_values, remember_fir
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.trainer.forward_comparison import ForwardComparison
+    from dream_trainer.trainer.verify import Verification
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Build:
     plan: Plan | None = None
     frozen_draws: set[str] = field(default_factory=set)
     marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
-    comparison: ForwardComparison | None = None
+    verification: Verification | None = None
 
 
 class SetupMixin(AbstractTrainer):
@@ -113,11 +113,11 @@ class SetupMixin(AbstractTrainer):
         assert self._build.tape is not None  # recorded by `configure`
         self._build.plan = remember(models, self._build.tape)
         self._build.frozen_draws = frozen_draws(models, self._build.tape)
-        self._build.comparison = compared_with_now(self)
+        self._build.verification = verified_against_now(self)
         for stage in SETUP:
             stage.run(self)
-        if self._build.comparison is not None:
-            self._build.comparison.begin()
+        if self._build.verification is not None:
+            self._build.verification.begin()
         del self._build
 
     @property

@@ -1,4 +1,4 @@
-"""`compare_first_forward` finds what ranks compute otherwise than one model in one piece, and changes nothing else."""
+"""`verify` finds what ranks compute otherwise than one model in one piece, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.trainer import meshes
+from tests.api import StepError
+from tests.trainer import meshes, mixing
 from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_of
 from tests.trainer.small import run_ranks
 from tests.worlds import run_world
 
-SAID = r"self\.model computes on 2 ranks what it does in one piece, within \d\.\de-1\d of its size"
+SAID = r"self\.model computes on 2 ranks what one process does, within \d\.\de-1\d of its size; verified in \d+\.\d s"
 SEQUENCES = [
     Case(2, shard="auto", packed=True, accumulation=2),
     Case(2, attention="ulysses", packed=True, dropout=0.1, recompute="full"),
@@ -33,7 +34,7 @@ ON_FOUR = [
 
 
 def comparing(config: Any, *, compares: bool = True) -> Any:
-    return replace(config, device_parameters=replace(config.device_parameters, compare_first_forward=compares))
+    return replace(config, device_parameters=replace(config.device_parameters, verify=compares))
 
 
 def of_sequences(case: Case) -> Config:
@@ -146,28 +147,68 @@ def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: in
 # -- what it finds
 
 
-class WithSink(nn.Module):
-    """Attention by hand beside a key of its own, of which nobody can tell from outside that it is attention."""
+class Mixes(nn.Module):
+    """Adds what a function gives, and a norm over the batch if it is to have one."""
 
-    def __init__(self) -> None:
+    def __init__(self, mix: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
-        self.query, self.key, self.out = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+        self.mix, self.scale = mix, nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64) if mix is None else None
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        scores = self.query(x) @ self.key(x).mT
-        weights = torch.cat((scores, torch.ones_like(scores[..., :1])), -1).softmax(-1)
-        return x + self.out(weights[..., :-1] @ x)
+        y = self.scale(x)
+        return x + (self.norm(y.mT).mT if self.norm is not None else self.mix(y))
 
 
-class SeesItsPartAlone(Trained):
-    """In the third block."""
+class TrainsMixing(Trained):
+    """After two blocks that are right."""
+
+    mix: Callable[[Tensor], Tensor] | None = None
+    found = ""
 
     def configure_models(self) -> None:
         super().configure_models()
-        self.model.blocks.append(WithSink())
+        self.model.blocks.append(Mixes(type(self).mix))
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(self.model.blocks)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        try:
+            return super().training_step(batch, batch_idx)
+        except StepError as error:  # what leaves `fit` would end the job
+            self.found = str(error)
+        return super().training_step(batch, batch_idx)
+
+
+def what_is_found(cases: list[tuple[str, Case]]) -> list[str]:
+    """The errors of first steps, by the functions of their third blocks."""
+    found = []
+    for name, case in cases:
+        mix = (mixing.WRONG | mixing.RIGHT).get(name)
+        trainer_class = type("TrainsMixing", (TrainsMixing,), {"mix": staticmethod(mix) if mix else None})
+        with trainer_class(config_of(case, max_steps=1, val_every_n_epochs=None)) as trainer:
+            trainer.fit()
+            found.append(trainer.found)
+    return found
+
+
+def test_whatever_sees_a_part_of_a_sequence_alone_is_found_in_the_first_step() -> None:
+    cases = [(name, Case(2)) for name in (*mixing.WRONG, "BatchNorm1d")] + [("own softmax", Case(2, shard="auto"))]
+    for found in run_world(what_is_found, 2, cases):
+        for (name, _), text in zip(cases, found, strict=True):
+            where = (
+                r"gradients .*of self\.model\."
+                if "Function" in name or "checkpoint" in name
+                else r".*model\.blocks\.2,"
+            )
+            assert re.match(rf"under context_parallel=2 self\.model computes other {where}", text), (name, text)
+
+
+def test_what_looks_like_it_and_is_right_trains() -> None:
+    cases = [(name, case) for name in mixing.RIGHT for case in (Case(2), Case(2, attention="ulysses"))]
+    for found in run_world(what_is_found, 2, cases):
+        assert dict(zip(cases, found, strict=True)) == dict.fromkeys(cases, "")
 
 
 class OfHeads(nn.Module):
@@ -223,11 +264,6 @@ class LeavesASumOut(Trained):
 
 
 FOUND: dict[str, tuple[type[Trained], Case, str]] = {
-    "a part of a sequence": (
-        SeesItsPartAlone,
-        Case(2, shard="auto"),
-        r"context_parallel=2 .*first self\.model\.blocks\.2,",
-    ),
     "a part of the heads": (CountsHeads, Case(tp=2), r"tensor_parallel=2 .*: first self\.model\.blocks\.0,"),
     "beside large logits": (HasLargeLogits, Case(tp=2), r"tensor_parallel=2 .*: first the output of self\.model,"),
     "a part of a sum": (LeavesASumOut, Case(tp=2), r"tensor_parallel=2 .*: first self\.model\.blocks\.0,"),
@@ -236,7 +272,7 @@ FOUND: dict[str, tuple[type[Trained], Case, str]] = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_the_first_block_that_is_wrong_is_named_on_all_ranks(name: str, tmp_path: Path) -> None:
-    code = f"from tests.trainer.test_forward_comparison import *; compare(*FOUND[{name!r}][:2])"
+    code = f"from tests.trainer.test_verify import *; compare(*FOUND[{name!r}][:2])"
     for status, text in run_ranks(code, 2, tmp_path):
         assert status == 1
         assert re.search(FOUND[name][2] + r" by [\d.e+-]+ of its size, where rounding makes up to 1.5e-08", text)
@@ -247,7 +283,7 @@ def compare(trainer: Callable[[Any], Any], case: Case) -> None:
 
 
 def test_what_it_has_found_equal_is_said_once(tmp_path: Path) -> None:
-    code = "from tests.trainer.test_forward_comparison import *; compare(Trained, Case(2))"
+    code = "from tests.trainer.test_verify import *; compare(Trained, Case(2))"
     (first, second) = run_ranks(code, 2, tmp_path)
     assert (first[0], second[0]) == (0, 0)
     assert len(re.findall(SAID, first[1])) == 1

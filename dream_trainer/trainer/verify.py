@@ -1,0 +1,601 @@
+"""Verification in the first training step: ranks that share a model compute what one process does.
+
+Before its first forward in training each model runs twice in evaluation mode: as it is, and as one process would, on
+whole sequences and with whole weights, which are gathered block by block. Block outputs and parameter gradients are
+compared before any weight changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd import Function
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.errors import StepError
+from dream_trainer.modules.expert_exchange import is_shared_by_experts
+from dream_trainer.modules.forward_state import ForwardState, as_before, in_evaluation
+from dream_trainer.modules.precision import half_dtype, without_autocast
+from dream_trainer.modules.sharding import fsdp_modules
+from dream_trainer.nested import leaves, map_tensors
+from dream_trainer.screen import show
+
+if TYPE_CHECKING:
+    from dream_trainer.config.device_parameters import DeviceParameters
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+_TF32 = 2.0**-10
+"""Between a number and the next, where float32 products of a GPU may be made of fewer digits."""
+_SMALL = 0.05
+"""Of the largest gradient in a model: what others are measured by that are smaller, as those that should be 0."""
+_WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+
+
+class Miss(NamedTuple):
+    """The difference of a tensor from its expected value: the largest, or in half precision the mean one."""
+
+    error: float
+    rounding: float
+    """The largest difference that is taken for rounding."""
+    own: float
+    whole: float
+    """The expected value; of a gradient both are norms."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the difference is larger than rounding."""
+        return self.error > self.rounding
+
+
+def is_verifiable(devices: DeviceParameters) -> bool:
+    """Whether ranks share layers, sequences or experts, and a whole forward can be run to compare with."""
+    is_shared = devices.tensor_parallel * devices.context_parallel * devices.expert_parallel > 1
+    return devices.verify and is_shared and devices.pipeline_parallel == 1 and devices.float8 == "none"
+
+
+class Verification:
+    """Compares each model once, before its first forward in a training step."""
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        self._trainer = trainer
+        self._wholes: dict[str, nn.Module] = {}
+        self._waiting: dict[str, RemovableHandle] = {}
+        self._attributes: dict[str, dict[str, dict[str, Any]]] = {}
+        for name, model in trainer.named_models().items():
+            try:
+                self._wholes[name] = copied_without_values(model)
+            except (RuntimeError, TypeError) as error:
+                self._cannot(name, f"it cannot be copied ({error})")
+
+    def begin(self) -> None:
+        """Waits for the first forward of each model; they are parallelised by now."""
+        for name, model in self._trainer.named_models().items():
+            if name in self._wholes:
+                self._attributes[name] = {place: dict(vars(module)) for place, module in model.named_modules()}
+                hook = partial(self._before_forward, name)
+                self._waiting[name] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def _before_forward(self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trainer = self._trainer
+        is_in_step = trainer.training and trainer.accumulation_window.is_open
+        if not is_in_step or (trainer._takeover is not None and not trainer._takeover.is_on()):
+            return
+        self._waiting.pop(name).remove()
+        began, device = time.perf_counter(), trainer.world.device
+        with self._plainly(model), preserved_random_state(device), as_before(model):
+            misses = self._compare(name, model, args, kwargs)
+        for module in fsdp_modules(model):
+            module.reshard()
+        if misses is not None:
+            self._judge(f"self.{name}", misses, time.perf_counter() - began)
+
+    def _compare(
+        self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Miss] | None:
+        """Differences of block outputs in the order in which blocks run, of the model's output, and of gradients."""
+        whole = self._wholes.pop(name)
+        names = {module: place for place, module in model.named_modules()}
+        blocks = [names[block] for block in self._trainer.model_blocks(model) if block is not model]
+        own, others = dict(model.named_modules()), dict(whole.named_modules())
+        told = {f"self.{name}.{block}": block for block in blocks} | {f"the output of self.{name}": ""}
+        parts = _Outputs({place: own[block] for place, block in told.items()})
+        of_parameters = _Gradients(model, self._trainer.world.device)
+        self._give_what_was_set_since(name, model, whole)
+        run = _WholeRun(model, whole, blocks, of_parameters, self._trainer.world.device)
+        own_args, own_kwargs = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
+        with parts.noted(), of_parameters.of_running_modules():
+            given = model(*own_args, **own_kwargs)  # may take out of what it is given, or write
+        misses: dict[str, Miss] = {}
+
+        def look(place: str, output: Any) -> None:
+            own_output = parts.of[place].pop(0) if parts.of.get(place) else ()
+            for part, expected in zip(leaves(own_output), leaves(output), strict=False):
+                miss = self._miss(part, expected)
+                if miss is not None:
+                    misses[place] = max(miss, misses.get(place, miss))
+
+        whole_args, whole_kwargs = map_tensors(
+            lambda tensor: self._of_whole_sequence(tensor.detach()).clone(), (args, kwargs)
+        )
+        wholes = _Outputs({place: others[block] for place, block in told.items()}, look)
+        try:
+            with self._aside(), wholes.noted(), _without_draws(whole, model):
+                expected = run(whole_args, whole_kwargs)
+        except _WRONG as error:
+            self._cannot(name, self._why_it_failed(error))
+            return None
+        misses |= {
+            f"the gradient of self.{name}.{path}": miss
+            for path, miss in self._misses_of_gradients(name, run, list(self._with_cotangents(given, expected)))
+        }
+        return misses
+
+    @contextmanager
+    def _plainly(self, model: nn.Module) -> Iterator[None]:
+        """Inside, nothing is compiled, and all modules but batch norms are in evaluation mode."""
+        takeover = self._trainer._takeover
+        uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
+        # Without its module, which takes seconds to load, nothing is compiled.
+        is_loaded = "torch._dynamo" in sys.modules
+        eagerly = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+        with eagerly, uncompiled, _without_draws(model):
+            yield
+
+    def _aside(self) -> Any:
+        return nullcontext() if self._trainer._takeover is None else self._trainer._takeover.aside()
+
+    def _with_cotangents(self, given: Any, expected: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Outputs that have gradients, with fixed random cotangents: this rank's two, and the whole ones."""
+        for part, whole in zip(leaves(given), leaves(expected), strict=False):
+            if not (isinstance(part, Tensor) and isinstance(whole, Tensor) and part.requires_grad):
+                continue
+            if not whole.requires_grad or whole.is_complex():
+                continue
+            part = _plain(part)
+            generator = torch.Generator(whole.device).manual_seed(0)
+            of_whole = torch.randn(whole.shape, generator=generator, dtype=whole.dtype, device=whole.device)
+            of_part = self._own_part(of_whole, part.shape)
+            if of_part is not None:
+                yield part, of_part.to(part.dtype), whole, of_whole
+
+    def _misses_of_gradients(
+        self, name: str, run: _WholeRun, outputs: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> Iterator[tuple[str, Miss]]:
+        """Differences of parameter gradients, which are summed over ranks that share sequences or experts."""
+        import torch.distributed as dist
+
+        if not outputs:
+            return
+        gradients = run.gradients
+        own_outputs, own_cotangents, whole_outputs, whole_cotangents = zip(*outputs, strict=True)
+        with without_autocast(self._trainer.config.device_parameters, run.device) or nullcontext():
+            try:
+                gradients.from_outputs(own_outputs, own_cotangents)
+            except RuntimeError as error:  # torch.utils.checkpoint that is reentrant, or whose second run is another
+                devices = self._trainer.config.device_parameters
+                if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
+                    raise StepError(
+                        f"under context_parallel={devices.context_parallel} the gradients of self.{name} may be of "
+                        f"this rank's part of a sequence alone, and cannot be verified: {error}"
+                    ) from error
+                self._cannot(name, f"its gradients cannot be computed apart ({error})")
+                return
+            with self._aside():
+                torch.autograd.grad(whole_outputs, [run.anchor], whole_cotangents, allow_unused=True)
+        world, shape = self._trainer.world, self._trainer.world.mesh_shape
+        assert world.mesh is not None  # ranks share something
+        found: list[tuple[str, Tensor, Tensor]] = []
+        for path, parameter in gradients.parameters.items():
+            own, whole = gradients.both_of(path)
+            if is_shared_by_experts(parameter):
+                dist.all_reduce(own.div_(self._trainer.config.device_parameters.expert_parallel))
+                dist.all_reduce(whole.div_(shape.cp * shape.tp))
+            elif shape.cp > 1:
+                dist.all_reduce(own, group=world.mesh["cp"].get_group())
+            found.append((path, own, whole))
+        largest = max((_rms(whole) for _, _, whole in found), default=0.0)
+        for path, own, whole in found:
+            size = max(_rms(whole), _SMALL * largest, torch.finfo(torch.float32).tiny)
+            yield path, Miss(_rms(own - whole) / size, self._rounding(own), _rms(own), _rms(whole))
+
+    def _give_what_was_set_since(self, name: str, own: nn.Module, whole: nn.Module) -> None:
+        """Gives the copy what was set on modules in training; what a plan has set on them is of their part."""
+        for place, before in self._attributes.pop(name).items():
+            now = vars(own.get_submodule(place))
+            changed = {key: value for key, value in now.items() if key not in before or value is not before[key]}
+            kept = {key: value for key, value in changed.items() if not key.startswith("_")}
+            module = whole.get_submodule(place)
+            vars(module).update(kept)
+            for key, value in vars(module).items():  # which both would change
+                if not key.startswith("_") and isinstance(value, list | dict):
+                    vars(module)[key] = copy.copy(value)
+
+    def _why_it_failed(self, error: Exception) -> str:
+        takeover = self._trainer._takeover
+        lengths = (
+            ""
+            if takeover is None
+            else f" on what is put together along the dimension of {sorted(takeover.attention.lengths)} positions"
+        )
+        return f"it fails in one piece{lengths} ({type(error).__name__}: {error})"
+
+    def _cannot(self, name: str, why: str) -> None:
+        self._trainer.warn_once(
+            f"verification of self.{name}",
+            f"whether ranks compute self.{name} as one process does was not verified: {why}. Compare the first loss "
+            "and gradient norm with those of one process, and leave this out with verify=False.",
+        )
+
+    def _of_whole_sequence(self, tensor: Tensor) -> Tensor:
+        """The whole of what a rank has a part of, told by its shape."""
+        takeover = self._trainer._takeover
+        if takeover is None:
+            return tensor
+        attention = takeover.attention
+        dims = [dim for dim, size in enumerate(tensor.shape) if size in attention.lengths]
+        if dims and (dims[0] > 0 or tensor.shape[0] != attention.shapes.rows):
+            return attention.parts.joined(tensor, dims[0])
+        if len(dims) > 1:
+            return attention.parts.joined(tensor, dims[1])
+        if not dims:
+            return tensor
+        # One for each sample, or for each of as many positions, of which ranks have others.
+        whole = attention.parts.joined(tensor, 0)
+        return tensor if torch.equal(whole, attention.parts.as_if_alike(tensor, 0)) else whole
+
+    def _miss(self, part: Any, whole: Any) -> Miss | None:
+        """None of what cannot be compared."""
+        if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
+            return None
+        if not part.is_floating_point() or part.numel() == 0:
+            return None
+        part, whole = _plain(part.detach()), _plain(whole.detach())
+        expected = self._own_part(whole, part.shape)
+        if expected is None:
+            return None
+        rounding = self._rounding(part)
+        if torch.finfo(part.dtype).bits < 32:
+            part, expected = part.float(), expected.float()
+        is_same = (part == expected) | (part.isnan() & expected.isnan())
+        missed = (part - expected).masked_fill(is_same, 0).abs()
+        sizes = expected.abs().nan_to_num(posinf=0.0)
+        # Over its own size or a usual one: beside few very large values, as of masked logits, all would look alike.
+        known = sizes[sizes > 0]
+        usual = known.kthvalue(len(known) // 4 + 1).values if len(known) else torch.finfo(part.dtype).tiny
+        shares = (missed / sizes.clamp(min=usual)).nan_to_num(nan=torch.inf).flatten()
+        worst = int(shares.argmax())
+        # In half precision, where experts are chosen by a near tie now and then, not by the worst of all.
+        is_exact = half_dtype(self._trainer.config.device_parameters) is None
+        share = shares[worst] if is_exact else shares.square().mean().sqrt()
+        return Miss(float(share), rounding, part.flatten()[worst].item(), expected.flatten()[worst].item())
+
+    def _own_part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
+        """What of it this rank should have, which is of `shape`; None if that cannot be told."""
+        if whole.ndim != len(shape):
+            return None
+        longer = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
+        world, takeover = self._trainer.world, self._trainer._takeover
+        if not longer and takeover is None:
+            return whole
+        if len(longer) != 1 or world.mesh is None:
+            return None
+        (dim,), tensors = longer, world.mesh_shape.tp
+        own = shape[dim]
+        if takeover is not None:
+            parts, rows, lengths = takeover.attention.parts, takeover.attention.shapes.rows, takeover.attention.lengths
+            lengths = lengths | {length // tensors for length in lengths}
+            if own not in lengths:  # a batch that is flattened with its positions, as logits are for a loss
+                if own % rows or own // rows not in lengths or whole.shape[dim] % rows:
+                    return None
+                of_rows = self._own_part(
+                    whole.unflatten(dim, (rows, -1)), torch.Size((*shape[:dim], rows, own // rows, *shape[dim + 1 :]))
+                )
+                return None if of_rows is None else of_rows.flatten(dim, dim + 1)
+            if whole.shape[dim] % (parts.size * own):
+                return None
+            whole = parts.cut(whole, dim)
+        if whole.shape == shape:
+            return whole
+        # Between layers each rank that shares them may have a part of the sequence; of what is first it is not known.
+        if dim == 0 or whole.shape[dim] != tensors * own:
+            return None
+        return whole.narrow(dim, world.mesh["tp"].get_local_rank() * own, own)
+
+    def _rounding(self, part: Tensor) -> float:
+        half = half_dtype(self._trainer.config.device_parameters)
+        eps = max(torch.finfo(part.dtype).eps, 0.0 if half is None else torch.finfo(half).eps)
+        if part.dtype == torch.float32 and part.device.type != "cpu":
+            eps = max(eps, _TF32)
+        return float(eps**0.5)
+
+    def _judge(self, name: str, misses: Mapping[str, Miss], seconds: float) -> None:
+        """Raises StepError on all ranks of this forward if one of them found a difference."""
+        if not misses:
+            self._cannot(name.removeprefix("self."), "it gives nothing that could be compared")
+            return
+        worst = dict(zip(misses, self._worst_of_ranks(list(misses.values())), strict=True))
+        wrong = [place for place, miss in worst.items() if miss.is_wrong]
+        if wrong:
+            self._refuse(name, wrong, worst)
+        if self._trainer.world.is_main:
+            largest = max(miss.error for miss in worst.values())
+            show(
+                f"{name} computes on {self._trainer.world.world_size} ranks what one process does, within "
+                f"{largest:.1e} of its size; verified in {seconds:.1f} s",
+                sys.stderr,
+            )
+
+    def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:
+        import torch.distributed as dist
+
+        world = self._trainer.world
+        assert world.mesh is not None  # ranks share something
+        worst = torch.tensor(misses, dtype=torch.float64, device=world.device)
+        groups = [world.mesh[dim].get_group() for dim in ("cp", "tp") if world.mesh[dim].size() > 1]
+        for group in groups:
+            of_ranks = [torch.empty_like(worst) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(of_ranks, worst, group=group)
+            stacked = torch.stack(of_ranks)
+            worst = stacked[stacked[..., 0].argmax(0), torch.arange(len(worst), device=worst.device)]
+        return [Miss(*values) for values in worst.tolist()]
+
+    def _refuse(self, name: str, wrong: Sequence[str], misses: Mapping[str, Miss]) -> None:
+        outputs = [place for place in wrong if not place.startswith("the gradient")]
+        # A wrong gradient goes on to what is before it, so the last is where it came up, or next to it.
+        place = outputs[0] if outputs else wrong[-1]
+        miss, devices = misses[place], self._trainer.config.device_parameters
+        sizes = {
+            "context_parallel": devices.context_parallel,
+            "expert_parallel": devices.expert_parallel,
+            "tensor_parallel": devices.tensor_parallel,
+        }
+        mesh = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        causes = _CAUSES_OF_OUTPUTS if outputs else _CAUSES_OF_GRADIENTS
+        likely = "; or ".join(causes[axis] for axis, size in sizes.items() if size > 1)
+        which = f"first {place}" if outputs else f"last {place}, of {len(wrong)}"
+        raise StepError(
+            f"under {mesh} {name} computes other {'values' if outputs else 'gradients'} than one process: {which}, by "
+            f"{miss.error:.1e} of its size, where rounding makes up to {miss.rounding:.1e} "
+            f"({'' if outputs else 'norms: '}{miss.own:.4g} instead of {miss.whole:.4g}). Likely {likely}."
+        )
+
+
+_CAUSES_OF_OUTPUTS = {
+    "context_parallel": "it looks at other positions within this rank's part, or counts them from 0 "
+    "(docs/context-parallel.md)",
+    "tensor_parallel": "it counts heads or widths by the config, or its plan does not give its layers what they expect "
+    "(docs/tensor-parallel.md)",
+    "expert_parallel": "it sends tokens to other experts (docs/experts.md)",
+}
+_CAUSES_OF_GRADIENTS = {
+    "context_parallel": "attention is called in a torch.autograd.Function, or in torch.utils.checkpoint with "
+    "use_reentrant=True, whose backward sees this rank's part alone",
+    "tensor_parallel": "a layer that each rank has whole is given a part of the activations: use SequenceParallel() "
+    "for a norm, PrepareModuleInput(..., desired_input_layouts=Replicate()) for others",
+    "expert_parallel": "tokens' gradients do not come back from other ranks' experts",
+}
+
+
+class _Outputs:
+    """Outputs of modules, in the order in which these ran."""
+
+    def __init__(self, places: Mapping[str, nn.Module], look: Callable[[str, Any], None] | None = None) -> None:
+        self.of: dict[str, list[Any]] = {}
+        self._places, self._look = places, look or self._keep
+
+    def _keep(self, place: str, output: Any) -> None:
+        copied = map_tensors(lambda tensor: tensor.detach().clone(), output)  # the next block may write into it
+        self.of.setdefault(place, []).append(copied)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Records outputs inside of the block."""
+        handles = [module.register_forward_hook(partial(self._note, place)) for place, module in self._places.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, place: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._look(place, output)
+
+
+class _Gradients:
+    """Gradients of a model's parameters: this rank's and the expected ones.
+
+    Attributes:
+        parameters: Those to train, each by its first path.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        every = [(path, p) for path, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+        first: dict[int, str] = {}
+        self._model, self._path = model, {path: first.setdefault(id(p), path) for path, p in every}
+        self.parameters = {path: p for path, p in every if self._path[path] == path}
+        self._running: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}
+        self._whole: dict[str, Tensor] = {}
+
+    @contextmanager
+    def of_running_modules(self) -> Iterator[None]:
+        """Records parameters as they are when their modules run, which is unsharded."""
+        units = {module: place for place, module in self._model.named_modules()}
+        wrapped = set(fsdp_modules(self._model))
+        handles = [
+            module.register_forward_pre_hook(partial(self._note, place))
+            for module, place in units.items()
+            if module is self._model or module in wrapped
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, place: str, module: nn.Module, _args: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):  # of units inside until they run
+            path = self._path.get(f"{place}.{name}" if place else name)
+            if path is not None:
+                self._running[path] = parameter
+
+    def from_outputs(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+        """Computes this rank's gradients; `grad` stays as it is."""
+        given = torch.autograd.grad(outputs, list(self._running.values()), cotangents, allow_unused=True)
+        self._own = {path: g for path, g in zip(self._running, given, strict=True) if g is not None}
+
+    def add_whole(self, path: str, gradient: Tensor) -> None:
+        """Adds to the expected gradient of the parameter at `path`."""
+        path = self._path[path]
+        self._whole[path] = self._whole[path] + gradient if path in self._whole else gradient
+
+    def both_of(self, path: str) -> tuple[Tensor, Tensor]:
+        """This rank's and the expected gradient of a parameter, both whole; 0 if there is none. A collective."""
+        parameter = self.parameters[path]
+        zero = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+        own, whole = (of.pop(path, None) for of in (self._own, self._whole))
+        own, whole = (zero if g is None else _plain(g).to(zero, copy=True) for g in (own, whole))
+        return own, whole
+
+
+class _WholeRun:
+    """A copy of a model that runs with whole parameters; each block gathers its own, and again in backward.
+
+    Attributes:
+        gradients: As given.
+        anchor: A leaf that all gathered parameters depend on, so that backward reaches them.
+        device: The device of the computation.
+    """
+
+    def __init__(
+        self, model: nn.Module, whole: nn.Module, blocks: Sequence[str], gradients: _Gradients, device: torch.device
+    ) -> None:
+        self.anchor, self.device = torch.zeros((), requires_grad=True), device
+        self._model, self._whole, self.gradients = model, whole, gradients
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            place, _, own = name.rpartition(".")
+            whole.get_submodule(place).register_buffer(own, _plain(buffer.detach()).to(device, copy=True))
+        inner = {place for place in blocks if any(place.startswith(f"{outer}.") for outer in blocks)}
+        self._blocks = [place for place in dict.fromkeys(blocks) if place not in inner]
+        for place in self._blocks:
+            self._gather_when_it_runs(place, whole.get_submodule(place))
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outside = [
+            name
+            for name, _ in self._whole.named_parameters()
+            if not any(name.startswith(f"{place}.") for place in self._blocks)
+        ]
+        return functional_call(self._whole, {name: self._gathered(name) for name in outside}, args, kwargs)
+
+    def _gather_when_it_runs(self, place: str, block: nn.Module) -> None:
+        bare = _WithoutHooks(block)
+        names = [name for name, _ in block.named_parameters()]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            state, calls = ForwardState([block]), iter((True,))
+
+            def run() -> Any:
+                if next(calls, False) is False:  # once more, in backward
+                    state.put_back()
+                values = {f"module.{name}": self._gathered(f"{place}.{name}") for name in names}
+                return functional_call(bare, values, args, kwargs)
+
+            if not torch.is_grad_enabled():
+                return run()
+            return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+
+        block.forward = forward
+
+    def _gathered(self, name: str) -> Tensor:
+        """A whole parameter; a collective if ranks have parts of it."""
+        parameter = self._parameters[name]
+        gather = partial(self._whole_value, parameter)
+        if not parameter.requires_grad:
+            return gather()
+        found: Tensor = _Gathered.apply(self.anchor, gather, partial(self.gradients.add_whole, name))  # type: ignore[no-untyped-call]
+        return found
+
+    def _whole_value(self, parameter: Tensor) -> Tensor:
+        return _plain(parameter.detach()).to(self.device)
+
+
+class _WithoutHooks(nn.Module):
+    """A module without its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self._compute = module, module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(*args, **kwargs)
+
+
+class _Gathered(Function):
+    """A whole parameter whose gradient goes to `note`, and which autograd does not keep alive."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gather: Callable[[], Tensor], note: Callable[[Tensor], None]) -> Tensor:
+        ctx.note = note
+        return gather()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.note(gradient.detach())
+        return None, None, None
+
+
+@contextmanager
+def _without_draws(model: nn.Module, as_in: nn.Module | None = None) -> Iterator[None]:
+    """Inside, modules are in evaluation mode, but batch norms in the mode of those of `as_in`."""
+    others = dict((as_in or model).named_modules())
+    norms = [
+        (module, others[name].training)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name in others
+    ]
+    with in_evaluation([model]):
+        for norm, is_training in norms:
+            norm.training = is_training
+        yield
+
+
+def copied_without_values(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are on the meta device.
+
+    Raises:
+        RuntimeError: Something in it cannot be copied.
+        TypeError: Likewise.
+    """
+    without_values: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        without_values[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, without_values)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A whole tensor; a collective if ranks have parts of it."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _rms(tensor: Tensor) -> float:
+    value = float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
+    return value if value == value else float("inf")
