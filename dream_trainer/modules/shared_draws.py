@@ -25,6 +25,7 @@ from torch.utils import checkpoint
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu, seed_device
 from dream_trainer.errors import StepError
 from dream_trainer.modules import recompute
+from dream_trainer.nested import leaves
 
 _NAMES = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial "
@@ -69,20 +70,27 @@ class PartShapes:
     Attributes:
         rows: Samples in the running batch.
         lengths: This rank's positions, and those of pieces that sequence parallelism makes of them.
+        given: Tensors of the batch as the step gets it, each with the dimension that it was cut along, or None.
     """
 
     def __init__(self) -> None:
         self.rows = 1
         self.lengths: set[int] = set()
+        self.given: list[tuple[Tensor, int | None]] = []
 
     def begin(self) -> None:
         """A batch is to be cut."""
-        self.rows, self.lengths = 1, set()
+        self.rows, self.lengths, self.given = 1, set(), []
 
-    def add(self, rows: int, *lengths: int) -> None:
-        """A tensor of it was."""
-        self.rows = max(self.rows, rows)
+    def add(self, part: Tensor, dim: int, *lengths: int) -> None:
+        """A tensor of it was, along `dim`; ranks have `lengths` of its positions."""
+        self.rows = max(self.rows, part.shape[0] if dim % part.ndim else 1)
         self.lengths.update(lengths)
+        self.given.append((part, dim % part.ndim))
+
+    def end(self, batch: Any) -> None:
+        """The step gets `batch`, in which all else is whole."""
+        self.given += [(leaf, None) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
     def have_positions(self, shape: torch.Size) -> bool:
         """Whether there is a dimension of positions, by itself or along with the batch."""

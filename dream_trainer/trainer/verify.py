@@ -23,7 +23,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.compat.pytorch import default_generator_of
+from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
 from dream_trainer.modules.expert_exchange import is_shared_by_experts
 from dream_trainer.modules.forward_state import ForwardState, as_before, in_evaluation
@@ -40,6 +41,8 @@ _TF32 = 2.0**-10
 """Between a number and the next, where float32 products of a GPU may be made of fewer digits."""
 _SMALL = 0.05
 """Of the largest gradient in a model: what others are measured by that are smaller, as those that should be 0."""
+_DRAWS = "random numbers"
+"""The place of a difference that says whether a forward drew random numbers."""
 _WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
@@ -115,9 +118,13 @@ class Verification:
         self._give_what_was_set_since(name, model, whole)
         run = _WholeRun(model, whole, blocks, of_parameters, self._trainer.world.device)
         own_args, own_kwargs = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
+        device = self._trainer.world.device
+        seed_device(0, device)
+        seeds, of_device = WatchedSeeds(0), _state_of(device)
         with parts.noted(), of_parameters.of_running_modules():
             given = model(*own_args, **own_kwargs)  # may take out of what it is given, or write
-        misses: dict[str, Miss] = {}
+        has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
+        misses = {_DRAWS: Miss(float(has_drawn), torch.inf, 0.0, 0.0)}
 
         def look(place: str, output: Any) -> None:
             own_output = parts.of[place].pop(0) if parts.of.get(place) else ()
@@ -127,9 +134,10 @@ class Verification:
                     misses[place] = max(miss, misses.get(place, miss))
 
         whole_args, whole_kwargs = map_tensors(
-            lambda tensor: self._of_whole_sequence(tensor.detach()).clone(), (args, kwargs)
+            lambda tensor: self._of_whole_sequence(tensor).detach().clone(), (args, kwargs)
         )
         wholes = _Outputs({place: others[block] for place, block in told.items()}, look)
+        seed_device(0, device)
         try:
             with self._aside(), wholes.noted(), _without_draws(whole, model):
                 expected = run(whole_args, whole_kwargs)
@@ -239,11 +247,14 @@ class Verification:
         )
 
     def _of_whole_sequence(self, tensor: Tensor) -> Tensor:
-        """The whole of what a rank has a part of, told by its shape."""
+        """The whole tensor of a part; if the tensor was computed from what `cut_batch` gave, by its shape."""
         takeover = self._trainer._takeover
         if takeover is None:
             return tensor
         attention = takeover.attention
+        for part, cut_along in attention.shapes.given:
+            if part is tensor:
+                return tensor if cut_along is None else attention.parts.joined(tensor, cut_along)
         dims = [dim for dim, size in enumerate(tensor.shape) if size in attention.lengths]
         if dims and (dims[0] > 0 or tensor.shape[0] != attention.shapes.rows):
             return attention.parts.joined(tensor, dims[0])
@@ -322,11 +333,15 @@ class Verification:
 
     def _judge(self, name: str, misses: Mapping[str, Miss], seconds: float) -> None:
         """Raises StepError on all ranks of this forward if one of them found a difference."""
-        if not misses:
+        if misses.keys() <= {_DRAWS}:
             self._cannot(name.removeprefix("self."), "it gives nothing that could be compared")
             return
         worst = dict(zip(misses, self._worst_of_ranks(list(misses.values())), strict=True))
+        has_drawn = worst.pop(_DRAWS).error > 0
         wrong = [place for place, miss in worst.items() if miss.is_wrong]
+        if wrong and has_drawn:
+            self._cannot(name.removeprefix("self."), "it draws random numbers in evaluation mode")
+            return
         if wrong:
             self._refuse(name, wrong, worst)
         if self._trainer.world.is_main:
@@ -594,6 +609,11 @@ def _plain(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _state_of(device: torch.device) -> Tensor:
+    """Of the device's default generator; of the CPU's it is looked at by `WatchedSeeds`."""
+    return torch.empty(0) if device.type == "cpu" else default_generator_of(device).get_state()
 
 
 def _rms(tensor: Tensor) -> float:

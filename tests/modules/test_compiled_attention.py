@@ -56,7 +56,7 @@ def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
 def step(*lengths: int, warn: Callable[[str, str], None] = print) -> AttentionTakeover:
     attention = GatheredAttention(SequenceParts(0, 2, None, is_balanced=True))
     attention.lengths = set(lengths)
-    attention.shapes.add(len(HEADS), *lengths)
+    attention.shapes.add(HEADS, 2, *lengths)
     return AttentionTakeover(attention, handlers, warn)
 
 

@@ -246,6 +246,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "each position's own": among_each_positions_own,
     "a mixture": mixture,
     "a Function without a backward": without_a_backward,
+    "noise in evaluation": lambda x: x + torch.rand_like(x),
     "pieces of a part": lambda x: torch.cat([x[:, at : at + 4].softmax(-1) for at in range(0, x.shape[1], 4)], 1),
 }
 """What does not, though it has shapes or names like it."""

@@ -67,7 +67,7 @@ def test_what_is_no_sequence_is_not_cut() -> None:
     with pytest.raises(HookError, match=r"with a tensor of shape \(4,\). Cut tensors"):
         cut.cut(torch.zeros(4))
     with pytest.raises(HookError, match="cut_batch cut nothing, and each of the 2 ranks would do the whole work"):
-        cut.end(is_training=True)
+        cut.end(None, is_training=True)
 
 
 def test_ranks_that_share_sequences_and_read_different_ones_are_told() -> None:
@@ -75,7 +75,7 @@ def test_ranks_that_share_sequences_and_read_different_ones_are_told() -> None:
     cut.begin(None)
     cut.cut(torch.zeros(3, 8))
     with pytest.raises(RanksDifferError, match=r"that share sequences \(context_parallel\) have different batches"):
-        cut.end(is_training=True)
+        cut.end(None, is_training=True)
 
 
 def test_what_the_trainer_or_its_config_lacks_is_named_when_it_is_built() -> None:

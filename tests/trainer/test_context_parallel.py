@@ -95,10 +95,10 @@ def formula(case: Case) -> float:
 
 
 class Observed(Trained):
-    """Notes what each step logs, and what the first one sends."""
+    """Notes what each step logs, and what the second one sends: the first is verified."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        if self.global_step or self.config.case.shard != 1 or self.config.case.backend is not None:
+        if self.global_step != 1 or self.config.case.shard != 1 or self.config.case.backend is not None:
             return super().training_step(batch, batch_idx)
         with Sent(self.config.case.cp) as sent:
             result = super().training_step(batch, batch_idx)

@@ -90,7 +90,7 @@ class ContextParallelMixin(AbstractTrainer):
             with preserved_random_state(device):
                 seed_device(seed, device)
                 part = _checked(self, self.cut_batch(batch, cut.cut))
-            cut.end(is_training=self.training)
+            cut.end(part, is_training=self.training)
             seed_for_sequence(hash_seed(b"step", seed))
             with takeover:
                 return step(part, batch_idx)
@@ -174,12 +174,11 @@ class SequenceCut:
             self._digest = zlib.crc32(values.numpy().tobytes(), self._digest)
         part = parts.cut(tensor, dim)
         self._attention.lengths.add(part.shape[dim])
-        rows = tensor.shape[0] if dim % tensor.ndim else 1
-        self._attention.shapes.add(rows, part.shape[dim], part.shape[dim] // self._world.mesh_shape.tp or 1)
+        self._attention.shapes.add(part, dim, part.shape[dim], part.shape[dim] // self._world.mesh_shape.tp or 1)
         return part
 
-    def end(self, *, is_training: bool) -> None:
-        """The batch is cut. Ranks that share sequences compare the first one of training; a collective then.
+    def end(self, part: Any, *, is_training: bool) -> None:
+        """The batch is cut to `part`. Ranks that share sequences compare the first one of training; a collective then.
 
         Raises:
             HookError: Nothing was cut.
@@ -191,6 +190,7 @@ class SequenceCut:
                 "Call cut(tensor) there for every tensor along the sequence."
             )
         self._batch = None
+        self._attention.shapes.end(part)
         if is_training and not self._is_compared:
             self._is_compared = True
             digests = self._world.all_gather(torch.tensor([self._digest])).view(-1, self._world.sample_copies)
