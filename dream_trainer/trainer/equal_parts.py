@@ -19,7 +19,6 @@ from dream_trainer.errors import RanksDifferError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import leaves
 from dream_trainer.trainer.micro_batches import shapes_of
-from dream_trainer.users_code import failing_frame
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -33,6 +32,7 @@ class EqualParts:
     def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
         assert world.mesh is not None  # several ranks share layers
         self._group, self._size, self._device = world.mesh["tp"].get_group(), world.mesh["tp"].size(), world.device
+        self._last: nn.Module | None = None
         self._split = {
             module: f"{model_name}.{name}" if name else model_name
             for model_name, model in models.items()
@@ -42,18 +42,19 @@ class EqualParts:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Inside, split modules are compared; the error of one that fails says what is split there.
+        """Compares split modules inside of the block; the error of one that fails says what is split there.
 
         Raises:
             RanksDifferError: Ranks are given other sizes than each other; the same on each of them.
         """
+        self._last = None
         handles = [
             module.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True) for module in self._split
         ]
         try:
             yield
         except RuntimeError as error:
-            self._say_what_is_split(error)
+            self._note_what_is_split(error)
             raise
         finally:
             for handle in handles:
@@ -63,6 +64,7 @@ class EqualParts:
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         from torch.distributed.tensor import DTensor
 
+        self._last = module
         given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
         numbers = [number for tensor in given for number in (tensor.ndim, *tensor.shape)][:_NUMBERS]
         own = torch.tensor(numbers + [-1] * (_NUMBERS - len(numbers)), device=self._device)
@@ -92,20 +94,9 @@ class EqualParts:
             f"that are multiples of {self._size}.{cause}"
         )
 
-    def _split_around(self, error: RuntimeError) -> nn.Module | None:
-        """The innermost split module in whose forward `error` came up, be it in a generator there."""
-        found = failing_frame(error)
-        frame = None if found is None else found[0]
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and owner in self._split:
-                return owner
-            frame = frame.f_back
-        return None
-
-    def _say_what_is_split(self, error: RuntimeError) -> None:
-        """Where a part is taken for the whole, as by a view into as many heads as the config says."""
-        owner = self._split_around(error)
+    def _note_what_is_split(self, error: RuntimeError) -> None:
+        """Such as for a view into as many heads as the config says, which takes a part for the whole."""
+        owner = self._last
         if owner is None:
             return
         parts = [
@@ -114,9 +105,9 @@ class EqualParts:
             if (dim := _dim_of(p)) is not None and dim >= 0
         ]
         error.add_note(
-            f"Under tensor_parallel={self._size} each rank has a part of {self._split[owner]}: {', '.join(parts[:6])}. "
-            f"Parts have to be whole heads, of a number that {self._size} divides, and heads counted from the tensor: "
-            "x.view(*x.shape[:-1], -1, head_size)."
+            f"Under tensor_parallel={self._size} each rank has a part of {self._split[owner]}, which ran last: "
+            f"{', '.join(parts[:6])}. Parts have to be whole heads, of a number that {self._size} divides, and heads "
+            "counted from the tensor: x.view(*x.shape[:-1], -1, head_size)."
         )
 
 

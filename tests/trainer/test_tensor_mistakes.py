@@ -98,7 +98,7 @@ def test_parts_that_are_not_equal_are_refused_on_all_ranks_with_what_fits() -> N
         kind, _, (note,) = told["heads"]
         assert kind is RuntimeError
         assert (
-            "Under tensor_parallel=2 each rank has a part of model.attention: query.weight (6 of 12 in dimension 0)"
+            "Under tensor_parallel=2 each rank has a part of model.attention.query, which ran last: weight (6 of 12 in"
             in note
         )
         assert "Parts have to be whole heads, of a number that 2 divides" in note
