@@ -53,7 +53,7 @@ _NAMES = {
     "dream_trainer.compat.computation": "Computation",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
-    "dream_trainer.compat.gradient_hooks": "after_accumulation changes_gradients has_hooks keep_hooks",
+    "dream_trainer.compat.gradient_hooks": "after_accumulation changes_gradients has_hooks keep_hooks without_hooks",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
     "dream_trainer.compat.local_gradients": "LocalGradients",
     "dream_trainer.compat.operations": "EXPENSIVE_OPERATIONS name_of_operation operation",

@@ -5,7 +5,8 @@ PyTorch keeps both in private names of the tensor, and once more in what `swap_t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch.nn as nn
 from torch import Tensor
@@ -36,6 +37,19 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 def changes_gradients(parameter: nn.Parameter) -> bool:
     """Whether a hook is set that is given gradients before they are added up (`register_hook`)."""
     return bool(parameter._backward_hooks)
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Calls no hook of `register_hook` inside of the block."""
+    taken = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
+    for hooks, _ in taken:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, former in taken:
+            hooks.update(former)
 
 
 def after_accumulation(parameters: Iterable[nn.Parameter]) -> None:

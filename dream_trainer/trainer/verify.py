@@ -23,6 +23,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from dream_trainer.compat.gradient_hooks import without_hooks
 from dream_trainer.compat.pytorch import default_generator_of
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
@@ -469,7 +470,9 @@ class _Gradients:
 
     def from_outputs(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Computes this rank's gradients; `grad` stays as it is."""
-        given = torch.autograd.grad(outputs, list(self._running.values()), cotangents, allow_unused=True)
+        parameters = list(self._running.values())
+        with without_hooks(parameters):
+            given = torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
         self._own = {path: g for path, g in zip(self._running, given, strict=True) if g is not None}
 
     def add_whole(self, path: str, gradient: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from tests.api import after_accumulation, changes_gradients, has_hooks, keep_hooks
+from tests.api import after_accumulation, changes_gradients, has_hooks, keep_hooks, without_hooks
 
 
 def test_hooks_set_before_a_swap_and_after_it_are_called_until_they_are_removed() -> None:
@@ -47,3 +47,16 @@ def test_kinds_are_told_apart_and_those_after_accumulation_are_called_where_ther
     accumulated.grad = torch.ones(1)
     after_accumulation([changed, accumulated, neither])
     assert called == [accumulated]
+
+
+def test_a_gradient_can_be_computed_without_them() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: gradient * 3)
+
+    def gradient() -> list[float]:
+        return torch.autograd.grad(parameter.sum(), parameter)[0].tolist()
+
+    with without_hooks([parameter, torch.ones(2)]):
+        assert gradient() == [1, 1]
+        parameter.register_hook(lambda gradient: gradient + 1)
+    assert gradient() == [4, 4]

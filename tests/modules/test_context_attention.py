@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
 
 from tests.api import (
     AttentionTakeover,
@@ -108,26 +106,7 @@ def attend(keys: int = 8, queries: int = 8, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, k, **options)
 
 
-def own_attention() -> Tensor:
-    q = heads(0, 4)[..., :8, :]
-    return torch.softmax(q @ q.mT, -1) @ q
-
-
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "own attention": (own_attention, r"softmax over scores of the shape \(2, 4, 8, 8\): the model computes attention"),
-    "own attention by F": (
-        lambda: F.softmax(torch.zeros(2, 4, 8, 8), dim=-1),
-        "the model computes attention by itself",
-    ),
-    "multi-head": (
-        lambda: nn.MultiheadAttention(4, 2)(*[torch.zeros(8, 2, 4)] * 3),
-        "nn.MultiheadAttention, which nn.TransformerEncoderLayer",
-    ),
-    "convolution": (lambda: nn.Conv1d(3, 3, 2)(torch.zeros(1, 3, 8)), "conv1d of width 2 over 8 positions, which are"),
-    "convolution, padded in front": (
-        lambda: F.conv1d(F.pad(torch.zeros(1, 3, 8), (4, 0)), torch.zeros(3, 3, 3), dilation=2),
-        "conv1d of width 3 over 12 positions, which are",
-    ),
     "mask of own keys": (
         lambda: attend(attn_mask=torch.ones(8, 8, dtype=torch.bool)),
         r"has the shape \(8, 8\), and this rank's 8 queries .* must end in \(8, 24\), or \(1, 24\). Cut a whole mask",
@@ -142,10 +121,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "queries of none": (lambda: attend(queries=5), "attention of 5 queries to 8 keys, which are .* the queries are no"),
     "keys of none": (lambda: attend(keys=5, is_causal=True), "causal attention of 8 queries, this .* to 5 keys, which"),
-    "reentrant": (
-        lambda: checkpoint(lambda x: attend() + x, torch.zeros((), requires_grad=True), use_reentrant=True),
-        "use_reentrant=True: in backward .* set device_parameters.activation_checkpointing",
-    ),
     "varlen": (
         lambda: packed_attention_mask(torch.zeros(2, 8, dtype=torch.long), "varlen"),
         'kind="varlen"\\) has the queries and keys of one rank',
@@ -182,42 +157,3 @@ def test_heads_that_ranks_cannot_divide_are_named() -> None:
     mask = torch.ones(4, 8, 24, dtype=torch.bool)
     with step(attention, 8), pytest.raises(StepError, match="one for each head, of which ranks have others"):
         attend(attn_mask=mask)
-
-
-def test_what_mixes_positions_is_named_and_features_and_channels_are_not() -> None:
-    told: list[str] = []
-    with step(GatheredAttention(KnownParts(0, [])), 8, warn=lambda key, _: told.append(key)):
-        x = torch.zeros(2, 8, 8)
-        x.mean(-1), x.mean(), torch.mean(x, (0,)), x.cumsum(2), x[0].mean(-1), x.roll(1), torch.roll(x, 1, 0)
-        F.conv1d(x[..., :5], torch.zeros(3, 8, 3)), F.conv1d(x, torch.zeros(3, 8, 1))
-        assert not told
-        x.mean(1), torch.mean(x, dim=(1, 2)), x.cumsum(-2), x.roll(1, 1), torch.roll(x, (1,), dims=(1,))
-        x[..., 0].bool().cumsum(-1)
-    assert [key.split()[0] for key in told] == ["mean", "mean", "cumsum", "roll", "roll", "cumsum"]
-
-
-def test_other_ways_to_mix_positions_are_named() -> None:
-    told: list[str] = []
-    with step(GatheredAttention(KnownParts(0, [])), 8, warn=lambda key, _: told.append(key)):
-        x, tokens = torch.zeros(2, 8, 4), torch.zeros(2, 8, dtype=torch.long)
-        x.norm(), x.norm(dim=-1), x.var(-1), x.std(-1), x.diff(), F.pad(x, (1, 2)), torch.cat([x, x], 2)
-        torch.linalg.vector_norm(x), torch.cat([x[:, :3], x[:, :4]], 1), torch.cat([x], 1), F.pad(x, (0, 0, 0, 0))
-        assert not told
-        x.norm(dim=1), torch.norm(x, 2, 1), torch.linalg.vector_norm(x, dim=1), torch.linalg.norm(x, 2, 1)
-        x.var(1), torch.std(x, dim=1), x.diff(dim=1), torch.mean(x, axis=1)
-        F.pad(x, (0, 0, 1, 0)), F.pad(tokens, (1, 0)), torch.cat([torch.zeros(2, 1, 4), x[:, :7]], dim=1)
-    named = ["norm", "norm", "vector_norm", "norm", "var", "std", "diff", "mean", "pad", "pad", "cat"]
-    assert [key.split()[0] for key in told] == named
-
-
-def test_positions_counted_from_a_part_are_named_once_and_other_numbers_are_not() -> None:
-    told: list[tuple[str, str]] = []
-    with step(GatheredAttention(KnownParts(0, [])), 8, warn=lambda key, message: told.append((key, message))):
-        assert torch.arange(7).tolist() == list(range(7))
-        assert torch.arange(2, 8).tolist() == list(range(2, 8))
-        assert torch.arange(0, 8, 2).tolist() == [0, 2, 4, 6]
-        assert not told
-        for numbers in (torch.arange(8), torch.arange(0, 8), torch.arange(end=8)):
-            assert numbers.tolist() == list(range(8))
-    assert len(told) == 3
-    assert "as many as this rank has positions" in told[0][1]
