@@ -1,8 +1,5 @@
 """torchmetrics' objects over ranks: computed from the samples of all, whichever of them a rank has seen.
-
-Their own exchange takes for granted that ranks have updated a metric as often as each other. Where one has not, a state
-that is a list is shorter on it, which hangs, or empty and of another dtype, which ends the process.
-"""
+Their own exchange hangs, or ends the process, if ranks have updated a metric unequally often."""
 
 from __future__ import annotations
 
@@ -80,11 +77,7 @@ def _attributes(module: Any) -> dict[str, Any]:
 
 
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
-    """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it.
-
-    Returns:
-        Nothing if no rank has updated it since its reset.
-    """
+    """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it."""
     metric_parts = parts(metric)
     if not any(world.all_gather_object(updates(metric) > 0)):
         return {}

@@ -1,9 +1,4 @@
-"""Random layers between layers that ranks share: each draws for its own part, or all draw the same for what is whole.
-
-Ranks of tensor parallelism have the same generators, as random layers need whose input is whole on each of them. Where
-the input is split, over features or along sequences, other places are to be dropped of each rank's part. What a module
-is given is a plain tensor in both cases, so whoever splits the model says which it is.
-"""
+"""Random layers of tensor parallelism: each rank draws for its own part, or all draw the same for whole inputs."""
 
 from __future__ import annotations
 

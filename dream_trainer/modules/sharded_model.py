@@ -1,11 +1,6 @@
 """A model whose parameters are shards between steps, and whole, plain tensors inside them.
-
-Inside a step every parameter is an ordinary `nn.Parameter`, so user code may call any method of the model, penalise
-weights, use `torch.func` or change weights in place, as on one process. Gradients are then those of replicas: each
-rank's own until `step` averages them. Between steps the parameters are DTensors, as `fully_shard` makes them, and so
-are the optimizer's state and the checkpoints. This costs the memory of two whole models and one's gradients,
-so `FSDPParameters.min_group_mib` limits it to small models; `fully_shard` cuts the others block by block.
-"""
+In a step user code may do all that it may on one process. It costs the memory of two whole models and one's
+gradients, so `FSDPParameters.min_group_mib` limits it to small models."""
 
 from __future__ import annotations
 
@@ -55,10 +50,7 @@ class _Parameter:
 
 
 class ShardedModel:
-    """Cuts the parameters of a model over ranks, and makes them whole in steps.
-
-    Parameters without a dimension, of a class of their own (quantised ones) and of TorchScript modules stay whole.
-    """
+    """Cuts the parameters of a model over ranks, and makes them whole in steps."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
         self._model = model
@@ -179,12 +171,7 @@ class ShardedModel:
         return self._sent.nbytes
 
     def gather(self, *, after_step: bool) -> None:
-        """Fills the whole parameters from the shards of all ranks; a collective.
-
-        Args:
-            after_step: Whether an optimizer changed them. Autograd then refuses to go back through what was computed
-                with the weights before, as it does after a step of a plain model.
-        """
+        """Fills the whole parameters from the shards of all ranks; a collective."""
         if not self._parameters:
             return
         self._check()
@@ -212,12 +199,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def leave(self) -> bool:
-        """Gives the modules the shards, with what was written to the whole parameters.
-
-        Returns:
-            Whether the whole parameters still have the values of the shards: not where something wrote to a shard that
-            user code had kept, which then counts.
-        """
+        """Gives the modules the shards, with what was written to the whole parameters."""
         is_fresh = self.write_back()
         for parameter, was_trained in zip(self._parameters, self._trained, strict=True):
             shard, whole = parameter.shard, parameter.whole

@@ -1,7 +1,4 @@
-"""What of the setup changes modules before they are sharded: each model's layers, experts and blocks, on meta.
-
-Each function is one stage of `SETUP` (mixins/setup.py), which has the reason for its place.
-"""
+"""The stages of `SETUP` (mixins/setup.py) that change modules on meta, before they are sharded."""
 
 from __future__ import annotations
 

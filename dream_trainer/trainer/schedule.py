@@ -12,14 +12,7 @@ from dream_trainer.trainer.counters import Counters, Owed
 
 
 class Schedule:
-    """A run's limits and what is due between its windows.
-
-    Attributes:
-        goes_by_the_clock: Whether anything is due by the clock.
-        epoch_steps: Windows that end an epoch whatever the data holds; None: the end of the data does.
-        max_steps: Optimizer steps after which training ends; infinity where there is no such limit.
-        max_tokens: Tokens after which training ends; as above.
-    """
+    """A run's limits and what is due between its windows."""
 
     def __init__(
         self, parameters: TrainingParameters, progress: Counters, clock: Callable[[], float] = time.monotonic
@@ -44,7 +37,7 @@ class Schedule:
         self._max_epochs = _limit(parameters.epoch_limit)
         self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)
         self._max_samples = _limit(parameters.max_samples)
-        self.max_tokens = _limit(parameters.max_tokens)
+        self.max_tokens = _limit(parameters.max_tokens)  # tokens after which training ends; as above
         self._validates = self.validation_batches != 0
 
     # -- limits

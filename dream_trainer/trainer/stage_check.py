@@ -1,8 +1,5 @@
 """Whether the stages of a pipeline together compute what the whole model does, found out on meta, without values.
-
-Each rank runs the whole model and then stage after stage, once, and compares which operations made the outputs of which
-tensors: so all ranks find the same, before the first of them has sent anything.
-"""
+Each rank compares which operations made the outputs of which tensors, so all find the same before anything is sent."""
 
 from __future__ import annotations
 
@@ -48,11 +45,7 @@ class StageCheck:
             self._model = None
 
     def run(self, inputs: tuple[tuple[Any, ...], Mapping[str, Any]], warn: Callable[[str], None]) -> None:
-        """Compares, for a micro-batch.
-
-        Raises:
-            HookError: A stage cannot run, or computes something else than the whole model.
-        """
+        """Compares, for a micro-batch."""
         positional, named = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         names = {leaf: f"input {n}" for n, leaf in enumerate(leaves((positional, named))) if isinstance(leaf, Tensor)}
         whole, expected, why = Computation(running_line), None, "it cannot be copied"

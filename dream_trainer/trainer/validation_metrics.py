@@ -1,9 +1,5 @@
 """ValidationMetrics: torchmetrics' objects in a validation, and those of training left as they are.
-
-Whose a metric is shows in how often it was updated: what some rank has once updated between two validations is
-training's from then on, and is neither reset nor computed here. All others are reset before each loader and computed
-after it.
-"""
+A metric that some rank has updated between two validations is training's: neither reset nor computed here."""
 
 from __future__ import annotations
 
@@ -83,11 +79,7 @@ class ValidationMetrics:
             self._attributes.update(originals)
 
     def values(self) -> dict[str, float]:
-        """What the metrics have come to over all ranks since `start_loader`; a collective.
-
-        Raises:
-            HookError: Training and validation both update one.
-        """
+        """What the metrics have come to over all ranks since `start_loader`; a collective."""
         numbers: dict[str, float] = {}
         seen: set[str] = set()
         for name, metric in self._metrics().items():

@@ -1,10 +1,5 @@
 """Turns: several optimizers in one window, and the gradients that one model's loss leaves in another.
-
-A generator's loss goes through its critic, and its backward leaves gradients there that the critic's next step would
-use. In a hand-written loop `zero_grad` of the critic drops them. Here they are an error, and `frozen` prevents them.
-One loss that trains two models, each stepped afterwards, is not an error. This only looks at which gradients exist, so
-nothing runs on the device; with one optimizer it does nothing.
-"""
+A generator's loss leaves gradients in its critic, which the critic's next step would use. Here they are an error."""
 
 from __future__ import annotations
 
@@ -25,11 +20,7 @@ _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`
 
 
 class Turns:
-    """Which gradients each optimizer's parameters have in the running window.
-
-    Attributes:
-        optimizers: The trainer's, and others that were stepped.
-    """
+    """Which gradients each optimizer's parameters have in the running window."""
 
     def __init__(self, registry: Registry, gradients: LocalGradients) -> None:
         self._registry, self._local_gradients = registry, gradients
@@ -61,11 +52,7 @@ class Turns:
             self._marks = {optimizer: self._mark(optimizer) for optimizer in self._left}
 
     def after_backward(self) -> None:
-        """A backward ran.
-
-        Raises:
-            StepError: It added to gradients that another model's loss has left.
-        """
+        """A backward ran."""
         if len(self.optimizers) < 2:
             return
         for optimizer, other in self._left.items():
@@ -97,12 +84,7 @@ class Turns:
                     self._left.setdefault(optimizer, origins[origin])
 
     def finish_window(self, n_batches: int) -> None:
-        """The window of `n_batches` micro-batches is over.
-
-        Raises:
-            StepError: An optimizer's parameters have gradients that it never stepped. Or such gradients were dropped,
-                though in earlier micro-batches the same loss left some that it did step.
-        """
+        """The window of `n_batches` micro-batches is over."""
         if len(self.optimizers) < 2:
             return
         for optimizer in self.optimizers:
