@@ -104,7 +104,6 @@ class BlockState:
 
 
 def put_back(before: list[tuple[Any, Any]]) -> None:
-    """Ends what `BlockState.put_in_place` began."""
     for container, content in before:
         _fill(container, content)
 

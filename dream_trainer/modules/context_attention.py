@@ -162,7 +162,6 @@ class UlyssesAttention(ContextAttention):
         return self.attend_with_own_heads(query, key, value, partial(attend, attn_mask=mask, is_causal=is_causal))
 
     def attend_with_own_heads(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
-        """`attend` over all positions with this rank's heads."""
         size, heads = self.parts.size, (query.shape[1], key.shape[1])
         if any(count % size for count in heads):
             raise ConfigError(

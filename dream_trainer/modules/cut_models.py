@@ -12,8 +12,6 @@ import torch.nn as nn
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of several ranks of a pipeline."""
-
     names: tuple[str, ...]  # all names in the whole model; checkpoints have the first
     ranks: tuple[int, ...]  # those that have a copy, in the order of their first name
     own_name: str | None  # what the copy of this rank is called in its part of the model; None without one

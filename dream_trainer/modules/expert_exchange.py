@@ -117,8 +117,6 @@ class Visitors:
 
 @dataclass(frozen=True)
 class Alike:
-    """Ranks that have the same rows."""
-
     group: ProcessGroup
     place: int  # this one's
     size: int

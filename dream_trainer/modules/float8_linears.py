@@ -22,13 +22,10 @@ from dream_trainer.modules.class_change import Changed, change_class
 
 
 class Float8(Changed, Float8Layer):  # type: ignore[misc]
-    """Multiplies in float8."""
-
     config: ClassVar[Any]
     linear_mm_config: ClassVar[Any]
 
     def forward(self, input: Tensor) -> Tensor:
-        """As that of the linear layer."""
         device = input.device.type
         if torch.is_autocast_enabled(device):  # torchao's asks for that of CUDA alone
             input = input.to(torch.get_autocast_dtype(device))
@@ -50,7 +47,6 @@ def sizes_fit(linear: nn.Linear) -> bool:
 
 
 def compute_in_float8(linear: nn.Linear, config: Any) -> None:
-    """Makes `linear` multiply in float8."""
     change_class(linear, Float8, key=config, **attributes(config))
 
 

@@ -61,8 +61,6 @@ def _default_policy(module: nn.Module, key: str) -> BufferPolicy | None:
 
 
 class JoinedBuffers:
-    """The buffers of a trainer's models."""
-
     def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy]) -> None:
         self._models = models
         self._policies: dict[str, BufferPolicy] = dict(policies)
@@ -92,7 +90,6 @@ class JoinedBuffers:
         return {storage_id(buffer.value) for buffer in self._buffers() if buffer.policy == "mean"}
 
     def with_policy(self, policy: BufferPolicy) -> list[str]:
-        """Names of the buffers that have it."""
         return [buffer.name for buffer in self._buffers() if buffer.policy == policy]
 
     def different(self, ranks: Ranks) -> list[str]:

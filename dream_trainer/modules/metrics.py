@@ -58,7 +58,6 @@ class MetricStates:
         self._states = copied([_attributes(module) for module in self._owners], metrics)
 
     def put_back(self) -> None:
-        """Restores everything; may be called several times."""
         for module, attributes in zip(self._owners, copied(self._states, self._metrics), strict=True):
             vars(module).update(attributes)
 

@@ -228,7 +228,6 @@ class ParallelModels:
         self._is_fresh = False
 
     def drop_gradients(self) -> None:
-        """Drops gradients that no step has used."""
         self.gradients.drop_what_waits()
         for sharded in self.whole_in_steps:
             sharded.drop_gradients()

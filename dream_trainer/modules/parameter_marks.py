@@ -28,7 +28,6 @@ class ParameterMarks:
             self._attributes[name] = dict(now)
 
     def refuse_lost_hooks(self, models: Mapping[str, nn.Module]) -> None:
-        """Refuses to train where hooks were set and are there no longer."""
         if not self._hooked:
             return
         lost = next((name for name, one in _parameters(models) if name in self._hooked and not has_hooks(one)), None)

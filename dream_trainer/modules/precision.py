@@ -103,7 +103,6 @@ class Float32Norm(Changed):
     """Computes in float32 and returns its input's type."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The norm's own forward on float32."""
         raised = {name: parameter.float() for name, parameter in self.named_parameters(recurse=False)}
         with with_parameters(self, raised):
             result: Tensor = super().forward(input.float(), *args, **kwargs)

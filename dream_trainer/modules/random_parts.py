@@ -70,7 +70,6 @@ class Declared(Changed):
     """A random layer of which it is known how its input lies."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
         return super().forward(*args, **kwargs)
 
 
@@ -80,7 +79,6 @@ class DrawsForItsPart(Declared):
     _place: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, with generators that begin at a number that all ranks draw, and at this one's place."""
         if not self.training:
             return super().forward(*args, **kwargs)
         return self._drawn(*args, **kwargs)

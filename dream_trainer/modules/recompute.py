@@ -69,14 +69,12 @@ class BlockCall:
         return first, self
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward."""
         output = self._forward(*args, **kwargs)
         if self._again is not None and self._expected is not None:
             self._found = _values(output)
         return output
 
     def has_run(self, output: Any) -> None:
-        """The first run gave `output`."""
         self._state.look(named(self._block))
         self._state.let_graphs_go()
         if self.is_watched:
@@ -133,7 +131,6 @@ def mismatch(error: Exception) -> StepError:
 
 
 def named(block: Recomputed) -> str:
-    """The name of a block in errors."""
     name = own_class(block).__name__
     return f"{block.block_name} ({name})" if block.block_name else f"a block of class {name}"
 
@@ -169,7 +166,6 @@ def _are_close(expected: Sequence[tuple[Tensor, int]], found: Sequence[tuple[Ten
 
 
 def recompute(module: nn.Module, keep: Sequence[str] = (), name: str = "") -> None:
-    """Makes `module` recompute its activations in backward."""
     if isinstance(module, Recomputed):
         return
     contexts = None

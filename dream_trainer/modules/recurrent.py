@@ -17,7 +17,6 @@ class KeepsWeightsInPlace(Changed):
         """Does nothing."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
         return super().forward(*args, **kwargs)
 
 

@@ -50,7 +50,6 @@ class SequenceParts:
         return out
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """`joined`, without gradients."""
         assert self._group is not None
         parts = self._all_gather(part.contiguous(), self._group)
         length = part.shape[dim] * self.size // self.n_chunks
@@ -65,7 +64,6 @@ class SequenceParts:
         return self._sum_scatter(every, self._group)
 
     def exchange(self, by_rank: Tensor) -> Tensor:
-        """`exchanged`, without gradients."""
         assert self._group is not None
         return self._all_to_all(by_rank.contiguous(), self._group)
 

@@ -35,8 +35,6 @@ _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One parameter of the model."""
-
     shard: nn.Parameter
     whole: nn.Parameter
     values: Tensor
@@ -45,7 +43,6 @@ class _Parameter:
     rows: int
 
     def own_rows(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor."""
         return tensor.narrow(0, self.start, self.rows)
 
 
@@ -157,12 +154,10 @@ class ShardedModel:
 
     @property
     def whole_of(self) -> dict[int, nn.Parameter]:
-        """The whole parameter by the id of its shard."""
         return self._whole_of
 
     @property
     def shard_of(self) -> dict[int, nn.Parameter]:
-        """The shard by the id of the whole parameter."""
         return self._shard_of
 
     @property
@@ -248,7 +243,6 @@ class ShardedModel:
         return [write_count(parameter.whole) for parameter in self._parameters]
 
     def give_gradients_to_shards(self) -> None:
-        """Gives each shard its rows of the whole gradient."""
         for parameter in self._parameters:
             gradient = parameter.whole.grad
             if gradient is not None:
@@ -260,7 +254,6 @@ class ShardedModel:
             parameter.shard.grad = None
 
     def drop_gradients(self) -> None:
-        """Drops all gradients."""
         for parameter in self._parameters:
             parameter.shard.grad = parameter.whole.grad = None
 
@@ -299,7 +292,6 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def shardable_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters of `model`."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

@@ -49,7 +49,6 @@ def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterat
 
 
 def is_draw(name: str) -> bool:
-    """Whether a function of PyTorch's of this name draws random numbers."""
     return name in _NAMES or name in _OF_CHANNELS
 
 
@@ -61,11 +60,9 @@ class PartShapes:
         self.lengths: set[int] = set()  # this rank's positions, and those of sequence parallelism's pieces
 
     def begin(self) -> None:
-        """A batch is to be cut."""
         self.rows, self.lengths = 1, set()
 
     def add(self, rows: int, *lengths: int) -> None:
-        """A tensor of it was."""
         self.rows = max(self.rows, rows)
         self.lengths.update(lengths)
 

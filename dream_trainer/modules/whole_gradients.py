@@ -78,7 +78,6 @@ class _Comparison:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether ranks that share layers have a part each."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):

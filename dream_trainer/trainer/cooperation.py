@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class NoRounds:
-    """What is asked where ranks might have weights of their own."""
-
     steps = 1  # optimizer steps of a round
 
     def as_one_model(self) -> AbstractContextManager[None]:

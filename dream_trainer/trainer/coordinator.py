@@ -44,7 +44,6 @@ class Coordinator:
             self.world.leave_lost_job()
 
     def begin(self, world: World, saver: Saving, gradients: LocalGradients, callbacks: Iterable[Callback]) -> None:
-        """Called when all of these exist."""
         self._world, self._saver, self._gradients = world, saver, gradients
         self._pulse = Pulse(world)
         self._is_alone, self._is_main = world.world_size == 1, world.is_main

@@ -35,7 +35,6 @@ class Counters:
     owed: Owed | None = None  # a resume does it first
 
     def finish_window(self, *, stepped: bool, samples: int, tokens: int, end: DataPosition) -> None:
-        """Counts a completed window."""
         self.global_step += stepped
         self.epoch_steps += 1
         self.samples_seen += samples
@@ -52,11 +51,9 @@ class Counters:
         self.batch_idx = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """All counters as plain data."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         values = dict(state)
         self.data = DataPosition(**values.pop("data"))
         owed = values.pop("owed", None)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 
 class ConnectedData:
-    """A trainer's loaders as the loop reads them."""
-
     feed: WindowFeed  # the windows to train, in step with the other ranks; created when the trainer starts
 
     def __init__(self) -> None:
@@ -47,7 +45,6 @@ class ConnectedData:
         self.is_even = True  # whether every rank gets windows of the same size, and equally many
 
     def connect(self, stream: TrainStream, loader: Any) -> None:
-        """Training continues with `stream`, which reads `loader`."""
         self.stream, self.loader, self.is_even = stream, loader, stream.is_even
 
     def open_feed(self, world: World, accumulation: int) -> None:
@@ -57,7 +54,6 @@ class ConnectedData:
         self.copy_stream = copy_stream(world.device)
 
     def close(self) -> None:
-        """Ends the workers of all loaders."""
         streams = [] if self.stream is None else [self.stream.close]
         call_each([*streams, *(batches.close for batches in self.validation.values())])
 
@@ -150,7 +146,6 @@ def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
 
 
 def _open_stream(trainer: AbstractTrainer) -> None:
-    """Sets the stream over `train_dataloader`."""
     _say_if_workers_keep_old_data(trainer)
     stream, count = _stream(trainer, trainer.train_dataloader), trainer.config.training_parameters.overfit_batches
     if count:

@@ -153,7 +153,6 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
 
 
 def _here(parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of this rank's parts."""
     return sum(local.numel() * local.element_size() for local in map(local_tensor, parameters))
 
 
@@ -258,7 +257,6 @@ def _trained(trainer: AbstractTrainer) -> list[nn.Parameter]:
 
 
 def _size(parameter: nn.Parameter, dtype: torch.dtype | None) -> int:
-    """Bytes of this rank's part, in `dtype` or else its own."""
     local = local_tensor(parameter)
     return local.numel() * (local.element_size() if dtype is None else dtype.itemsize)
 

@@ -18,8 +18,6 @@ Listener = Callable[..., None]
 
 
 class Heard(NamedTuple):
-    """Who listens to an event."""
-
     listeners: tuple[Listener, ...]
     is_heard_anywhere: bool  # whether some rank has a listener
 
@@ -51,7 +49,6 @@ def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
 
 
 def heard_of(trainer: AbstractTrainer, event: str) -> Heard:
-    """Who listens to `event`."""
     return Heard(trainer._events[event], anyone_listens(trainer, event))
 
 

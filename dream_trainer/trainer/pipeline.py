@@ -46,8 +46,6 @@ _KEPT_SCHEDULES = 8
 
 
 class Stages(NamedTuple):
-    """How a model is cut."""
-
     names: list[list[str]]  # what each stage holds
     ranks: list[int]  # which rank of the pipeline has it
     check: StageCheck  # what compares them with the whole model
@@ -65,7 +63,6 @@ class Pipelined(Changed):
         return self._pipeline.call((args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's stage."""
         return super().forward(*args, **kwargs)
 
 
@@ -224,7 +221,6 @@ class Pipeline:
         return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
 
     def _built_for(self, inputs: Any) -> _Built:
-        """The schedule for batches like this one."""
         key = shapes_of(inputs)
         built = self._built.pop(key, None)
         if built is None:
@@ -407,8 +403,6 @@ PLAIN, WHOLE = -2, -1  # layouts of no DTensor, and of one that each rank has; o
 
 
 class StageMessages:
-    """Messages between the ranks of a pipeline."""
-
     def __init__(self, world: World, last: int) -> None:
         group = world.pipeline_group()
         assert group is not None  # there are several stages
@@ -454,7 +448,6 @@ class StageMessages:
         return sent
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
-        """What `send` sends on another rank."""
         import torch.distributed as dist
 
         source = dist.get_global_rank(self.group, rank)
@@ -499,7 +492,6 @@ class StageMessages:
 
 
 def layout_of(tensor: Tensor) -> int:
-    """How `tensor` lies on the ranks that share a layer."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):

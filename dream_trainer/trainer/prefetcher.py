@@ -76,7 +76,6 @@ class Prefetcher:
         self._saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
 
     def _count(self, window: Window | None) -> tuple[int, int]:
-        """What this rank adds to the counts of a window's samples and tokens."""
         sizes = self._state.sizes = sizes_of(window, self._count_of_batch)
         if not self._world.counts_samples:
             return 0, 0

@@ -57,7 +57,6 @@ class Registry:
         return self._named_by_type((torchmetrics.Metric, torchmetrics.MetricCollection))
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """The optimizers that update at least one parameter of `model`."""
         parameters = {id(parameter) for parameter in model.parameters()}
         return [
             optimizer
@@ -66,7 +65,6 @@ class Registry:
         ]
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
-        """The model whose parameters `optimizer` updates."""
         owners = [name for name, model in self.models().items() if optimizer in self.optimizers_of(model)]
         if len(owners) != 1:
             raise KeyError(
@@ -75,7 +73,6 @@ class Registry:
         return self.models()[owners[0]]
 
     def scheduler_of(self, optimizer: Optimizer) -> Scheduler | None:
-        """The first scheduler that drives `optimizer`, or None."""
         for scheduler in self.schedulers().values():
             if scheduler.optimizer is optimizer:
                 return scheduler

@@ -61,7 +61,6 @@ class ResumedRates:
             self._configured.setdefault(optimizer, [_options(group) for group in optimizer.param_groups])
 
     def note_built(self) -> None:
-        """Notes schedulers that were not stepped yet, each once."""
         self.note_options()
         for scheduler in self._schedulers().values():
             if scheduler not in self._built:

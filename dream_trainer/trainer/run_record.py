@@ -69,7 +69,6 @@ class RunRecord:
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
-    """Writes the record, whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
     # One entry a line: `indent` would have all of it written by Python's own encoder, several times as slow.
     entries = [f'  "{name}": {json.dumps(json_ready(value))}' for name, value in vars(record).items()]
@@ -194,7 +193,6 @@ def run_directories(root: Path) -> list[Path]:
 
 
 def read_run(path: Path, root: Path) -> ListedRun:
-    """The run at `path`, below `root`, as its files have it."""
     record = read_record(path)
     try:
         config = read_config(path)

@@ -34,8 +34,6 @@ LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are k
 
 
 class RunRecorder:
-    """One trainer's record of its run."""
-
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
         self._record: RunRecord | None = None

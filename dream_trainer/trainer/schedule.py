@@ -43,7 +43,6 @@ class Schedule:
     # -- limits
 
     def limit_is_reached(self, *, epochs: int) -> bool:
-        """Whether a limit of the run is reached, with `epochs` completed."""
         progress = self._progress
         return (
             epochs >= self._max_epochs
@@ -83,7 +82,6 @@ class Schedule:
     # -- the clock
 
     def start(self) -> None:
-        """Training starts now, after `elapsed_seconds` in earlier processes."""
         self._started = self._clock()
         self._validations.restart()
         self._before = self._progress.elapsed_seconds
@@ -103,7 +101,6 @@ class Schedule:
         return self._before + self._clock() - self._started
 
     def time_is_up(self) -> bool:
-        """Whether `max_time` has passed on this rank's clock."""
         return self._limit_seconds is not None and self.elapsed_seconds() >= self._limit_seconds
 
     # -- validations, and what is owed
@@ -128,7 +125,6 @@ class Schedule:
         return self._validations.is_due(step, epoch)
 
     def validated(self) -> None:
-        """A validation is done; the clock for the next starts."""
         self._validations.restart()
 
     def owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A trainer's life, from its construction to its end."""
-
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
         self.is_ready = self.is_training = self.has_failed = False
@@ -43,7 +41,6 @@ class Session:
     # -- begins
 
     def start(self) -> None:
-        """Launches, builds and resumes, once."""
         trainer = self._trainer
         if self._is_closed or self._is_half_set_up:
             self._refuse_to_go_on("closed" if self._is_closed else "left half set up by an exception")
@@ -173,7 +170,6 @@ class Session:
             self._trainer.close()
 
     def close(self) -> None:
-        """See `BaseTrainer.close`."""
         trainer = self._trainer
         world = trainer._world
         let_go(trainer.config, trainer)

@@ -45,7 +45,6 @@ class StageCheck:
             self._model = None
 
     def run(self, inputs: tuple[tuple[Any, ...], Mapping[str, Any]], warn: Callable[[str], None]) -> None:
-        """Compares, for a micro-batch."""
         positional, named = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         names = {leaf: f"input {n}" for n, leaf in enumerate(leaves((positional, named))) if isinstance(leaf, Tensor)}
         whole, expected, why = Computation(running_line), None, "it cannot be copied"
@@ -151,7 +150,6 @@ def _difference(chain: Computation, whole: Computation, begun: Sequence[int]) ->
 
 
 def _kinds(values: Any) -> str:
-    """What values are, in words."""
     if isinstance(values, Tensor):
         return f"a tensor of shape {list(values.shape)}"
     if isinstance(values, tuple | list):

@@ -18,8 +18,6 @@ from dream_trainer.trainer.registry import is_metric
 
 
 class ValidationMetrics:
-    """The metrics of one trainer."""
-
     def __init__(
         self,
         metrics: Callable[[], dict[str, Any]],
@@ -42,7 +40,6 @@ class ValidationMetrics:
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """Wraps a whole validation; a collective."""
         counts = self._counts()
         updated_here = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
         updated = set().union(*self._world.all_gather_object(updated_here)) if counts else set()
@@ -63,7 +60,6 @@ class ValidationMetrics:
         }
 
     def start_loader(self) -> None:
-        """A validation loader starts."""
         for name, metric in self._metrics().items():
             if name not in self._of_training:
                 metric.reset()

@@ -11,14 +11,11 @@ from dream_trainer.errors import StepError
 
 
 def not_started(batch: Any, batch_idx: int) -> NoReturn:
-    """The step of a trainer that has not started; it always raises."""
     raise StepError("the trainer has not started. Call fit(), evaluate() or predict().")
 
 
 @dataclass(slots=True)
 class WindowState:
-    """The accumulation window that runs, or ran last."""
-
     training_step: Callable[[Any, int], Any] = not_started
     validation_step: Callable[[Any, int], Any] = not_started  # what validations call alike
     batch: Any = None  # the running micro-batch, on the device

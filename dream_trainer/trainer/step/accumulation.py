@@ -32,8 +32,6 @@ Weight = Tensor | float
 
 
 class Accumulation:
-    """State of the running window."""
-
     def __init__(
         self,
         devices: DeviceParameters,
@@ -58,7 +56,8 @@ class Accumulation:
         self.stepped = False  # whether `step` ran in the window
         self.is_open = False
         self.counted_batches = 0  # all but those of `backward(None)`
-        self.goes_back_here, self.trains_whole_models = True, False
+        self.goes_back_here = True  # whether backwards of models that pipeline ranks have whole run on this rank
+        self.trains_whole_models = False  # whether a pipeline has such models
         self.is_uneven = False  # whether ranks hold different numbers of samples in it
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
@@ -106,7 +105,6 @@ class Accumulation:
         self.counted_batches = size
 
     def start_batch(self, *, is_last: bool) -> None:
-        """A micro-batch begins."""
         self.is_last = is_last
         self.batch_weight = None
         if self.losses is not None:
@@ -118,7 +116,6 @@ class Accumulation:
                 averaging.begin_last_batch()
 
     def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
-        """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
         if not self.is_open or (self._stages > 1 and not self.trains_whole_models):
             self._refuse_backward()
         if loss is None:
@@ -207,7 +204,6 @@ class Accumulation:
         return loss
 
     def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
-        """A backward of the window, and its weight."""
         if weight is None:
             if self._weighted:
                 self._refuse_mixture()
@@ -307,7 +303,6 @@ class Accumulation:
     # -- what a step needs of the window
 
     def check_step(self) -> None:
-        """Checks that a step of the window's gradients may begin."""
         if not self.is_last:
             raise StepError(
                 "step() was called in the middle of an accumulation window. Call it only when `not "
@@ -344,7 +339,6 @@ class Accumulation:
         return is_first
 
     def finish_step(self) -> None:
-        """A step is over: its gradients are gone, and weights may change."""
         self._own.forget()
 
     def spend_weight(self, model: nn.Module) -> Weight | None:
@@ -421,11 +415,9 @@ class OwnGradients:
         self._marks = {optimizer: self._look_at(optimizer) for optimizer in optimizers}
 
     def forget(self) -> None:
-        """A window begins, or optimizers have stepped."""
         self._marks.clear()
 
     def refuse_changed_weights(self) -> None:
-        """Raises StepError if weights have changed since the last backward."""
         for marks in self._marks.values():
             for mark in marks:
                 if write_count(mark.parameter) != mark.writes_to_parameter:

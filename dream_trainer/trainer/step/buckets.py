@@ -33,8 +33,6 @@ _PARTS = 3  # a float64 is the sum of so many float32
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose gradients cross ranks in one collective."""
-
     dtype: torch.dtype  # the type that they are sent in
     group: dist.ProcessGroup | None  # the ranks, of one step; None for all
     n_ranks: int  # the number of ranks whose backwards are in the sum
@@ -143,7 +141,6 @@ class Averaging:
         return last
 
     def _send(self, bucket: Bucket, parameters: list[nn.Parameter], tail: Tensor | None, *, place: int) -> Sent:
-        """Sends a bucket from the memory numbered `place`."""
         size = sum(local.numel() for local in local_tensors(parameters)) + len(parameters)
         flat = self._flat((place, bucket.dtype), size + (0 if tail is None else tail.numel()))
         return Sent(bucket, parameters, tail, flat, self._world.device)
@@ -168,8 +165,6 @@ class Averaging:
 
 
 class Sent:
-    """A bucket on its way."""
-
     def __init__(
         self,
         bucket: Bucket,
@@ -197,7 +192,6 @@ class Sent:
         self._work = dist.all_reduce(self._on_device, group=bucket.group, async_op=True)
 
     def wait(self) -> None:
-        """Waits until the collective is over."""
         assert self._work is not None  # it is asynchronous
         self._work.wait()
 
@@ -217,7 +211,6 @@ class Sent:
 
 
 def _divide(grads: list[Tensor], views: list[Tensor], n_ranks: int) -> None:
-    """Fills `views` with `grads` over `n_ranks`."""
     if views[0].device.type == "cpu":  # one pass over memory in place of two
         n = torch.tensor(float(n_ranks), dtype=grads[0].dtype)
         for grad, view in zip(grads, views, strict=True):

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters of one kind."""
-
     copies: int  # number of ranks of a step that hold each element
     is_sharded: bool  # whether they are DTensors
     divisor: float  # what gradients are still to be divided by, once a backward has averaged them over ranks
@@ -44,7 +42,6 @@ class ParameterGroup:
     parameters: list[nn.Parameter]
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients that exist."""
         if self.is_sharded:
             return local_gradients(self.parameters)
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -160,7 +157,6 @@ def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
 
 
 def divide_sums(plan: StepPlan, grads: list[list[Tensor]]) -> None:
-    """Makes means of the gradients of `plan.sums`."""
     for place in plan.sums:
         if grads[place]:
             foreach_div_(grads[place], float(plan.groups[place].divisor))

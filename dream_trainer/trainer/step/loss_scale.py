@@ -29,7 +29,6 @@ class LossScale:
         return loss * (self.scale / WEIGHT_DIVISOR if is_weighted else self.scale)
 
     def inverse(self, *, is_weighted: bool) -> Tensor:
-        """The factor that removes the scale from the gradients."""
         return (WEIGHT_DIVISOR if is_weighted else 1.0) / self.scale
 
     def note(self, norm: Tensor) -> Tensor:
@@ -52,6 +51,5 @@ class LossScale:
         return {"scale": float(self.scale), "windows": int(self._windows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         self.scale.fill_(state["scale"])
         self._windows.fill_(state["windows"])

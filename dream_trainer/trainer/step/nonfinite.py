@@ -161,7 +161,6 @@ class NonFiniteGuard:
         return self._found_inf if self._may_skip else None
 
     def settle_when_full(self) -> None:
-        """Looks at the kept norms once there are `SETTLE_EVERY` of them."""
         if len(self._norms) >= SETTLE_EVERY:
             self.settle()
 
@@ -206,6 +205,5 @@ class MovedByForward:
         self._metrics = MetricStates(list(registry.metrics().values()))
 
     def put_back(self) -> None:
-        """Restores everything; may be called several times."""
         self._models.put_back()
         self._metrics.put_back()

@@ -89,7 +89,6 @@ class OptimizerStep:
         self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
-        """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
         if self._context is None:
             return self._step(model, optimizers, schedulers)
         with self._context:
@@ -148,7 +147,6 @@ class OptimizerStep:
     def _advance(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
-        """Finishes the gradients, and steps; returns their norm."""
         self.before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
@@ -237,7 +235,6 @@ class OptimizerStep:
     def _reduce(
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
     ) -> tuple[list[list[Tensor]], Tensor, Tensor | None, Tensor | bool]:
-        """Averages gradients over ranks."""
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)
@@ -377,7 +374,6 @@ class OptimizerStep:
         self._guard.left_out.append(listener)
 
     def settle_when_full(self) -> None:
-        """Reads the norms not yet read, if there are many; between windows."""
         self._guard.settle_when_full()
 
     def settle(self) -> None:

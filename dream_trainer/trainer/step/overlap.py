@@ -53,7 +53,6 @@ class OverlappedAveraging(Averaging):
                 self._hooks[p] = p.register_post_accumulate_grad_hook(self._gradient_is_there)
 
     def run(self, weight: Tensor | float | None) -> Tensor | None:
-        """As in the base class: sends what has not left, and receives all."""
         if not self._window:  # the plan was made in this very step
             self.begin_last_batch()
         self._window += self._trained_since()
@@ -77,7 +76,6 @@ class OverlappedAveraging(Averaging):
         self._begin()
 
     def close(self) -> None:
-        """Takes no part in backwards any more, and forgets."""
         for hook in self._hooks.values():
             hook.remove()
         self.forget()

@@ -38,7 +38,6 @@ class Turns:
         return sum(numbers.get(id(optimizer), 0) * 64**place for place, optimizer in enumerate(optimizers))
 
     def start_window(self) -> None:
-        """A window begins; there are no gradients."""
         self._backwards = 0
         self._stepped.clear()
         if len(self.optimizers) > 1:
@@ -46,13 +45,11 @@ class Turns:
                 of_window.clear()
 
     def before_backward(self) -> None:
-        """A backward is about to run."""
         if self._left:
             self._left = {optimizer: other for optimizer, other in self._left.items() if self._has_gradients(optimizer)}
             self._marks = {optimizer: self._mark(optimizer) for optimizer in self._left}
 
     def after_backward(self) -> None:
-        """A backward ran."""
         if len(self.optimizers) < 2:
             return
         for optimizer, other in self._left.items():
@@ -68,11 +65,9 @@ class Turns:
                 self._origins[optimizer] = self._backwards
 
     def has_stepped(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether one of these optimizers has stepped in the window."""
         return not self._stepped.isdisjoint(optimizers)
 
     def stepped(self, optimizers: Sequence[Optimizer]) -> None:
-        """These optimizers have stepped, and their gradients are gone."""
         self._stepped.update(optimizers)
         self.optimizers += [optimizer for optimizer in optimizers if optimizer not in self.optimizers]
         if len(self.optimizers) > 1:
@@ -84,7 +79,6 @@ class Turns:
                     self._left.setdefault(optimizer, origins[origin])
 
     def finish_window(self, n_batches: int) -> None:
-        """The window of `n_batches` micro-batches is over."""
         if len(self.optimizers) < 2:
             return
         for optimizer in self.optimizers:

@@ -171,8 +171,6 @@ def _may_change_arguments(decorated: Any) -> bool:
 
 
 def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParameters) -> None:
-    """Refuses what the config asks for and nothing in `cls` does."""
-
     def refuse(hook: str, field: str, is_wanted: bool, advice: str) -> None:
         if is_wanted and getattr(cls, hook) is getattr(Hooks, hook):
             value = vars(devices)[field]
@@ -285,7 +283,6 @@ _CALLED_BY_US = frozenset(
 
 
 def refuse_taken_names(cls: type) -> None:
-    """Checks what the user's classes among the bases of `cls` define."""
     for part in cls.__mro__:
         if not is_ours(part) and part is not object:
             for name, value in vars(part).items():

@@ -10,7 +10,6 @@ from typing import Any
 
 
 def is_ours(cls: type) -> bool:
-    """Whether `cls` is part of the framework and not of a user's program."""
     return cls.__module__.startswith("dream_trainer.")
 
 
