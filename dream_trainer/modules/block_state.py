@@ -3,6 +3,7 @@ Each call notes attributes, buffers, lists and dicts, and copies the tensors tha
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -149,21 +150,11 @@ def _fill(container: Any, content: Any) -> None:
         for name, value in content.items():
             if name not in now or now[name] is not value:
                 container[name] = value
-    elif not _holds_parameters(container) and not _are_same(container, content):
-        container.clear()
-        container.extend(content)
-
-
-def _holds_parameters(container: Any) -> bool:
-    return any(isinstance(value, nn.Parameter) for value in container)
-
-
-def _are_same(container: Any, content: Any) -> bool:
-    return len(container) == len(content) and all(map(_is, container, content))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
+    elif not any(isinstance(value, nn.Parameter) for value in container):
+        is_same = len(container) == len(content) and all(map(operator.is_, container, content))
+        if not is_same:
+            container.clear()
+            container.extend(content)
 
 
 def _replaced(content: Any, fresh: Mapping[int, Tensor]) -> Any:

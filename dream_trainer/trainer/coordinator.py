@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.counters import Counters
     from dream_trainer.trainer.schedule import Schedule
 
-T = TypeVar("T")
 logger = logging.getLogger("dream_trainer")
 
 
@@ -111,10 +110,6 @@ class Coordinator:
 
     def _due_callbacks(self) -> int:
         return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))
-
-    def wait_for_batch(self, fetch: Callable[[], T]) -> T | None:
-        """In a validation: `fetch()`, or None if a signal ended the wait; `go_on` then tells all ranks."""
-        return self.signals.wait_for_data(fetch)
 
     def go_on(self, *, has_batch: bool) -> bool:
         """In a validation, once each rank has its batch: whether some rank has one."""

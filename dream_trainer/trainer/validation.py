@@ -166,7 +166,7 @@ def in_step(
         fresh = _NOTHING
         if count != max_batches:
             fetch = partial(next, source, _NOTHING)
-            fresh = fetch() if coordinator is None else coordinator.wait_for_batch(fetch)
+            fresh = fetch() if coordinator is None else coordinator.signals.wait_for_data(fetch)
         if not _some_rank_has_one(trainer, coordinator, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
                 is_prediction = isinstance(trainer._records.current, NoRecord)

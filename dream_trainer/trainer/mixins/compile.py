@@ -118,7 +118,9 @@ class CompileMixin(AbstractTrainer):
                     change_class(part, Traced)
                 mode = parameters.mode if options is None else None
                 if is_shared:
-                    _compile_shared(part, parameters.backend, mode, options)
+                    from dream_trainer.modules.compiled_attention import compile_with_shared_attention
+
+                    compile_with_shared_attention(part, backend=parameters.backend, mode=mode, options=options)
                     continue
                 part.compile(
                     backend=parameters.backend,
@@ -138,12 +140,6 @@ class CompileMixin(AbstractTrainer):
                 "memory, as those that NVLink connects do. Use False elsewhere."
             )
         return options_of_overlap(self.config.compile_parameters.mode)
-
-
-def _compile_shared(part: nn.Module, backend: str, mode: str | None, options: Any) -> None:
-    from dream_trainer.modules.compiled_attention import compile_with_shared_attention
-
-    compile_with_shared_attention(part, backend=backend, mode=mode, options=options)
 
 
 def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:
