@@ -1,7 +1,4 @@
-"""What is done to modules: sharding, precision, recomputation, entry points, statistics of norms; and layers of ours.
-
-The layers are public, and load on first use: `dream_trainer.modules.MoE`.
-"""
+"""What is done to modules (sharding, precision, recomputation), and public layers, which load on first use."""
 
 from __future__ import annotations
 

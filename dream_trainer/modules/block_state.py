@@ -1,12 +1,9 @@
 """What a block's forward may change besides gradients, so that a second run of it in a backward changes nothing.
-
-A second run has to start from what the first run started from, and to leave what is there when it begins. So each call
-of a block notes the attributes and the buffers of its modules, and what lists and dicts hold. Tensors that a forward
-writes into are copied; the first call finds out which those are.
-"""
+Each call notes attributes, buffers, lists and dicts, and copies the tensors that a forward writes into."""
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,23 +17,16 @@ from dream_trainer.errors import StepError
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """What `nn.Module` keeps for itself; parameters are among it, which a second run takes as they are then."""
 
-Key = tuple[int, str]
-"""The place of a module in its block, and the name of an attribute or a buffer."""
+Key = tuple[int, str]  # the place of a module in its block, and the name of an attribute or a buffer
 
 
 class Moves:
-    """What forwards of one block were seen to write into.
-
-    Attributes:
-        written: Attributes and buffers that hold tensors which a forward writes into.
-        modes: The modes of the block's modules in which that was looked at.
-        versions: How often each other one had been written to at the end of the last forward.
-    """
+    """What forwards of one block were seen to write into."""
 
     def __init__(self) -> None:
-        self.written: set[Key] = set()
-        self.modes: set[tuple[bool, ...]] = set()
-        self.versions: dict[Key, int] = {}
+        self.written: set[Key] = set()  # attributes and buffers that hold tensors which a forward writes into
+        self.modes: set[tuple[bool, ...]] = set()  # the modes of the block's modules in which that was looked at
+        self.versions: dict[Key, int] = {}  # writes to each other one by the end of the last forward
 
 
 class BlockState:
@@ -73,11 +63,7 @@ class BlockState:
                 self._noted += [((index, name), tensor) for tensor in tensors_in(value)]
 
     def look(self, block: str) -> None:
-        """Notes what the forward since then has written into; waits for the device if that is not known yet.
-
-        Raises:
-            StepError: It wrote into a tensor for the first time, after its first calls.
-        """
+        """Notes what the forward since then has written into; waits for the device if that is not known yet."""
         moves = self._moves
         for (key, tensor), version in zip(self._noted, self._versions, strict=True):
             if key in moves.written:
@@ -119,7 +105,6 @@ class BlockState:
 
 
 def put_back(before: list[tuple[Any, Any]]) -> None:
-    """Ends what `BlockState.put_in_place` began."""
     for container, content in before:
         _fill(container, content)
 
@@ -165,21 +150,11 @@ def _fill(container: Any, content: Any) -> None:
         for name, value in content.items():
             if name not in now or now[name] is not value:
                 container[name] = value
-    elif not _holds_parameters(container) and not _are_same(container, content):
-        container.clear()
-        container.extend(content)
-
-
-def _holds_parameters(container: Any) -> bool:
-    return any(isinstance(value, nn.Parameter) for value in container)
-
-
-def _are_same(container: Any, content: Any) -> bool:
-    return len(container) == len(content) and all(map(_is, container, content))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
+    elif not any(isinstance(value, nn.Parameter) for value in container):
+        is_same = len(container) == len(content) and all(map(operator.is_, container, content))
+        if not is_same:
+            container.clear()
+            container.extend(content)
 
 
 def _replaced(content: Any, fresh: Mapping[int, Tensor]) -> Any:

@@ -1,10 +1,5 @@
 """Attention of sequences that ranks share: in place of `scaled_dot_product_attention`, with its arguments.
-
-    gathered   keys and values of all ranks, with this rank's queries: any number of heads; it keeps all keys and values
-    ulysses    queries, keys and values of all positions, with this rank's heads: any kernel, as for a whole sequence
-
-What is not of the shared sequence (keys of an encoder that each rank has whole) is attended to as it is.
-"""
+Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads."""
 
 from __future__ import annotations
 
@@ -27,18 +22,12 @@ Masked = Callable[..., Tensor]
 
 
 class ContextAttention(ABC):
-    """What all ways have in common.
-
-    Attributes:
-        parts: Who has which positions.
-        lengths: This rank's positions of the sequences that the running batch was cut in; a batch may have several.
-        shapes: Of the running batch.
-    """
+    """What all ways have in common."""
 
     def __init__(self, parts: SequenceParts) -> None:
-        self.parts = parts
-        self.lengths: set[int] = set()
-        self.shapes = PartShapes()
+        self.parts = parts  # who has which positions
+        self.lengths: set[int] = set()  # this rank's positions of the running batch's sequences
+        self.shapes = PartShapes()  # of the running batch
 
     def in_graphs(self) -> ContextAttention:
         """The same for the lengths of now, with collectives that the compiler knows."""
@@ -58,12 +47,7 @@ class ContextAttention(ABC):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """PyTorch's, over all ranks' positions. A mask's columns are those of the whole sequence, in its order.
-
-        Raises:
-            StepError: Queries or keys are not of the shared sequence where the others are, or the mask is of this
-                rank's columns alone.
-        """
+        """PyTorch's, over all ranks' positions. A mask's columns are those of the whole sequence, in its order."""
         self._refuse_split_layers(query)
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
         if key.shape[-2] not in self.lengths:
@@ -178,14 +162,6 @@ class UlyssesAttention(ContextAttention):
         return self.attend_with_own_heads(query, key, value, partial(attend, attn_mask=mask, is_causal=is_causal))
 
     def attend_with_own_heads(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
-        """`attend` over all positions with this rank's heads.
-
-        Returns:
-            All heads of this rank's positions.
-
-        Raises:
-            ConfigError: The ranks do not divide the heads.
-        """
         size, heads = self.parts.size, (query.shape[1], key.shape[1])
         if any(count % size for count in heads):
             raise ConfigError(

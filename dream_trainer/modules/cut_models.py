@@ -1,9 +1,5 @@
-"""What is known of a model that was cut into stages of a pipeline, and of the parameters that several of them share.
-
-Each rank of a shared parameter, of tied ends for instance, has a copy of its own. The copies begin with the same bits,
-get the same gradient in `step` (the sum of theirs) and so stay equal. For checkpoints they are one parameter, under the
-name that it has in the whole model. Every trainer imports this, so it needs nothing of PyTorch's pipelines.
-"""
+"""What is known of a model that was cut into pipeline stages, and of the parameters that several of them share.
+Every trainer imports this, so it needs nothing of PyTorch's pipelines."""
 
 from __future__ import annotations
 
@@ -16,17 +12,9 @@ import torch.nn as nn
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of several ranks of a pipeline.
-
-    Attributes:
-        names: All that it has in the whole model, in the order of `state_dict()`; checkpoints have the first.
-        ranks: Those that have a copy, in the order of their first name.
-        own_name: What the copy of this rank is called in its part of the model; None without one.
-    """
-
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    own_name: str | None
+    names: tuple[str, ...]  # all names in the whole model; checkpoints have the first
+    ranks: tuple[int, ...]  # those that have a copy, in the order of their first name
+    own_name: str | None  # what the copy of this rank is called in its part of the model; None without one
 
 
 _ties: WeakKeyDictionary[nn.Module, Sequence[Tie]] = WeakKeyDictionary()

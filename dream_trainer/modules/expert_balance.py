@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class ExpertBalance:
-    """The mixtures of a trainer's models."""
-
     def __init__(
         self, models: Mapping[str, nn.Module], world: World, log: Callable[[dict[str, Tensor]], None] | None
     ) -> None:

@@ -1,9 +1,5 @@
 """Experts that ranks share: each has the weights of a part of them, and rows go to the rank that has their expert.
-
-Ranks of a group have samples of their own, and all run each layer as often: sending and giving back are collectives of
-the group, in forward and in backward. No row is dropped, so their numbers are read on the host, once per layer. Ranks
-that have the same rows, as those that share layers do, send a part each.
-"""
+All ranks run each layer equally often: sending and giving back are collectives, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -121,16 +117,8 @@ class Visitors:
 
 @dataclass(frozen=True)
 class Alike:
-    """Ranks that have the same rows.
-
-    Attributes:
-        group: The ranks.
-        place: This one's.
-        size: Their number.
-    """
-
     group: ProcessGroup
-    place: int
+    place: int  # this one's
     size: int
 
     def part(self, rows: Tensor) -> Tensor:
@@ -232,8 +220,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Unsent(ExpertExchange):
-    """In place of an exchange: nothing crosses ranks, no expert gets a row, and what comes back has the shape of what
-    would."""
+    """An exchange that sends nothing: no expert gets a row, and the shape of what comes back is right."""
 
     def __init__(self, exchange: ExpertExchange) -> None:
         self._group, self._size, self._alike = exchange._group, exchange._size, None
@@ -266,10 +253,7 @@ def without_exchange(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def whole_experts(model: nn.Module) -> Iterator[None]:
-    """Inside, each rank has the weights of all experts of `model`, and forwards exchange nothing. No gradients.
-
-    What `fully_shard` has of them is gathered already.
-    """
+    """Inside, each rank has the weights of all experts of `model`, and forwards exchange nothing. No gradients."""
     attributes = {part: vars(part) for part in model.modules()}
     exchanges = {
         part: of["exchange"] for part, of in attributes.items() if isinstance(of.get("exchange"), ExpertExchange)

@@ -33,19 +33,14 @@ def divide_rows(models: Iterable[nn.Module], mesh: DeviceMesh) -> None:
 
 
 def keep_out_of_graphs(models: Iterable[nn.Module]) -> None:
-    """Has experts that ranks share run as they are inside of what is compiled: what they exchange has other sizes in
-    each forward, for which they would be compiled again and again."""
+    """Keeps shared experts out of compiled graphs: the sizes of their exchange change in each forward."""
     for module in modules_of_experts(models):
         forward = torch.compiler.disable(type(module).forward)
         change_class(module, Changed, key="out of graphs", forward=forward)
 
 
 def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:
-    """Wraps experts that are to be sharded beyond the ranks that share them, in groups of their own.
-
-    Raises:
-        ConfigError: The ranks cannot share a weight evenly.
-    """
+    """Wraps experts that are to be sharded beyond the ranks that share them, in groups of their own."""
     from torch.distributed.fsdp import fully_shard
 
     shards = mesh["dp_shard"].size()

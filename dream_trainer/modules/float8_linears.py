@@ -1,8 +1,5 @@
 """Linear layers that multiply in float8 (torchao), made of plain ones in place: names, parameters and hooks stay.
-
-Weights keep their own type. In each forward and backward they, inputs and gradients are rounded to float8 by scales
-that are computed there, so that there is no state, and a checkpoint is that of plain layers.
-"""
+Scales are computed in each forward and backward, so there is no state, and checkpoints are those of plain layers."""
 
 from __future__ import annotations
 
@@ -25,13 +22,10 @@ from dream_trainer.modules.class_change import Changed, change_class
 
 
 class Float8(Changed, Float8Layer):  # type: ignore[misc]
-    """Multiplies in float8."""
-
     config: ClassVar[Any]
     linear_mm_config: ClassVar[Any]
 
     def forward(self, input: Tensor) -> Tensor:
-        """As that of the linear layer."""
         device = input.device.type
         if torch.is_autocast_enabled(device):  # torchao's asks for that of CUDA alone
             input = input.to(torch.get_autocast_dtype(device))
@@ -40,10 +34,7 @@ class Float8(Changed, Float8Layer):  # type: ignore[misc]
 
 
 def linears(blocks: Iterable[nn.Module], model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of `blocks` that no pattern of `skip` finds, by their names in `model`.
-
-    Layers of subclasses are not among them: what they compute is their own.
-    """
+    """The linear layers of `blocks` that no pattern of `skip` finds, by their names in `model`."""
     inside = {id(part) for block in blocks for part in block.modules()}
     for name, module in model.named_modules():
         if id(module) in inside and type(module) is nn.Linear and not any(re.search(p, name) for p in skip):
@@ -56,7 +47,6 @@ def sizes_fit(linear: nn.Linear) -> bool:
 
 
 def compute_in_float8(linear: nn.Linear, config: Any) -> None:
-    """Makes `linear` multiply in float8."""
     change_class(linear, Float8, key=config, **attributes(config))
 
 

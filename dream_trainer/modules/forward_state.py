@@ -30,7 +30,6 @@ class ForwardState:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restores everything; may be called several times."""
         for tensor, value in self._values:
             tensor.detach().copy_(value)
         for module, buffers in self._buffers:

@@ -1,8 +1,4 @@
-"""Experts of a mixture as stacked weights: all of them in one grouped matrix product where the device has it.
-
-Rows come sorted by expert, with the number of rows of each. On several ranks that share experts (`expert_parallel`) the
-rows go to the rank that has their expert, and come back.
-"""
+"""Experts of a mixture as stacked weights: all of them in one grouped matrix product where the device has it."""
 
 from __future__ import annotations
 
@@ -69,10 +65,7 @@ class GatedExperts(nn.Module):
 
 
 def gated(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """`rows` `[n, width]`, sorted by expert, through stacked gated networks; `counts` are the rows of each.
-
-    Where there is no grouped product, each expert computes on its own, and the counts are read on the host.
-    """
+    """`rows` `[n, width]`, sorted by expert, through stacked gated networks; `counts` are the rows of each."""
     if _has_grouped_product(rows, gate):
         apply = _Grouped(counts)
         return apply(F.silu(apply(rows, gate)) * apply(rows, up), down)

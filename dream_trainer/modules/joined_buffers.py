@@ -1,9 +1,5 @@
 """Buffers that each rank's forwards change, and how ranks join them: mean, rank 0's, or as they are.
-
-Ranks join after each accumulation step, so that training, validations, checkpoints and exports have the same values on
-every rank, whenever one validates or saves. An update that is linear in what a rank's samples give, as that of batch
-norm's running mean, then has the values of one process that sees all samples.
-"""
+Ranks join after each accumulation step, so validations, checkpoints and exports have the same values on every rank."""
 
 from __future__ import annotations
 
@@ -49,9 +45,7 @@ class _Buffer(NamedTuple):
     module: nn.Module
     key: str
     policy: BufferPolicy | None
-    """None without one."""
-    counts_in_training: bool
-    """Whether only ranks count on which the module trains."""
+    counts_in_training: bool  # whether only ranks count on which the module trains
 
     @property
     def value(self) -> Tensor:
@@ -67,17 +61,6 @@ def _default_policy(module: nn.Module, key: str) -> BufferPolicy | None:
 
 
 class JoinedBuffers:
-    """The buffers of a trainer's models.
-
-    Args:
-        policies: Policies by regular expression, searched for in `<model>.<name>`; the first that matches counts.
-            Running statistics of batch and instance norms that none matches are averaged over the ranks on which the
-            layer trains, and counts of their batches are left as they are.
-
-    Raises:
-        ConfigError: A pattern or policy is not understood, or matches no buffer, or "mean" matches integers.
-    """
-
     def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy]) -> None:
         self._models = models
         self._policies: dict[str, BufferPolicy] = dict(policies)
@@ -107,14 +90,10 @@ class JoinedBuffers:
         return {storage_id(buffer.value) for buffer in self._buffers() if buffer.policy == "mean"}
 
     def with_policy(self, policy: BufferPolicy) -> list[str]:
-        """Names of the buffers that have it."""
         return [buffer.name for buffer in self._buffers() if buffer.policy == policy]
 
     def different(self, ranks: Ranks) -> list[str]:
-        """Names of the buffers that checkpoints have once, and that differ between ranks with other data; a collective.
-
-        Left out are those that may differ by their policy, and sparse ones.
-        """
+        """Buffers that checkpoints have once and that differ between ranks against their policy; a collective."""
         if ranks.world_size == 1:
             return []
         buffers = [b for b in self._buffers() if b.policy != "as is" and is_persistent(b.module, b.key)]
@@ -165,14 +144,7 @@ class JoinedBuffers:
 
     @torch.no_grad()
     def join(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
-        """Makes buffers equal on the ranks of a step, as their policies say; a collective.
-
-        Which buffers there are is found out the first time, when forwards have made those that they make.
-
-        Raises:
-            RanksDifferError: The ranks have other buffers, or other shapes, the first time.
-            StepError: A buffer has another shape than the first time.
-        """
+        """Makes buffers equal on the ranks of a step, as their policies say; a collective."""
         if self._joined is None:
             self._joined = [buffer for buffer in self._buffers() if buffer.policy in ("mean", "rank 0")]
             self._check_types(self._joined)

@@ -1,8 +1,5 @@
 """torchmetrics' objects over ranks: computed from the samples of all, whichever of them a rank has seen.
-
-Their own exchange takes for granted that ranks have updated a metric as often as each other. Where one has not, a state
-that is a list is shorter on it, which hangs, or empty and of another dtype, which ends the process.
-"""
+Their own exchange hangs, or ends the process, if ranks have updated a metric unequally often."""
 
 from __future__ import annotations
 
@@ -61,7 +58,6 @@ class MetricStates:
         self._states = copied([_attributes(module) for module in self._owners], metrics)
 
     def put_back(self) -> None:
-        """Restores everything; may be called several times."""
         for module, attributes in zip(self._owners, copied(self._states, self._metrics), strict=True):
             vars(module).update(attributes)
 
@@ -80,11 +76,7 @@ def _attributes(module: Any) -> dict[str, Any]:
 
 
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
-    """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it.
-
-    Returns:
-        Nothing if no rank has updated it since its reset.
-    """
+    """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it."""
     metric_parts = parts(metric)
     if not any(world.all_gather_object(updates(metric) > 0)):
         return {}

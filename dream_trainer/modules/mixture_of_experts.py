@@ -1,10 +1,4 @@
-"""MoE: a feed-forward layer of many experts, of which each token uses a few. No token is dropped.
-
-Loads are kept even without a loss for it: a bias for each expert, which only chooses, rises where the expert had fewer
-tokens in a step than the mean and sinks where it had more (Wang et al., 2024, arXiv:2408.15664). Each forward of
-training counts; after each optimizer step the trainer sums the counts over ranks and moves the biases
-(dream_trainer.modules.expert_balance), so that they are the same bits on every mesh.
-"""
+"""MoE: a feed-forward layer of many experts, of which each token uses a few. No token is dropped."""
 
 from __future__ import annotations
 

@@ -37,27 +37,19 @@ _MIXED = (
 
 
 class ParallelModels:
-    """The sharded and replicated parts of the models. Until `watch`, and in one process, there are none.
-
-    Attributes:
-        gradients: What this rank's backwards gave to them.
-        experts: The mixtures of experts whose loads are balanced; None without.
-        whole_in_steps: The models that are sharded between steps only.
-        changes_in_steps: Whether parameters are other ones in steps than between them.
-        buffers: The models' buffers; None until setup.
-    """
+    """The sharded and replicated parts of the models. Until `watch`, and in one process, there are none."""
 
     def __init__(self) -> None:
-        self.gradients = LocalGradients()
-        self.experts: ExpertBalance | None = None
-        self.buffers: JoinedBuffers | None = None
+        self.gradients = LocalGradients()  # what this rank's backwards gave to them
+        self.experts: ExpertBalance | None = None  # the mixtures of experts whose loads are balanced; None without
+        self.buffers: JoinedBuffers | None = None  # the models' buffers; None until setup
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
         self._touchable: TouchableShards | None = None
-        self.changes_in_steps = False
+        self.changes_in_steps = False  # whether parameters are other ones in steps than between them
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._world: World | None = None
-        self.whole_in_steps: list[ShardedModel] = []
+        self.whole_in_steps: list[ShardedModel] = []  # the models that are sharded between steps only
         self._optimizers = WholeOptimizers(list)
         self._whole_of: dict[int, nn.Parameter] = {}
         self._is_whole = self._is_fresh = False
@@ -110,8 +102,7 @@ class ParallelModels:
                 module.set_requires_all_reduce(enabled, recurse=False)
 
     def join_buffers(self) -> None:
-        """Makes what forwards changed equal on all ranks of a step, after a window's last micro-batch; a collective:
-        buffers by their policies, and loads of experts."""
+        """Makes buffers equal on all ranks by their policies, and sums loads of experts; a collective."""
         group = None if self._world is None else self._world.averaging_group()
         if self.buffers is not None and self._world is not None and group is not None:
             self.buffers.join(self._world, group)
@@ -153,14 +144,7 @@ class ParallelModels:
 
     @contextmanager
     def whole(self, *, stays_fresh: bool = False) -> Iterator[None]:
-        """Inside, small sharded models and their optimizers have whole, plain parameters; a collective on all ranks.
-
-        What is written to the parameters inside is kept. Parameters of large models are gathered when they are read.
-
-        Args:
-            stays_fresh: Whether nothing changes the shards before the next time, which then need not be gathered again:
-                between two windows of training, unless `forget_whole` is called.
-        """
+        """Inside, small sharded models and their optimizers have whole, plain parameters; a collective on all ranks."""
         if not self.changes_in_steps or self._is_whole:
             yield
             return
@@ -244,7 +228,6 @@ class ParallelModels:
         self._is_fresh = False
 
     def drop_gradients(self) -> None:
-        """Drops gradients that no step has used."""
         self.gradients.drop_what_waits()
         for sharded in self.whole_in_steps:
             sharded.drop_gradients()
@@ -288,16 +271,12 @@ _OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
 
 
 class MadeOfWhole(TorchFunctionMode):
-    """Inside, notes which tensors are made of whole parameters with the same layout: copies, or zeros.
-
-    Attributes:
-        made: Each such tensor, with the parameter that it is made of.
-    """
+    """Inside, notes which tensors are made of whole parameters with the same layout: copies, or zeros."""
 
     def __init__(self, whole: Iterable[nn.Parameter]) -> None:
         super().__init__()
         self._origins = {id(parameter): parameter for parameter in whole}
-        self.made: list[tuple[Tensor, nn.Parameter]] = []
+        self.made: list[tuple[Tensor, nn.Parameter]] = []  # each such tensor, with the parameter that it is made of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

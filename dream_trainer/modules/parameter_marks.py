@@ -1,8 +1,5 @@
 """What users put on parameters, attributes and hooks on gradients, where a model is cut over ranks.
-
-Split layers, shared experts and shards are new parameters. They get the attributes of those before, by which models say
-how each is trained (`p.no_weight_decay = True`). Hooks are given whole gradients, of which there are none: an error.
-"""
+The new parameters get the attributes. A hook would need whole gradients, so it is an error."""
 
 from __future__ import annotations
 
@@ -31,11 +28,6 @@ class ParameterMarks:
             self._attributes[name] = dict(now)
 
     def refuse_lost_hooks(self, models: Mapping[str, nn.Module]) -> None:
-        """Refuses to train where hooks were set and are there no longer.
-
-        Raises:
-            HookError: One of `models`, which may have a part of the parameters, has lost some.
-        """
         if not self._hooked:
             return
         lost = next((name for name, one in _parameters(models) if name in self._hooked and not has_hooks(one)), None)

@@ -1,9 +1,5 @@
 """Which layers of a model make which stage of a pipeline, and a model cut down to the layers of its rank.
-
-What a rank does not hold is gone before anything is real: layers in lists are left out, and of other modules' parts and
-parameters None is left, which a `forward` asks for: `if self.embedding is not None`. Names stay those of the whole
-model, so a checkpoint does not tell how many stages it came from.
-"""
+Names stay those of the whole model, so a checkpoint does not tell how many stages it came from."""
 
 from __future__ import annotations
 
@@ -21,16 +17,11 @@ from dream_trainer.modules.cut_models import is_held
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # forwards run through them, be they empty
 _CONTAINERS = (*_LISTS, nn.Sequential)
-Stages = Sequence[Sequence[str]]
-"""The names of what each stage holds of a model."""
+Stages = Sequence[Sequence[str]]  # the names of what each stage holds of a model
 
 
 def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) -> list[list[str]]:
-    """The names that each stage holds: equally many blocks, what comes before them first, and what follows last.
-
-    Raises:
-        ConfigError: There are fewer blocks than stages, or some of them are one module.
-    """
+    """The names that each stage holds: equally many blocks, what comes before them first, and what follows last."""
     parts = list(_parts(model, {id(block) for block in blocks}, ""))
     places = [place for place, (_, is_block) in enumerate(parts) if is_block]
     is_short = len(places) < n_stages
@@ -58,13 +49,7 @@ def stages_of_models(
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
     n_stages: int,
 ) -> dict[nn.Module, list[list[str]]]:
-    """What each stage holds of each model that is to be cut; models that are frozen, and not among these, are whole.
-
-    Raises:
-        ConfigError: There is none to cut, one has a stage without a parameter to train, or a parameter is also another
-            model's.
-        HookError: Stages do not name each parameter once.
-    """
+    """What each stage holds of each model that is to be cut; models that are frozen, and not among these, are whole."""
     trained = {n: model for n, model in models.items() if any(p.requires_grad for p in model.parameters())}
     cut: dict[nn.Module, list[list[str]]] = {}
     for model in trained.values():
@@ -141,12 +126,7 @@ def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[s
 
 
 def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: int) -> None:
-    """Checks that `stages` name each parameter of `model` once.
-
-    Raises:
-        HookError: They do not; the message names what is missing, unknown or named twice.
-        ConfigError: A stage has no parameter to train.
-    """
+    """Checks that `stages` name each parameter of `model` once."""
     if len(stages) != n_stages or not all(stages):
         counts = ", ".join(str(len(names)) for names in stages)
         raise HookError(

@@ -1,9 +1,5 @@
 """Precision: what forward and backward compute in, on a plain model and on a sharded one.
-
-bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32. Steps run under `torch.autocast`, so
-all methods of a model compute the same way, not only `forward`; sharded models besides gather their parameters in half
-precision (`MixedPrecisionPolicy`). fp16 has a range of its own, for which trainer/step/loss_scale.py cares.
-"""
+bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32, and steps run under `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -33,18 +29,13 @@ def half_dtype(parameters: DeviceParameters) -> torch.dtype | None:
 
 
 def autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a step: `torch.autocast` to the configured type, or nothing.
-
-    Without autocast's cache of cast parameters, which is stale once an optimizer has stepped
-    (docs/measurements.md#autocasts-cache).
-    """
+    """The context of a step. Autocast's own cache is off: it is stale once an optimizer has stepped."""
     dtype = half_dtype(parameters)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
 
 
 def without_autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any] | None:
-    """For what is called within a step and is not forward: a backward computes in its forward's types, an optimizer in
-    the parameters'. None if steps are not under autocast."""
+    """The context of what a step calls besides forwards; None if steps are not under autocast."""
     return None if half_dtype(parameters) is None else torch.autocast(device.type, enabled=False)
 
 
@@ -69,10 +60,7 @@ def reduce_dtype(parameters: DeviceParameters) -> torch.dtype | None:
 
 
 def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None:
-    """How `fully_shard` casts parameters, inputs and gradients of blocks; None: not at all.
-
-    The root's outputs are float32 besides (`dream_trainer.modules.sharding.shard_by_blocks`).
-    """
+    """How `fully_shard` casts parameters, inputs and gradients of blocks; None: not at all."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     dtype, reduce = half_dtype(parameters), reduce_dtype(parameters)
@@ -115,7 +103,6 @@ class Float32Norm(Changed):
     """Computes in float32 and returns its input's type."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The norm's own forward on float32."""
         raised = {name: parameter.float() for name, parameter in self.named_parameters(recurse=False)}
         with with_parameters(self, raised):
             result: Tensor = super().forward(input.float(), *args, **kwargs)
@@ -132,8 +119,7 @@ def norms_in_float32(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Inside, torch uses deterministic algorithms or raises where an operation has none; before and after, as it
-    was."""
+    """Inside, torch uses deterministic algorithms, or raises if an operation has none."""
     if not enabled:
         yield
         return

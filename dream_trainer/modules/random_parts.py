@@ -1,9 +1,4 @@
-"""Random layers between layers that ranks share: each draws for its own part, or all draw the same for what is whole.
-
-Ranks of tensor parallelism have the same generators, as random layers need whose input is whole on each of them. Where
-the input is split, over features or along sequences, other places are to be dropped of each rank's part. What a module
-is given is a plain tensor in both cases, so whoever splits the model says which it is.
-"""
+"""Random layers of tensor parallelism: each rank draws for its own part, or all draw the same for whole inputs."""
 
 from __future__ import annotations
 
@@ -75,7 +70,6 @@ class Declared(Changed):
     """A random layer of which it is known how its input lies."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
         return super().forward(*args, **kwargs)
 
 
@@ -85,7 +79,6 @@ class DrawsForItsPart(Declared):
     _place: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, with generators that begin at a number that all ranks draw, and at this one's place."""
         if not self.training:
             return super().forward(*args, **kwargs)
         return self._drawn(*args, **kwargs)

@@ -1,8 +1,4 @@
-"""Activation checkpointing in place: a module's forward is run again in backward instead of keeping what it computed.
-
-Non-reentrant checkpointing as in `torch.utils.checkpoint`; the selective form keeps the outputs of the operations that
-are expensive to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the level of operations).
-"""
+"""Activation checkpointing in place: non-reentrant, and selective at the level of operations (arXiv:2205.05198)."""
 
 from __future__ import annotations
 
@@ -30,8 +26,7 @@ class Recomputed(Changed):
 
     _contexts: Any = None  # makes the pair of contexts of selective checkpointing
     _moves: Moves | None = None  # what its forwards write into; known from the first on
-    block_name = ""
-    """Its name in errors; the name of its class if it is empty."""
+    block_name = ""  # its name in errors; the name of its class if it is empty
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, checkpointed if a backward can follow."""
@@ -54,19 +49,12 @@ class Recomputed(Changed):
 class BlockCall:
     """One call of a block: its first run, and a second one in each backward through it.
 
-    A second run has the parameters as frozen as they were in the first, the modes that override functions, Python's
-    random numbers, and the block's state as it was then; afterwards all of it is as it was before. So a loss may be
-    computed while a model is `frozen` and go backward later, batch norm's statistics move once, and experts count
-    their tokens once.
-
-    Attributes:
-        is_watched: Whether it is the first in these modes, whose second run has to give what the first one gave.
-    """
+    A second run starts from the first one's parameters, modes, random numbers and state, and leaves what it found."""
 
     def __init__(self, block: Recomputed, forward: Callable[..., Any], given: Any, moves: Moves) -> None:
         self._block, self._forward = block, forward
         self._state = BlockState(block, given, moves)
-        self.is_watched = self._state.is_new
+        self.is_watched = self._state.is_new  # the first in these modes, whose second run has to give the same
         self._flags = [(parameter, parameter.requires_grad) for parameter in block.parameters()]
         self._modes = function_modes()  # backward runs without
         self._python = random.getstate()  # of torch's it is kept already
@@ -81,18 +69,12 @@ class BlockCall:
         return first, self
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward."""
         output = self._forward(*args, **kwargs)
         if self._again is not None and self._expected is not None:
             self._found = _values(output)
         return output
 
     def has_run(self, output: Any) -> None:
-        """The first run gave `output`.
-
-        Raises:
-            StepError: It wrote into a tensor for the first time, after its first calls.
-        """
         self._state.look(named(self._block))
         self._state.let_graphs_go()
         if self.is_watched:
@@ -149,7 +131,6 @@ def mismatch(error: Exception) -> StepError:
 
 
 def named(block: Recomputed) -> str:
-    """The name of a block in errors."""
     name = own_class(block).__name__
     return f"{block.block_name} ({name})" if block.block_name else f"a block of class {name}"
 
@@ -185,11 +166,6 @@ def _are_close(expected: Sequence[tuple[Tensor, int]], found: Sequence[tuple[Ten
 
 
 def recompute(module: nn.Module, keep: Sequence[str] = (), name: str = "") -> None:
-    """Makes `module` recompute its activations in backward.
-
-    Raises:
-        ValueError: PyTorch has no operation of a given name.
-    """
     if isinstance(module, Recomputed):
         return
     contexts = None

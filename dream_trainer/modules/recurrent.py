@@ -1,9 +1,5 @@
 """Recurrent modules (`nn.LSTM`, `nn.GRU`, `nn.RNN`) of a model that `fully_shard` wraps.
-
-On CUDA they move their weights into one piece of memory whenever they see that a weight was replaced. `fully_shard`
-replaces them by gathered ones at every forward, and gathers into the memory that those had before: from the second
-forward on the module would compute with the weights of the first.
-"""
+On CUDA they move replaced weights into one piece of memory, where the next gather would not find them."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ class KeepsWeightsInPlace(Changed):
         """Does nothing."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
         return super().forward(*args, **kwargs)
 
 

@@ -1,8 +1,5 @@
 """Which positions of a sequence each rank has, and the collectives that join or exchange what ranks have of it.
-
-A sequence is cut into chunks of equal length. Where causal work is to be equal, there are two for each rank: one from
-the front, where a query sees few keys, and its counterpart from the end, where it sees many.
-"""
+For causal work each rank has two chunks: one from the front, where queries see few keys, and one from the end."""
 
 from __future__ import annotations
 
@@ -20,19 +17,13 @@ if TYPE_CHECKING:
 
 
 class SequenceParts:
-    """The parts of sequences that the ranks of a group have.
-
-    Attributes:
-        size: Ranks of the group.
-        n_chunks: Chunks of a sequence.
-        chunks: This rank's chunks, rising.
-    """
+    """The parts of sequences that the ranks of a group have."""
 
     def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
         self.size, self._rank = size, rank
-        self.n_chunks = 2 * size if is_balanced else size
+        self.n_chunks = 2 * size if is_balanced else size  # chunks of a sequence
         self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
-        self.chunks = self._chunks_of[rank]
+        self.chunks = self._chunks_of[rank]  # this rank's chunks, rising
         self._group = group
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
@@ -59,7 +50,6 @@ class SequenceParts:
         return out
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """`joined`, without gradients."""
         assert self._group is not None
         parts = self._all_gather(part.contiguous(), self._group)
         length = part.shape[dim] * self.size // self.n_chunks
@@ -74,7 +64,6 @@ class SequenceParts:
         return self._sum_scatter(every, self._group)
 
     def exchange(self, by_rank: Tensor) -> Tensor:
-        """`exchanged`, without gradients."""
         assert self._group is not None
         return self._all_to_all(by_rank.contiguous(), self._group)
 

@@ -1,11 +1,6 @@
 """A model whose parameters are shards between steps, and whole, plain tensors inside them.
-
-Inside a step every parameter is an ordinary `nn.Parameter`, so user code may call any method of the model, penalise
-weights, use `torch.func` or change weights in place, as on one process. Gradients are then those of replicas: each
-rank's own until `step` averages them. Between steps the parameters are DTensors, as `fully_shard` makes them, and so
-are the optimizer's state and the checkpoints. This costs the memory of two whole models and one's gradients,
-so `FSDPParameters.min_group_mib` limits it to small models; `fully_shard` cuts the others block by block.
-"""
+In a step user code may do all that it may on one process. It costs the memory of two whole models and one's
+gradients, so `FSDPParameters.min_group_mib` limits it to small models."""
 
 from __future__ import annotations
 
@@ -40,8 +35,6 @@ _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One parameter of the model."""
-
     shard: nn.Parameter
     whole: nn.Parameter
     values: Tensor
@@ -50,15 +43,11 @@ class _Parameter:
     rows: int
 
     def own_rows(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor."""
         return tensor.narrow(0, self.start, self.rows)
 
 
 class ShardedModel:
-    """Cuts the parameters of a model over ranks, and makes them whole in steps.
-
-    Parameters without a dimension, of a class of their own (quantised ones) and of TorchScript modules stay whole.
-    """
+    """Cuts the parameters of a model over ranks, and makes them whole in steps."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
         self._model = model
@@ -165,12 +154,10 @@ class ShardedModel:
 
     @property
     def whole_of(self) -> dict[int, nn.Parameter]:
-        """The whole parameter by the id of its shard."""
         return self._whole_of
 
     @property
     def shard_of(self) -> dict[int, nn.Parameter]:
-        """The shard by the id of the whole parameter."""
         return self._shard_of
 
     @property
@@ -179,12 +166,7 @@ class ShardedModel:
         return self._sent.nbytes
 
     def gather(self, *, after_step: bool) -> None:
-        """Fills the whole parameters from the shards of all ranks; a collective.
-
-        Args:
-            after_step: Whether an optimizer changed them. Autograd then refuses to go back through what was computed
-                with the weights before, as it does after a step of a plain model.
-        """
+        """Fills the whole parameters from the shards of all ranks; a collective."""
         if not self._parameters:
             return
         self._check()
@@ -212,12 +194,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def leave(self) -> bool:
-        """Gives the modules the shards, with what was written to the whole parameters.
-
-        Returns:
-            Whether the whole parameters still have the values of the shards: not where something wrote to a shard that
-            user code had kept, which then counts.
-        """
+        """Gives the modules the shards, with what was written to the whole parameters."""
         is_fresh = self.write_back()
         for parameter, was_trained in zip(self._parameters, self._trained, strict=True):
             shard, whole = parameter.shard, parameter.whole
@@ -266,7 +243,6 @@ class ShardedModel:
         return [write_count(parameter.whole) for parameter in self._parameters]
 
     def give_gradients_to_shards(self) -> None:
-        """Gives each shard its rows of the whole gradient."""
         for parameter in self._parameters:
             gradient = parameter.whole.grad
             if gradient is not None:
@@ -278,7 +254,6 @@ class ShardedModel:
             parameter.shard.grad = None
 
     def drop_gradients(self) -> None:
-        """Drops all gradients."""
         for parameter in self._parameters:
             parameter.shard.grad = parameter.whole.grad = None
 
@@ -317,7 +292,6 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def shardable_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters of `model`."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

@@ -1,7 +1,4 @@
-"""Where a model is cut and wrapped by `fully_shard`, and the few things done to wrapped models between steps.
-
-Functions of a model, its blocks and a `fully_shard` config.
-"""
+"""Where a model is cut and wrapped by `fully_shard`, and the few things done to wrapped models between steps."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
-
-    A container inside a block (the experts of a mixture) is not looked into: its block is the unit.
-    """
+    """The children of every outermost `ModuleList`/`Sequential` of two or more children of one class."""
     children = list(model.children())
     are_alike = len(children) > 1 and len({own_class(child) for child in children}) == 1
     if are_alike and isinstance(model, nn.ModuleList | nn.Sequential):
@@ -45,17 +39,7 @@ def shard_by_blocks(
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
 
-    Parameters without a dimension cannot be cut: they stay plain and whole, and `step` averages their gradients. So do
-    experts that ranks share; those that are sharded besides are wrapped already.
-
-    Args:
-        is_cut: Whether it is stages of a pipeline, whose outputs keep their type; who has the last one's makes them
-            float32.
-
-    Raises:
-        ConfigError: A parameter is shared by two groups, or one group has parameters of several dtypes to train. Or
-            there is one that is not contiguous, or of a TorchScript module, which `fully_shard` does not take.
-    """
+    Parameters without a dimension stay whole. Outputs of a cut model (`is_cut`) keep their type."""
     from torch.distributed.fsdp import fully_shard
 
     _refuse_what_is_not_cut(model)
@@ -77,12 +61,7 @@ def shard_by_blocks(
 
 
 def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_wrapped: bool) -> None:
-    """Refuses what gives gradients that cannot be handled.
-
-    Raises:
-        ConfigError: An embedding makes sparse gradients; on several ranks, it has `max_norm`; two models that are
-            wrapped share a parameter.
-    """
+    """Refuses what gives gradients that cannot be handled."""
     owner: dict[int, str] = {}
     for model_name, model in models.items():
         for name, module in model.named_modules(prefix=model_name):
@@ -165,12 +144,7 @@ def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Parameters that are one object before the block are one object after it, and frozen ones stay frozen:
-    `parallelize_module` unties them, and its `SequenceParallel` has all that it replaces trained.
-
-    Raises:
-        ConfigError: The plan splits a tied parameter's names in different ways.
-    """
+    """Inside, `parallelize_module` unties parameters and trains frozen ones; afterwards both are as before."""
     slots: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name):
@@ -225,11 +199,7 @@ def outermost_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gathered(*models: nn.Module) -> Iterator[None]:
-    """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No gradients.
-
-    Raises:
-        StepError: Weights are loaded inside, into copies that nobody keeps.
-    """
+    """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No gradients."""
     with torch.no_grad(), ExitStack() as stack:
         for model in models:
             if model not in _are_gathered:
@@ -259,11 +229,7 @@ def _refuse_to_load(*_: Any) -> None:
 
 @contextmanager
 def frozen(*models: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of `models` take no gradients; gradients still flow through them to their inputs.
-
-    Under `fully_shard` a parameter has a gathered twin with a `requires_grad` of its own, taken from the parameter
-    when it is gathered. One that was gathered inside and left so gets its own back at the end.
-    """
+    """Inside, the parameters of `models` take no gradients; gradients still flow through them to their inputs."""
     wrapped = [module for model in models for module in fsdp_modules(model)]
     parameters = {id(p): p for model in models for p in model.parameters()}
     parameters |= {id(p): p for module in wrapped for p in sharded_parameters(module)}

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def local_indices(tensor: DTensor, dim: int) -> Tensor:
-    """The indices along `dim` that this rank has, int64 on the CPU. No communication.
-
-    Correct for every kind of sharding, also strided and uneven, because PyTorch's own code does the sharding.
-    """
+    """The indices along `dim` that this rank has, int64 on the CPU, for every kind of sharding. No communication."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     shape = [1] * tensor.ndim
@@ -29,8 +26,7 @@ def local_indices(tensor: DTensor, dim: int) -> Tensor:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a gradient that is there, laid out as the parameter: tensor parallelism leaves sums to be
-    made."""
+    """This rank's part of a gradient, laid out as the parameter; sums that tensor parallelism left are made."""
     from torch.distributed.tensor import DTensor
 
     gradient = parameter.grad

@@ -1,12 +1,6 @@
 """Random numbers in a step whose sequences are shared by ranks: alike on these ranks, unless they are of positions.
-
-A number that is drawn for a batch, a sample or a layer, such as a diffusion time or whether a layer is left out, is of
-the whole sequence, and every rank that has a part of it has to draw the same. One for each position, as dropout's, is
-of a part, and is drawn anew on each rank. Which it is, is told by the shape of what is drawn.
-
-Python's global generator is alike on these ranks (`seed_for_sequence`), and torch's are not. So an operation of torch's
-that is to be alike begins at a number from Python's.
-"""
+The shape of what is drawn tells which. Python's generator is alike on these ranks and torch's are not, so a torch
+operation that is to be alike begins at a number from Python's."""
 
 from __future__ import annotations
 
@@ -46,11 +40,7 @@ def seed_for_sequence(seed: int) -> None:
 
 @contextmanager
 def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterator[None]:
-    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay alike.
-
-    They begin at numbers of the CPU's generators, which checkpoints and recomputation keep for any device, without a
-    wait. Those of ranks that share a sequence differ for torch, and are the same for Python and numpy.
-    """
+    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay alike."""
     own = int(torch.randint(2**62, (), device="cpu", generator=torch.default_generator))
     shared = random.getrandbits(62)
     with preserved_random_state(device):
@@ -60,30 +50,21 @@ def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterat
 
 
 def is_draw(name: str) -> bool:
-    """Whether a function of PyTorch's of this name draws random numbers."""
     return name in _NAMES or name in _OF_CHANNELS
 
 
 class PartShapes:
-    """Tells by their shapes which tensors of a step have positions.
-
-    Attributes:
-        rows: Samples in the running batch.
-        lengths: This rank's positions, and those of pieces that sequence parallelism makes of them.
-        given: Tensors of the batch as the step gets it, each with the dimension that it was cut along, or None.
-    """
+    """Tells by their shapes which tensors of a step have positions."""
 
     def __init__(self) -> None:
-        self.rows = 1
-        self.lengths: set[int] = set()
-        self.given: list[tuple[Tensor, int | None]] = []
+        self.rows = 1  # samples in the running batch
+        self.lengths: set[int] = set()  # this rank's positions, and those of sequence parallelism's pieces
+        self.given: list[tuple[Tensor, int | None]] = []  # the step's tensors, and the dimension of the cut, if any
 
     def begin(self) -> None:
-        """A batch is to be cut."""
         self.rows, self.lengths, self.given = 1, set(), []
 
     def add(self, part: Tensor, dim: int, *lengths: int) -> None:
-        """A tensor of it was, along `dim`; ranks have `lengths` of its positions."""
         self.rows = max(self.rows, part.shape[0] if dim % part.ndim else 1)
         self.lengths.update(lengths)
         self.given.append((part, dim % part.ndim))
@@ -103,11 +84,7 @@ class PartShapes:
 
 
 class RandomFunction:
-    """A function that draws, alike on ranks that share sequences where it draws nothing for positions.
-
-    Attributes:
-        function: As given.
-    """
+    """A function that draws, alike on ranks that share sequences where it draws nothing for positions."""
 
     def __init__(self, function: Callable[..., Any], name: str, shapes: PartShapes) -> None:
         self.function, self._name, self._shapes = function, name, shapes
@@ -130,11 +107,7 @@ class RandomFunction:
             return self.function(*args, **kwargs)
 
     def refuse_in_graph(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuses a call in a compiled block, where each rank draws for its part.
-
-        Raises:
-            StepError: It draws nothing for positions.
-        """
+        """Refuses a call in a compiled block, where each rank draws for its part."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)] or [drawn]
         if kwargs.get("generator") is None and not self._is_of_part(given):
             raise StepError(_IN_GRAPH.format(self._name, tuple(given[0].shape)))

@@ -1,9 +1,5 @@
-"""What ranks that share layers have whole must learn the same on each: gradients are compared in the first steps.
-
-A plan splits some parameters, and leaves others whole on every rank of tensor parallelism. Their gradients are equal
-there only if the layer was given whole activations. One that is given its rank's part of a sequence, or of the features
-that a random layer drops, trains on without an error, and its copies drift apart.
-"""
+"""What ranks of tensor parallelism have whole must get the same gradient on each: compared in the first steps.
+A layer that is given a part of its activations trains on without an error, and its copies drift apart."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ TOLERANCE = 0.01
 
 
 def compare_first_gradients(optimizers: Iterable[Optimizer], models: Mapping[str, nn.Module], world: World) -> None:
-    """Before each of the first steps compares what ranks of tensor parallelism have whole, until each had a gradient.
-
-    A step of these waits for the device; later ones have nothing of it.
-    """
+    """Compares before each step, waiting for the device, until each whole parameter had a gradient."""
     names = {id(p): f"{name}.{path}" for name, model in models.items() for path, p in model.named_parameters()}
     for optimizer in optimizers:
         _Comparison(optimizer, names, world)
@@ -85,7 +78,6 @@ class _Comparison:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether ranks that share layers have a part each."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):

@@ -1,9 +1,5 @@
 """AbstractTrainer: the state everybody may read, the registries, and the parts below as one interface.
-
-It runs nothing. `BaseTrainer` brings the loop and calls the hooks at named phases; mixins and users override them. The
-user's hooks and events are in hooks.py, and the hooks through which mixins cooperate in cooperation.py. What has state
-is an object of its own, with one subject; the trainer keeps each under one name.
-"""
+It runs nothing. `BaseTrainer` brings the loop. What has state is an object of its own, under one name."""
 
 from __future__ import annotations
 

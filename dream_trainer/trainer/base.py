@@ -448,11 +448,7 @@ def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
 
 
 def exit_status(trainer: AbstractTrainer) -> int:
-    """0 where no signal has ended training; after SIGTERM a collective where a job has several hosts.
-
-    Where SIGTERM came to other hosts only, and this one's torchrun may start its processes again, they end in a way
-    that makes it do so: the run is not over, and goes on without those hosts, or with them when they are back.
-    """
+    """0 where no signal has ended training; after SIGTERM a collective where a job has several hosts."""
     coordinator, world = trainer._coordinator, trainer.world
     number = coordinator.ended_by
     if number is None:

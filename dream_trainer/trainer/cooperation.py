@@ -1,8 +1,5 @@
 """Cooperation: the hooks through which mixins take part in the loop, each declared once as a documented no-op.
-
-`BaseTrainer` calls them at named phases. A mixin overrides those it needs and calls `super()`, so that any number of
-mixins take part in any order; none knows of another.
-"""
+A mixin overrides those it needs and calls `super()`; none knows of another."""
 
 from __future__ import annotations
 
@@ -28,13 +25,7 @@ if TYPE_CHECKING:
 
 
 class NoRounds:
-    """What is asked where ranks might have weights of their own.
-
-    Attributes:
-        steps: Optimizer steps of a round.
-    """
-
-    steps = 1
+    steps = 1  # optimizer steps of a round
 
     def as_one_model(self) -> AbstractContextManager[None]:
         """Wraps what speaks of the run's model, such as an export: inside, all ranks have its weights; a collective."""
@@ -384,11 +375,7 @@ class MixinStates(dict[str, Any]):
 
 
 def mixin_states(trainer: AbstractTrainer) -> dict[str, Any]:
-    """What `_mixin_state` gives; a collective, since loggers communicate there.
-
-    Raises:
-        HookError: Two mixins have one key, so that one's state would replace the other's; the message names both.
-    """
+    """What `_mixin_state` gives; a collective, since loggers communicate there."""
     try:
         return dict(trainer._mixin_state())
     except _TakenKeyError as error:

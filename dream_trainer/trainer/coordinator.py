@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -22,40 +22,27 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.counters import Counters
     from dream_trainer.trainer.schedule import Schedule
 
-T = TypeVar("T")
 logger = logging.getLogger("dream_trainer")
 
 
 class Coordinator:
-    """One rank's side of what all ranks decide together, between windows and between validation batches.
-
-    Attributes:
-        world: From launch on.
-        requests: The requests made on this rank, to save or to stop.
-        signals: The signals this process gets.
-        trains: Whether `fit` was called in this process.
-        stopped: Whether all ranks stop here.
-        stopped_because: Why, in words.
-        ended_by: The signal because of which they stop, if it is one.
-        exchanges: Number of exchanges so far; grows as long as the run continues.
-    """
+    """One rank's side of what all ranks decide together, between windows and between validation batches."""
 
     def __init__(self, schedule: Schedule, progress: Counters) -> None:
         self._schedule, self._progress = schedule, progress
         self.world: World | None = None
-        self.requests = Requests()
-        self.signals = Signals(self.requests, self._leave_lost_job)
+        self.requests = Requests()  # the requests made on this rank, to save or to stop
+        self.signals = Signals(self.requests, self._leave_lost_job)  # the signals this process gets
         self.trains = self.stopped = False
         self.stopped_because: str | None = None
-        self.ended_by: signal.Signals | None = None
-        self.exchanges = 0
+        self.ended_by: signal.Signals | None = None  # the signal because of which they stop, if it is one
+        self.exchanges = 0  # number of exchanges so far; grows as long as the run continues
 
     def _leave_lost_job(self) -> None:
         if self.world is not None:
             self.world.leave_lost_job()
 
     def begin(self, world: World, saver: Saving, gradients: LocalGradients, callbacks: Iterable[Callback]) -> None:
-        """Called when all of these exist."""
         self._world, self._saver, self._gradients = world, saver, gradients
         self._pulse = Pulse(world)
         self._is_alone, self._is_main = world.world_size == 1, world.is_main
@@ -113,12 +100,7 @@ class Coordinator:
         return flags
 
     def check_order(self) -> None:
-        """Before a save: checks that all ranks ran the blocks of sharded models in the same order, and stages stepped
-        the same; a collective.
-
-        Raises:
-            StepError: They did not, so gathered parameters and reduced gradients, or norms, were mixed up.
-        """
+        """Before a save: checks that all ranks ran sharded blocks and stages in one order; a collective."""
         world = self._world
         if world.parameter_shape.dp_shard > 1 or world.stages > 1:
             own = torch.tensor([[self._gradients.order, self._gradients.steps]])
@@ -129,16 +111,8 @@ class Coordinator:
     def _due_callbacks(self) -> int:
         return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))
 
-    def wait_for_batch(self, fetch: Callable[[], T]) -> T | None:
-        """In a validation: `fetch()`, or None if a signal ended the wait; `go_on` then tells all ranks."""
-        return self.signals.wait_for_data(fetch)
-
     def go_on(self, *, has_batch: bool) -> bool:
-        """In a validation, once each rank has its batch: whether some rank has one.
-
-        Raises:
-            Interrupted: A signal asks for something that cannot wait until the validation is over; on all ranks.
-        """
+        """In a validation, once each rank has its batch: whether some rank has one."""
         asked = self.requests
         flags = self.count_batches(
             Flags(
@@ -164,7 +138,7 @@ class Coordinator:
             self.stopped_because = self.requests.why_stopped(flags)
             if self._is_main:
                 logger.warning("stopping at step %d: %s", self._progress.global_step, self.stopped_because)
-        self.stopped = True
+        self.stopped = True  # whether all ranks stop here
         if flags.terminate or flags.interrupt:
             self.ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT
 

@@ -33,32 +33,18 @@ if TYPE_CHECKING:
 
 
 class ConnectedData:
-    """A trainer's loaders as the loop reads them.
-
-    Attributes:
-        stream: Windows of this rank's training data; None until `connect_data`.
-        loader: The training loader of that stream.
-        was_replaced: Whether `train_dataloader` was assigned again in this process.
-        validation: Validation batches of this rank, by loader.
-        feed: The windows to train, in step with the other ranks; created when the trainer starts.
-        copy_stream: Where the next micro-batch is copied to the device; None where that is no use.
-        count: Counts the samples of batches whose loader does not know.
-        is_even: Whether every rank gets windows of the same size, and equally many.
-    """
-
-    feed: WindowFeed
+    feed: WindowFeed  # the windows to train, in step with the other ranks; created when the trainer starts
 
     def __init__(self) -> None:
-        self.stream: TrainStream | None = None
-        self.loader: Any = None
-        self.was_replaced = False
-        self.validation: dict[str, ValidationBatches] = {}
-        self.copy_stream: torch.Stream | None = None
-        self.count = SampleCount()
-        self.is_even = True
+        self.stream: TrainStream | None = None  # windows of this rank's training data; None until `connect_data`
+        self.loader: Any = None  # the training loader of that stream
+        self.was_replaced = False  # whether `train_dataloader` was assigned again in this process
+        self.validation: dict[str, ValidationBatches] = {}  # validation batches of this rank, by loader
+        self.copy_stream: torch.Stream | None = None  # copies the next micro-batch to the device
+        self.count = SampleCount()  # counts the samples of batches whose loader does not know
+        self.is_even = True  # whether every rank gets windows of the same size, and equally many
 
     def connect(self, stream: TrainStream, loader: Any) -> None:
-        """Training continues with `stream`, which reads `loader`."""
         self.stream, self.loader, self.is_even = stream, loader, stream.is_even
 
     def open_feed(self, world: World, accumulation: int) -> None:
@@ -68,20 +54,12 @@ class ConnectedData:
         self.copy_stream = copy_stream(world.device)
 
     def close(self) -> None:
-        """Ends the workers of all loaders."""
         streams = [] if self.stream is None else [self.stream.close]
         call_each([*streams, *(batches.close for batches in self.validation.values())])
 
 
 def connect_data(trainer: AbstractTrainer) -> None:
-    """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and planned steps.
-
-    Raises:
-        HookError: The hook returned something other than `(train, val)`, or validation data without a step.
-        DataError: The data is empty, or cannot be split over the ranks.
-        ConfigError: The batch sizes do not divide.
-        RanksDifferError: The ranks have different data, although the trainer divides one dataset among them.
-    """
+    """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and planned steps."""
     from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 
     loaders = trainer.configure_dataloaders()
@@ -125,15 +103,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
 
 
 def follow_train_dataloader(trainer: AbstractTrainer) -> None:
-    """Uses the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective.
-
-    The planned number of steps does not change: schedules were built from it.
-
-    Raises:
-        DataError: The loader has another batch size; or the run used a loader that was assigned in an earlier process,
-            and none was assigned in this one.
-        RanksDifferError: Not every rank has assigned one, or they are not the same.
-    """
+    """Uses the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective."""
     progress, world = trainer.progress, trainer.world
     is_new = trainer.train_dataloader is not trainer._data.loader
     if world.world_size > 1:
@@ -176,7 +146,6 @@ def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
 
 
 def _open_stream(trainer: AbstractTrainer) -> None:
-    """Sets the stream over `train_dataloader`."""
     _say_if_workers_keep_old_data(trainer)
     stream, count = _stream(trainer, trainer.train_dataloader), trainer.config.training_parameters.overfit_batches
     if count:

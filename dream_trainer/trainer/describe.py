@@ -58,8 +58,7 @@ _EXPERTS = "tokens to their experts and back, and their gradients, in each mixtu
 
 
 def mesh_lines(trainer: AbstractTrainer) -> list[str]:
-    """Markdown: a row for each dimension of more than one rank, for each rank, and for each stage of a pipeline; none
-    before launch, or on one rank."""
+    """Markdown: a row for each dimension of more than one rank, each rank, and each stage of a pipeline."""
     world = trainer._world
     if world is None or world.mesh is None:
         return []
@@ -154,7 +153,6 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
 
 
 def _here(parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of this rank's parts."""
     return sum(local.numel() * local.element_size() for local in map(local_tensor, parameters))
 
 
@@ -171,25 +169,15 @@ def _spelled(ranks: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a step, on average over rounds where LocalSGDMixin has some.
+    """Bytes of a step, on average over rounds where LocalSGDMixin has some."""
 
-    Attributes:
-        by_dimension: What this rank sends over a dimension of the mesh; without those of which it cannot be told.
-        inside: What the ranks of this host send one another; None if it cannot be told.
-        between: What they send to other hosts; None likewise.
-    """
-
-    by_dimension: dict[str, float]
-    inside: float | None
-    between: float | None
+    by_dimension: dict[str, float]  # what this rank sends; without dimensions that cannot be told
+    inside: float | None  # what the ranks of this host send one another; None if it cannot be told
+    between: float | None  # what they send to other hosts; None likewise
 
 
 def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
-    """Of a trainer that is set up; None where it cannot be told: before launch, on one rank, or with shared experts.
-
-    Of split layers and sequences what activations cost depends on the tokens, and only weights and gradients are told.
-    Of stages it is known from the first batch on.
-    """
+    """None before launch, on one rank, or with shared experts. Of split layers only weights and gradients count."""
     world = trainer._world
     if world is None or world.mesh is None or not trainer.named_models():
         return None
@@ -226,8 +214,7 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
 
 
 def exchanged_for_a_token(trainer: AbstractTrainer) -> float | None:
-    """Bytes that a rank sends for each of its tokens, forth and back in forward and in backward, where experts are
-    chosen evenly; None where layers of others share experts, whose rows are not known."""
+    """Bytes a rank sends per token, forth and back, if experts are chosen evenly; None for unknown layers."""
     models, devices = trainer.named_models().values(), trainer.config.device_parameters
     mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
     if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
@@ -270,7 +257,6 @@ def _trained(trainer: AbstractTrainer) -> list[nn.Parameter]:
 
 
 def _size(parameter: nn.Parameter, dtype: torch.dtype | None) -> int:
-    """Bytes of this rank's part, in `dtype` or else its own."""
     local = local_tensor(parameter)
     return local.numel() * (local.element_size() if dtype is None else dtype.itemsize)
 

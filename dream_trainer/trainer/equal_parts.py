@@ -1,9 +1,5 @@
 """Ranks that share layers have equal parts of what a plan cuts, or PyTorch joins them wrongly, or ends the process.
-
-A plan says how a module's input lies on the ranks, and PyTorch believes it without looking: parts of a sequence of 7
-positions on 2 ranks are taken for 8, or for 6. So the first time that a batch of some shapes is computed, the ranks
-compare what each split module is given, before the module is run.
-"""
+So at the first batch of some shapes ranks compare what each split module is given, before it runs."""
 
 from __future__ import annotations
 
@@ -42,11 +38,7 @@ class EqualParts:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compares split modules inside of the block; the error of one that fails says what is split there.
-
-        Raises:
-            RanksDifferError: Ranks are given other sizes than each other; the same on each of them.
-        """
+        """Compares split modules inside of the block; the error of one that fails says what is split there."""
         self._last = None
         handles = [
             module.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True) for module in self._split

@@ -1,9 +1,5 @@
 """The trainer's events, and the table of who really listens to each.
-
-An event is a method that callbacks and the classes of the user's trainer may define: each definition is heard once, so
-mixins of the user's need no `super()` and no order. The table is built once, from the methods that override the
-documented no-ops, so an event that nobody listens to costs the loop one empty tuple.
-"""
+The table is built once, from the methods that override the documented no-ops, each heard once."""
 
 from __future__ import annotations
 
@@ -22,12 +18,8 @@ Listener = Callable[..., None]
 
 
 class Heard(NamedTuple):
-    """Who listens to an event."""
-
     listeners: tuple[Listener, ...]
-    """On this rank."""
-    is_heard_anywhere: bool
-    """Whether some rank has a listener."""
+    is_heard_anywhere: bool  # whether some rank has a listener
 
 
 _STATE = {"state_dict", "load_state_dict"}
@@ -57,7 +49,6 @@ def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
 
 
 def heard_of(trainer: AbstractTrainer, event: str) -> Heard:
-    """Who listens to `event`."""
     return Heard(trainer._events[event], anyone_listens(trainer, event))
 
 
@@ -110,8 +101,7 @@ def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Liste
 
 
 def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tuple[Listener, ...]]:
-    """For each event the methods to call on this rank: the trainer's own first, then callbacks by order and
-    position, then the run's record of itself."""
+    """For each event the methods to call on this rank: the trainer's own, callbacks by order, the run's record."""
     table: dict[str, tuple[Listener, ...]] = {}
     for event in EVENTS:
         listeners: list[Listener] = [

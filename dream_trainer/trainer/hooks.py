@@ -1,9 +1,5 @@
 """Hooks: what the user writes, each method declared once as a documented no-op or default.
-
-`BaseTrainer` calls them at named phases. SetupMixin gives the setup an order, and other mixins give some of the hooks a
-default of their own; a user's method always wins. Events are heard by callbacks, too, and no mixin of ours defines one,
-so that a user's needs no `super()`; who listens is worked out once, in event_table.py.
-"""
+Mixins give some hooks a default of their own; a user's method always wins."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """State over a `pre_epoch` that is called again where a run goes on in the middle of an epoch.
-
-`pre_epoch` sets up what no checkpoint has, such as the loader of an epoch, and often what one has, too: a sum begins at
-zero there. In the middle of an epoch the state of then holds. Random generators go on as they were as well, since
-`pre_epoch` drew from them when the epoch began.
-"""
+`pre_epoch` sets up what no checkpoint has, and often what one has, too: that state and random generators stay."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def keeping_state(trainer: AbstractTrainer) -> Iterator[None]:
-    """Inside, `pre_epoch` is called; at the end what checkpoints have of the trainer, of the callbacks that listen, of
-    buffers and of random generators is as before."""
+    """Inside, `pre_epoch` is called; afterwards what checkpoints have, buffers and random generators are as before."""
     if not anyone_listens(trainer, "pre_epoch"):
         yield
         return

@@ -24,36 +24,17 @@ logger = logging.getLogger("dream_trainer")
 
 
 class Limits(TypedDict, total=False):
-    """Where training ends, as in `TrainingParameters`: the first that is reached counts, None sets no limit.
+    """Where training ends, as in `TrainingParameters`: the first that is reached counts, None sets no limit."""
 
-    Attributes:
-        n_epochs: Epochs of the whole run.
-        max_steps: Optimizer steps of the whole run.
-        max_time: Time of training, that of earlier processes included.
-        max_samples: Samples of the whole run.
-        max_tokens: Tokens of the whole run.
-    """
-
-    n_epochs: int | None
-    max_steps: int | None
-    max_time: timedelta | None
-    max_samples: int | None
-    max_tokens: int | None
+    n_epochs: int | None  # epochs of the whole run
+    max_steps: int | None  # optimizer steps of the whole run
+    max_time: timedelta | None  # time of training, that of earlier processes included
+    max_samples: int | None  # samples of the whole run
+    max_tokens: int | None  # tokens of the whole run
 
 
 def set_limits(trainer: AbstractTrainer, limits: Limits) -> None:
-    """Changes where the next `fit` ends; a collective once the trainer is set up.
-
-    `total_steps` is planned anew. Where it or `max_tokens` changes, `configure_schedulers` is called again, at the
-    learning rates that optimizers began from, and its schedulers take the place of those before: as in another process
-    that resumes with these limits. Arguments that differ from theirs are named in a warning.
-
-    Raises:
-        TypeError: There is no limit of that name.
-        ConfigError: A value cannot work, or another trainer uses the same config.
-        StepError: `fit` runs.
-        RanksDifferError: The ranks set different ones.
-    """
+    """Changes where the next `fit` ends; a collective once the trainer is set up."""
     unknown = [name for name in limits if name not in Limits.__annotations__]
     if unknown:
         raise TypeError(f"set_limits() has no limit {unknown[0]!r}. Use {', '.join(Limits.__annotations__)}.")
@@ -80,10 +61,7 @@ def set_limits(trainer: AbstractTrainer, limits: Limits) -> None:
 
 @contextmanager
 def ending_with_the_epoch(trainer: AbstractTrainer) -> Iterator[None]:
-    """Inside, `fit` trains to the end of the running epoch, or one epoch, whatever the limits; plans stay as they are.
-
-    The trainer is set up.
-    """
+    """Inside, `fit` trains to the end of the running epoch, or one epoch, whatever the limits."""
     configured = trainer.config.training_parameters
     limits: Limits = dict.fromkeys(Limits.__annotations__)  # type: ignore[assignment]
     trainer._schedule.follow(replace(configured, **limits | {"n_epochs": trainer.current_epoch + 1}))

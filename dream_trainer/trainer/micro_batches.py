@@ -18,14 +18,7 @@ def rows_of(batch: Any) -> int:
 
 
 def cut(batch: Any, parts: int, rows: int) -> list[Any]:
-    """`batch` in `parts` micro-batches, the first of which may have a sample more.
-
-    Lists of as many numbers, words or other objects as there are samples are cut, too, as PyTorch collates what is no
-    tensor; all else goes along whole.
-
-    Raises:
-        DataError: A tensor's first dimension is another.
-    """
+    """`batch` in `parts` micro-batches, the first of which may have a sample more; lists are cut, too."""
     sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
     split: dict[int, tuple[Tensor, ...]] = {}
     for leaf in leaves(batch):
@@ -67,11 +60,7 @@ def digest(batch: Any) -> int:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """What of a batch decides what its micro-batches look like on their way; equal on all ranks that have the batch.
-
-    Numbers that are counted with may decide it, and words. Of all else the type has to do: a rate changes in each step,
-    and an object of a user's looks like another one, or not, by its address.
-    """
+    """What of a batch decides what its micro-batches look like on their way; equal on all ranks that have the batch."""
     rows = rows_of(batch)
 
     def without_samples(tree: Any) -> Any:

@@ -1,7 +1,4 @@
-"""What of the setup changes modules before they are sharded: each model's layers, experts and blocks, on meta.
-
-Each function is one stage of `SETUP` (mixins/setup.py), which has the reason for its place.
-"""
+"""The stages of `SETUP` (mixins/setup.py) that change modules on meta, before they are sharded."""
 
 from __future__ import annotations
 
@@ -29,13 +26,11 @@ def verified_against_now(trainer: SetupMixin) -> Verification | None:
 
 
 def cut_into_stages(trainer: SetupMixin) -> None:
-    """Cuts models into stages."""
     if trainer.world.stages > 1:
         trainer.apply_pipeline_parallel(parameter_mesh(trainer)["pp"])
 
 
 def split_layers(trainer: SetupMixin) -> None:
-    """Splits layers by the user's plan."""
     ranks, models = trainer.config.device_parameters.tensor_parallel, trainer.named_models()
     if ranks == 1:
         return
@@ -54,7 +49,6 @@ def split_layers(trainer: SetupMixin) -> None:
 
 
 def split_mixtures(trainer: SetupMixin) -> None:
-    """Splits mixtures by experts, and shards these."""
     ranks, models = trainer.config.device_parameters.expert_parallel, trainer.named_models()
     if ranks == 1:
         return
@@ -80,19 +74,16 @@ def split_mixtures(trainer: SetupMixin) -> None:
 
 
 def multiply_in_float8(trainer: SetupMixin) -> None:
-    """Has linear layers multiply in float8."""
     if trainer.config.device_parameters.float8 != "none":
         trainer.apply_float8()
 
 
 def recompute_blocks(trainer: SetupMixin) -> None:
-    """Has blocks compute again in backward."""
     if trainer.config.device_parameters.activation_checkpointing != "none":
         trainer.apply_activation_checkpointing()
 
 
 def compile_blocks(trainer: SetupMixin) -> None:
-    """Compiles blocks."""
     if trainer.config.device_parameters.compile:
         trainer.apply_compile()
 
@@ -111,7 +102,6 @@ def is_whole_in_steps(trainer: AbstractTrainer, model: nn.Module) -> bool:
 
 
 def parameter_mesh(trainer: SetupMixin) -> DeviceMesh:
-    """That of parameters, of several ranks."""
     mesh = trainer.world.parameter_mesh
     assert mesh is not None  # at world size > 1 there is one
     return mesh

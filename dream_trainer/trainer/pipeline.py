@@ -1,9 +1,5 @@
 """The pipeline of a model whose stages lie on several ranks: a batch's micro-batches through it, there and back.
-
-In training PyTorch's schedules say which micro-batch a stage computes next, and send what crosses the ranks. They want
-to know beforehand what that looks like, so the first batch of each shape sends one micro-batch ahead. Without
-gradients micro-batches go from stage to stage as they are, of any shape.
-"""
+PyTorch's schedules want to know shapes beforehand, so the first batch of each shape sends one micro-batch ahead."""
 
 from __future__ import annotations
 
@@ -50,19 +46,10 @@ _KEPT_SCHEDULES = 8
 
 
 class Stages(NamedTuple):
-    """How a model is cut.
-
-    Attributes:
-        names: What each stage holds.
-        ranks: Which rank of the pipeline has it.
-        check: What compares them with the whole model.
-        kept_blocks: The repeated blocks of this rank.
-    """
-
-    names: list[list[str]]
-    ranks: list[int]
-    check: StageCheck
-    kept_blocks: list[nn.Module]
+    names: list[list[str]]  # what each stage holds
+    ranks: list[int]  # which rank of the pipeline has it
+    check: StageCheck  # what compares them with the whole model
+    kept_blocks: list[nn.Module]  # the repeated blocks of this rank
 
 
 class Pipelined(Changed):
@@ -76,7 +63,6 @@ class Pipelined(Changed):
         return self._pipeline.call((args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's stage."""
         return super().forward(*args, **kwargs)
 
 
@@ -99,15 +85,7 @@ class _Seen(NamedTuple):
 class Pipeline:
     """Runs a model whose stages lie on the ranks of a pipeline. Each of them calls each method, with the same batch.
 
-    Args:
-        whole: Models that are whole on each rank. A loss that trains one goes back at once, since a schedule would
-            compute gradients of stages alone.
-
-    Attributes:
-        is_running: Whether a call of the model is one of its stage.
-        bytes_of_a_batch: What this rank sends to other stages, there and back, in a batch like the last one that was of
-            a new shape; None before the first.
-    """
+    `whole` are models that are whole on each rank. A loss that trains one goes back at once, without a schedule."""
 
     def __init__(
         self,
@@ -157,8 +135,8 @@ class Pipeline:
         self._losses: list[Tensor] = []
         self._loss_fn: LossFunction | None = None
         self._scaled: Callable[[Tensor], Tensor] | None = None
-        self.is_running = False
-        self.bytes_of_a_batch: int | None = None
+        self.is_running = False  # whether a call of the model is one of its stage
+        self.bytes_of_a_batch: int | None = None  # sent by this rank, there and back, in the last batch of a new shape
         change_class(model, Pipelined)
         model._pipeline = self  # type: ignore[assignment]
 
@@ -170,12 +148,7 @@ class Pipeline:
     # -- training
 
     def refuse_unfit(self, inputs: Any, targets: Any) -> None:
-        """Refuses a batch for training, on all ranks.
-
-        Raises:
-            DataError: It cannot be cut into equal micro-batches.
-            StepError: It has a graph that goes on behind the model.
-        """
+        """Refuses a batch for training, on all ranks."""
         refuse_graphs((inputs, targets), self._name, self._world.stages)
         rows, n = rows_of(inputs), self._microbatches
         if rows == 0 or rows % n:
@@ -248,7 +221,6 @@ class Pipeline:
         return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
 
     def _built_for(self, inputs: Any) -> _Built:
-        """The schedule for batches like this one."""
         key = shapes_of(inputs)
         built = self._built.pop(key, None)
         if built is None:
@@ -328,11 +300,7 @@ class Pipeline:
         return _mean(self._messages.shared_loss(torch.stack(losses).sum() if losses else None), shares)
 
     def call(self, inputs: Any) -> Any:
-        """The outputs of the whole model, on each rank of the pipeline.
-
-        Raises:
-            StepError: Gradients are enabled, and nobody would have the graph.
-        """
+        """The outputs of the whole model, on each rank of the pipeline."""
         self.refuse_inside_another()
         refuse_calls_with_gradients(self._world.stages)
         self._world.refuse_if_forbidden()
@@ -424,22 +392,17 @@ def _refuse_uneven(shapes: list[Any]) -> None:
 # DTensors that tensor parallelism splits cross as each rank's part, to the rank that has the same part there.
 
 
-Message = tuple["dist.Work", Tensor]
-"""On its way, with what it sends."""
+Message = tuple["dist.Work", Tensor]  # on its way, with what it sends
 
 _HEADER = 64  # numbers that say what a message has: how many tensors, and of each its kind, dimensions and sizes
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
-PLAIN, WHOLE = -2, -1
-"""How a tensor lies on the ranks that share a layer: not at all, or as a DTensor that each has; else along which of its
-dimensions they split it."""
+PLAIN, WHOLE = -2, -1  # layouts of no DTensor, and of one that each rank has; others are the dimension that is split
 
 
 class StageMessages:
-    """Messages between the ranks of a pipeline."""
-
     def __init__(self, world: World, last: int) -> None:
         group = world.pipeline_group()
         assert group is not None  # there are several stages
@@ -485,7 +448,6 @@ class StageMessages:
         return sent
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
-        """What `send` sends on another rank."""
         import torch.distributed as dist
 
         source = dist.get_global_rank(self.group, rank)
@@ -530,11 +492,6 @@ class StageMessages:
 
 
 def layout_of(tensor: Tensor) -> int:
-    """How `tensor` lies on the ranks that share a layer.
-
-    Raises:
-        HookError: It is a DTensor of which no rank has a part that would do.
-    """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):

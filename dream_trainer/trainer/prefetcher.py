@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
 
 class Prefetcher:
-    """Loads accumulation steps, and counts their samples and tokens over all ranks.
-
-    Args:
-        state: Where the counts are written to.
-        count: Counts the samples of a batch.
-        tokens_of: The user's `batch_tokens`, and what messages call it.
-        schedule: Where the run ends: if by tokens, every batch has to tell its own.
-    """
+    """Loads accumulation steps, and counts their samples and tokens over all ranks."""
 
     def __init__(
         self,
@@ -47,13 +40,7 @@ class Prefetcher:
         self._tokens_of, self._schedule = tokens_of, schedule
 
     def next_window(self, feed: WindowFeed) -> Window | None:
-        """The next window, once every rank has its part of it and knows whether to continue.
-
-        A save that was asked for is made here, with the same state on all ranks as after the last window.
-
-        Returns:
-            The window; None if all ranks stop here, or a pass over the data had no window for all of them.
-        """
+        """The next window, once every rank has its part of it and knows whether to continue."""
         state, coordinator = self._state, self._coordinator
         coordinator.signals.wait_for_data(feed.fetch, self._save_while_waiting)
         if coordinator.stopped:
@@ -89,7 +76,6 @@ class Prefetcher:
         self._saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
 
     def _count(self, window: Window | None) -> tuple[int, int]:
-        """What this rank adds to the counts of a window's samples and tokens."""
         sizes = self._state.sizes = sizes_of(window, self._count_of_batch)
         if not self._world.counts_samples:
             return 0, 0
@@ -97,12 +83,7 @@ class Prefetcher:
         return 0 if is_known else sum(sizes), self._tokens(window)
 
     def _tokens(self, window: Window | None) -> int:
-        """Tokens of a window on this rank; 0 where its batches do not tell.
-
-        Raises:
-            DataError: Its batches do not tell, and the run ends by tokens.
-            HookError: What a batch tells is not a whole number.
-        """
+        """Tokens of a window on this rank; 0 where its batches do not tell."""
         total, (tokens_of, name) = 0, self._tokens_of
         for batch in () if window is None else window.batches:
             tokens = tokens_of(batch)

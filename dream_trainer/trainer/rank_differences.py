@@ -1,8 +1,4 @@
-"""What of a run has to be the same on all ranks: config, modules, data and optimizers, compared while it is set up, and
-state.
-
-Left out is what may well differ: devices, time-outs, places of files, callbacks, loggers and the user's own fields.
-"""
+"""What has to be the same on all ranks: config, modules, data, optimizers and state."""
 
 from __future__ import annotations
 
@@ -55,11 +51,7 @@ _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "diff
 
 
 def refuse_different_configs(trainer: AbstractTrainer) -> None:
-    """Compares the seed and the parameters of the framework's own parts; a collective.
-
-    Raises:
-        RanksDifferError: The message names fields and values; the same on every rank.
-    """
+    """Compares the seed and the parameters of the framework's own parts; a collective."""
     refuse_differences(
         trainer.world, _config_facts(trainer.config), "Build the config from the same values on every rank."
     )
@@ -76,11 +68,7 @@ def _config_facts(config: BaseTrainerConfig) -> dict[str, str]:
 
 
 def refuse_different_modules(world: Ranks, kind: str, modules: Mapping[str, nn.Module]) -> None:
-    """Compares the order, names and classes of modules, and the names, shapes and types of their tensors; a collective.
-
-    Raises:
-        RanksDifferError: The message names the first that differ, with each rank's; the same on every rank.
-    """
+    """Compares names, order and classes of modules, and names, shapes and types of tensors; a collective."""
     if world.world_size == 1:
         return
     facts = {kind: ", ".join(modules)}
@@ -101,15 +89,7 @@ def _described(path: str, tensor: Tensor) -> str:
 
 
 def agree_on_data(trainer: AbstractTrainer) -> int | None:
-    """Compares the loaders, and samples of the datasets that are dealt to ranks; a collective.
-
-    Returns:
-        Windows of one pass: of ranks with loaders of their own the fewest, since a pass ends with the last window that
-        each of them can fill. None if some rank does not know.
-
-    Raises:
-        RanksDifferError: The message names what differs and each rank's value; the same on every rank.
-    """
+    """Compares loaders and dealt datasets; a collective. Returns the fewest windows of a pass, if all know it."""
     stream, world = trainer._data.stream, trainer.world
     assert stream is not None  # connect_data has just set it
     if world.world_size == 1:
@@ -192,11 +172,7 @@ def _other_sample(name: str, dataset: Any, number: int, part: str, rank: int) ->
 
 
 def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
-    """Compares optimizers, their options and the order of their parameters, and schedulers; a collective.
-
-    Raises:
-        RanksDifferError: The message names what differs and each rank's value; the same on every rank.
-    """
+    """Compares optimizers, their options and the order of their parameters, and schedulers; a collective."""
     facts: dict[str, Any] = {"total_steps": trainer.total_steps}
     for name, optimizer in trainer.named_optimizers().items():
         facts[f"optimizer {name!r}: class"] = type(optimizer).__name__
@@ -228,11 +204,7 @@ def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
 
 
 def agreed_metrics(world: Ranks, metrics: dict[str, float]) -> dict[str, float]:
-    """A validation's values, the same on every rank: rank 0's, if no rank's differ by more than rounding; a collective.
-
-    Raises:
-        RanksDifferError: The message has those that differ by more, with each rank's value; the same on every rank.
-    """
+    """A validation's values: rank 0's, if no rank's differ by more than rounding; a collective."""
     first, *others = of_ranks = world.all_gather_object(metrics)
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
     apart = [name for name in names if not all(_is_close(first.get(name), other.get(name)) for other in others)]
@@ -264,10 +236,7 @@ def warn_of_different_buffers(trainer: AbstractTrainer) -> None:
 
 
 def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, str]) -> None:
-    """Compares state of which a checkpoint has rank 0's alone; a collective.
-
-    It may be meant, as of a time that each rank takes for itself.
-    """
+    """Compares state of which a checkpoint has rank 0's alone; a collective. The difference may be meant."""
     first, *others = trainer.world.all_gather_object(digests)
     lost = {name for digests in others for name, digest in digests.items() if first.get(name) != digest}
     if lost:

@@ -1,8 +1,5 @@
 """Registry: the models, optimizers and so on of a trainer, which are its attributes by type, in order of assignment.
-
-Nothing is registered by `__setattr__`: the registry reads the trainer's attributes when asked, so what one sees is what
-one assigned.
-"""
+It reads the attributes when asked; `__setattr__` registers nothing."""
 
 from __future__ import annotations
 
@@ -28,21 +25,13 @@ def is_metric(value: Any) -> bool:
 
 
 class Registry:
-    """A trainer's models, optimizers, schedulers and metrics by attribute name.
-
-    Args:
-        attributes: The trainer's, which change.
-    """
+    """A trainer's models, optimizers, schedulers and metrics by attribute name."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         self._attributes = attributes
 
     def models(self) -> dict[str, nn.Module]:
-        """Modules with parameters or buffers assigned to the trainer, save metrics and parts of an earlier one.
-
-        Raises:
-            HookError: A plain list, tuple, set or dict hides a module.
-        """
+        """Modules with parameters or buffers assigned to the trainer, save metrics and parts of an earlier one."""
         models: dict[str, nn.Module] = {}
         seen: set[int] = set()
         for name, module in self._candidates():
@@ -68,7 +57,6 @@ class Registry:
         return self._named_by_type((torchmetrics.Metric, torchmetrics.MetricCollection))
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """The optimizers that update at least one parameter of `model`."""
         parameters = {id(parameter) for parameter in model.parameters()}
         return [
             optimizer
@@ -77,11 +65,6 @@ class Registry:
         ]
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
-        """The model whose parameters `optimizer` updates.
-
-        Raises:
-            KeyError: No model, or more than one, has them.
-        """
         owners = [name for name, model in self.models().items() if optimizer in self.optimizers_of(model)]
         if len(owners) != 1:
             raise KeyError(
@@ -90,20 +73,13 @@ class Registry:
         return self.models()[owners[0]]
 
     def scheduler_of(self, optimizer: Optimizer) -> Scheduler | None:
-        """The first scheduler that drives `optimizer`, or None."""
         for scheduler in self.schedulers().values():
             if scheduler.optimizer is optimizer:
                 return scheduler
         return None
 
     def refuse_strangers(self, former_name: Callable[[Tensor], str | None]) -> None:
-        """Checks that every parameter that an optimizer updates is one of the trainer's models'.
-
-        Any other gets no gradient that is reduced over ranks, and is not saved.
-
-        Raises:
-            HookError: One is not; the message names the optimizer and the parameter.
-        """
+        """Checks that every parameter that an optimizer updates is one of the trainer's models'."""
         known = {id(parameter) for model in self.models().values() for parameter in model.parameters()}
         for name, optimizer in self.optimizers().items():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -136,10 +112,7 @@ class Registry:
     def refuse_another_model(
         self, model: nn.Module, optimizers: Sequence[Optimizer], stepped_models: Collection[nn.Module]
     ) -> None:
-        """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model.
-
-        That one is among `stepped_models`: without steps of its own it may be trained under this one's name.
-        """
+        """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model."""
         stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         models = self.models()
         updated = [name for name, one in models.items() if any(id(p) in stepped for p in one.parameters())]

@@ -1,7 +1,5 @@
 """What a checkpoint contains, given back to the trainer's parts, on any mesh and number of ranks.
-
-Tensors first, then what all ranks hold alike, then what each rank holds of its own; random states are the last.
-"""
+Tensors first, then what all ranks hold alike, then what each rank holds of its own; random states are the last."""
 
 from __future__ import annotations
 
@@ -50,18 +48,7 @@ def restore(
 ) -> None:
     """Restores a checkpoint's state on any mesh and world size; a collective.
 
-    Random states, and other state of single ranks, are restored if the layout is the same. At another layout every rank
-    is seeded again from (seed, step, rank), with a warning.
-
-    Args:
-        begins: What goes along, where the run begins from another one's checkpoint; None where it resumes its own.
-            Weights and the user's own state always go along, and of callbacks what they leave.
-
-    Raises:
-        DamagedCheckpointError: A file is damaged; the trainer's state is then neither the old nor the new one.
-        CheckpointError: It is of another model, other adapters, another seed or global batch, or the words cannot work
-            here. Both the same on every rank.
-    """
+    `begins` says what goes along from another run's checkpoint. At another layout ranks are seeded again."""
     path, world, branch = manifest.path, trainer.world, begins or ALL_KEPT
     shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
     if branch.data == "keep":

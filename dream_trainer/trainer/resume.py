@@ -36,20 +36,7 @@ Load = Callable[[Manifest, BranchParameters], None]
 
 
 def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load) -> bool:
-    """Loads what `parameters.resume` asks for; every rank calls it.
-
-    Args:
-        load: Gives a checkpoint's state, or what goes along of it, back to the trainer; a collective. Checksums of
-            tensors are compared there.
-
-    Returns:
-        Whether there was something to resume.
-
-    Raises:
-        CheckpointError: What was asked for is not there, damaged, or of another run; the same on every rank.
-        ConfigError: `resume=None`, and the directory has checkpoints; or `branch` has words, and nothing is branched;
-            or `resume` is another run's checkpoint, and the directory has checkpoints that did not begin there.
-    """
+    """Loads what `parameters.resume` asks for, and returns whether there was something; every rank calls it."""
     if world.is_main:
         recover_replaced(root)
     asked = parameters.resume
@@ -76,11 +63,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
 
 
 def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, world: Ranks) -> Manifest | None:
-    """The run's newest checkpoint, if that is what `parameters.resume` asks for; every rank calls it.
-
-    Returns:
-        None: there is none, or another one is asked for.
-    """
+    """The run's newest checkpoint, if that is what `parameters.resume` asks for; every rank calls it."""
     asked, branch = parameters.resume, parameters.branch
 
     def look() -> Manifest | None:

@@ -1,8 +1,5 @@
 """Learning rates, and other options of optimizers, where a run goes on from a checkpoint.
-
-A LambdaLR, as `build_schedule` makes, is a base rate times a function of its step, and the function follows this
-config. Every other scheduler loads its whole state, arguments such as T_max included.
-"""
+A LambdaLR follows this config. Every other scheduler loads its whole state, arguments such as T_max included."""
 
 from __future__ import annotations
 
@@ -29,29 +26,20 @@ ANOTHER_RUN = (
 )
 """How to train with what a run cannot take, as the end of a sentence; `words` are those of a branch."""
 
-Options = list[dict[str, Any]]
-"""Numbers of each parameter group, such as its learning rate and weight decay."""
+Options = list[dict[str, Any]]  # numbers of each parameter group, such as its learning rate and weight decay
 
 # Options that depend on the machine, and `initial_lr`, which is compared as `lr`.
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
 
 
 class KeptOption(NamedTuple):
-    """An option that a checkpoint brought along, and that this config sets otherwise.
-
-    Attributes:
-        optimizer: Name of the optimizer.
-        group: Number of the parameter group.
-        option: Such as `lr`.
-        config: This config's value.
-        trained: The checkpoint's value, which goes on.
-    """
+    """An option that a checkpoint brought along, and that this config sets otherwise."""
 
     optimizer: str
     group: int
     option: str
-    config: Any
-    trained: Any
+    config: Any  # this config's value
+    trained: Any  # the checkpoint's value, which goes on
 
 
 class ResumedRates:
@@ -73,7 +61,6 @@ class ResumedRates:
             self._configured.setdefault(optimizer, [_options(group) for group in optimizer.param_groups])
 
     def note_built(self) -> None:
-        """Notes schedulers that were not stepped yet, each once."""
         self.note_options()
         for scheduler in self._schedulers().values():
             if scheduler not in self._built:
@@ -101,12 +88,7 @@ class ResumedRates:
         return [options.get("lr", group.get("initial_lr", group["lr"])) for group, options in pairs]
 
     def refuse(self, shared: Mapping[str, Any], branch: BranchParameters) -> None:
-        """Refuses, before weights are loaded, what schedulers cannot take of a checkpoint.
-
-        Raises:
-            CheckpointError: The schedule is kept, and a scheduler is of another class than it was.
-            ConfigError: A scheduler cannot do what `branch` asks.
-        """
+        """Refuses, before weights are loaded, what schedulers cannot take of a checkpoint."""
         if branch.schedule != "new":
             self._refuse_other_classes(shared)
         if branch.schedule == "new" and branch.optimizer == "keep":
@@ -147,14 +129,7 @@ class ResumedRates:
     def restore(
         self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int
     ) -> tuple[list[str], list[KeptOption]]:
-        """Gives schedulers their place, and optimizers its rate, after counters and the optimizers' own state.
-
-        Returns:
-            Warnings, and the options that go on although this config sets others.
-
-        Raises:
-            CheckpointError: The checkpoint has other schedulers.
-        """
+        """Restores schedulers and rates after the optimizers' state; returns warnings and options that go on."""
         schedulers, saved = self._schedulers(), shared["schedulers"]
         if branch.schedule != "new" and set(schedulers) != set(saved):
             raise CheckpointError(

@@ -1,8 +1,5 @@
-"""`run.json`: what a run says about itself, for whoever looks later: how far it is, how it goes, why it ended.
-
-It is in the run's directory beside `config.json`, and replaced whole. RunRecorder writes it; `dream-trainer runs` reads
-it.
-"""
+"""`run.json`: what a run says about itself: how far it is, how it goes, why it ended.
+RunRecorder writes it; `dream-trainer runs` reads it."""
 
 from __future__ import annotations
 
@@ -42,28 +39,18 @@ class RunRecord:
 
     state: RunState = "running"
     """"stopped": asked to, by code, a signal or `max_time`, before its limits; "finished": it reached them."""
-    why: str | None = None
-    """Why it was stopped, or the line of the exception that it failed with."""
-    failed_rank: int | None = None
-    """Of a failed run: the rank whose failure came first; None where nobody knows it."""
+    why: str | None = None  # why it was stopped, or the line of the exception that it failed with
+    failed_rank: int | None = None  # of a failed run: the rank whose failure came first; None where nobody knows it
     error: str | None = None
     """Of a failed run: the exception with all that it says, its place, and the calls that led there."""
-    started: float = 0.0
-    """When it was first started, in seconds since 1970."""
-    seen: float = 0.0
-    """When this was written."""
-    starts: int = 0
-    """How often training was started or went on in a new process."""
-    step: int = 0
-    """Optimizer steps completed."""
+    started: float = 0.0  # when it was first started, in seconds since 1970
+    seen: float = 0.0  # when this was written
+    starts: int = 0  # how often training was started or went on in a new process
+    step: int = 0  # optimizer steps completed
     epoch: int = 0
-    """Epochs completed."""
-    samples: int = 0
-    """Samples consumed by all ranks."""
-    seconds: float = 0.0
-    """Of training, all processes together."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last validation."""
+    samples: int = 0  # samples consumed by all ranks
+    seconds: float = 0.0  # of training, all processes together
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     best: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
     parent: dict[str, Any] | None = None
@@ -71,24 +58,17 @@ class RunRecord:
     resumed_from: str | None = None
     """The checkpoint that the last process went on from: the run's, another run's, or one in a `local_directory`."""
     kept_options: list[dict[str, Any]] = field(default_factory=list)
-    """Options of optimizers that went along from a checkpoint and that the config sets otherwise, one for each group of
-    parameters: the `optimizer`, the `group`, the `option`, its value in the `config`, and the one that `trained`."""
-    argv: list[str] = field(default_factory=list)
-    """How the last process was started."""
-    host: str = ""
-    """On which host rank 0 ran last."""
-    pid: int = 0
-    """Its process there."""
-    world_size: int = 1
-    """Number of ranks."""
-    versions: dict[str, str] = field(default_factory=dict)
-    """Of torch and dream_trainer."""
+    """Options that a checkpoint set against the config, as dicts of `KeptOption`."""
+    argv: list[str] = field(default_factory=list)  # how the last process was started
+    host: str = ""  # on which host rank 0 ran last
+    pid: int = 0  # its process there
+    world_size: int = 1  # number of ranks
+    versions: dict[str, str] = field(default_factory=dict)  # of torch and dream_trainer
     code: dict[str, str] = field(default_factory=dict)
     """Digests of the user's own modules, as the last process found them, by their files' paths from where it ran."""
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
-    """Writes the record, whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
     # One entry a line: `indent` would have all of it written by Python's own encoder, several times as slow.
     entries = [f'  "{name}": {json.dumps(json_ready(value))}' for name, value in vars(record).items()]
@@ -116,11 +96,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config of a run, a checkpoint or a file.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The config of a run, a checkpoint or a file."""
     if is_checkpoint(path):
         return read_manifest(path).config
     file = path / CONFIG_NAME if path.is_dir() else path
@@ -138,8 +114,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def trained_fields(config: Mapping[str, Any], record: RunRecord | None) -> dict[str, Any]:
-    """The config's fields by dotted names. An optimizer's option that came from a checkpoint is shown beside the
-    config's value, in the field that sets it or under the optimizer's name: `0.003 (trained 0.01)`."""
+    """The config's fields by dotted names; an option from a checkpoint is shown beside it: `0.003 (trained 0.01)`."""
     values = dict(leaves(config))
     if record is None:
         return values
@@ -182,15 +157,13 @@ def _is_process(pid: int) -> bool:
 class ListedRun:
     """A run as `dream-trainer runs` shows it."""
 
-    name: str
-    """Its path below the listed directory."""
+    name: str  # its path below the listed directory
     path: Path
     state: str
     """The record's; "dead": it says "running", and nothing runs; "unknown": it ran on another host; "-": no record."""
     record: RunRecord
     config: dict[str, Any]
-    last: dict[str, dict[str, Any]]
-    """The newest value of each metric, with its step."""
+    last: dict[str, dict[str, Any]]  # the newest value of each metric, with its step
     best: dict[str, Any] | None = None
     """The metric shown: its name, value, step and mode, and whether it is the last value."""
 
@@ -220,7 +193,6 @@ def run_directories(root: Path) -> list[Path]:
 
 
 def read_run(path: Path, root: Path) -> ListedRun:
-    """The run at `path`, below `root`, as its files have it."""
     record = read_record(path)
     try:
         config = read_config(path)

@@ -1,9 +1,5 @@
 """RunRecorder: keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
-
-It listens to the trainer's events on rank 0, after everybody else, and writes at moments that take longer anyway: when
-training starts and ends, after a validation, after a save. Nothing here is worth a run: what cannot be written is said
-once.
-"""
+Nothing here is worth a run: a failed write is one warning."""
 
 from __future__ import annotations
 
@@ -34,29 +30,19 @@ from dream_trainer.version import __version__
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-LONGEST_ERROR = 20_000
-"""Characters of an exception, with its calls, that are kept."""
+LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are kept
 
 
 class RunRecorder:
-    """One trainer's record of its run.
-
-    Attributes:
-        parent: Of a branch, what it began from, as `RunRecord.parent`.
-        resumed_from: As `RunRecord.resumed_from`.
-        kept_options: As `RunRecord.kept_options`.
-        best_of_checkpoint: The best values that a checkpoint brought along, each with its step, until training starts.
-    """
-
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
         self._record: RunRecord | None = None
         self._made = time.time()
         self._has_directory = self._is_new = False
-        self.parent: dict[str, Any] | None = None
-        self.resumed_from: str | None = None
-        self.kept_options: list[dict[str, Any]] = []
-        self.best_of_checkpoint: dict[str, tuple[float, int]] = {}
+        self.parent: dict[str, Any] | None = None  # of a branch, what it began from, as `RunRecord.parent`
+        self.resumed_from: str | None = None  # as `RunRecord.resumed_from`
+        self.kept_options: list[dict[str, Any]] = []  # as `RunRecord.kept_options`
+        self.best_of_checkpoint: dict[str, tuple[float, int]] = {}  # each with its step, until training starts
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
         """What is called at `event` on this rank: ranks other than 0 write of their failures alone."""

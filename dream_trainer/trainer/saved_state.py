@@ -1,9 +1,5 @@
 """Everything that a checkpoint contains of a trainer, collected from its owners; restored_state.py gives it back.
-
-shared:  counters, the order of the data, options of optimizers, schedulers, callbacks, mixins, the user's own state
-rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
-tensors: parameters, buffers, optimizer state and what callbacks keep, sharded as they are
-"""
+It is shared by all ranks, of one rank (random states, differing tensors), or tensors, sharded as they are."""
 
 from __future__ import annotations
 
@@ -55,15 +51,7 @@ def snapshot(
     metrics: dict[str, float],
     copies: HostCopies | None,
 ) -> Snapshot:
-    """The trainer's complete state at this moment; a collective.
-
-    Args:
-        copies: Where to copy tensors to, so that training can continue while they are written; None: they are not
-            copied.
-
-    Raises:
-        CheckpointError: Some rank has state that cannot be saved; the same on every rank.
-    """
+    """The trainer's complete state at this moment; a collective. Tensors are copied to `copies`, if given."""
     world, models = trainer.world, trainer.named_models()
     tensors, optimizers, own_of_optimizers = _tensors(trainer)
     left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
@@ -178,12 +166,7 @@ def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world
 
 
 def warm(trainer: AbstractTrainer, frozen: FrozenWeights | None, copies: HostCopies | None) -> Callable[[], None]:
-    """What to run in the background after the first step, so that the first save takes no longer than later ones; a
-    collective.
-
-    Raises:
-        CheckpointError: An optimizer's state, which it has since that step, cannot be saved; the same on every rank.
-    """
+    """What to run in the background after the first step, to speed up the first save; a collective."""
     everything, _, _ = _tensors(trainer)
     passed_over = frozenset() if frozen is None else frozen.names
     tensors = {name: tensor for name, tensor in everything.items() if name not in passed_over}
@@ -223,13 +206,7 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
 
 
 def check(trainer: AbstractTrainer, *, saves: bool) -> None:
-    """Finds state that cannot be saved before the first step, and not after hours of training; a collective.
-
-    Raises:
-        CheckpointError: A model or an optimizer has state that cannot be saved; the same on every rank.
-        TypeError: A state contains something of a type that a checkpoint does not support; the message says where.
-        HookError: Two mixins keep their state under one key; the message names both.
-    """
+    """Finds state that cannot be saved before the first step, and not after hours of training; a collective."""
     state = _given_state(trainer) | {"mixins": mixin_states(trainer), "rank": trainer.rank_state_dict()}
     typed_json.dumps(state)
     if saves:
@@ -238,8 +215,7 @@ def check(trainer: AbstractTrainer, *, saves: bool) -> None:
 
 logger = logging.getLogger("dream_trainer")
 
-CALLBACK_PREFIX = "callbacks."
-"""Tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`."""
+CALLBACK_PREFIX = "callbacks."  # tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`
 
 
 def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:

@@ -12,14 +12,7 @@ from dream_trainer.trainer.counters import Counters, Owed
 
 
 class Schedule:
-    """A run's limits and what is due between its windows.
-
-    Attributes:
-        goes_by_the_clock: Whether anything is due by the clock.
-        epoch_steps: Windows that end an epoch whatever the data holds; None: the end of the data does.
-        max_steps: Optimizer steps after which training ends; infinity where there is no such limit.
-        max_tokens: Tokens after which training ends; as above.
-    """
+    """A run's limits and what is due between its windows."""
 
     def __init__(
         self, parameters: TrainingParameters, progress: Counters, clock: Callable[[], float] = time.monotonic
@@ -44,13 +37,12 @@ class Schedule:
         self._max_epochs = _limit(parameters.epoch_limit)
         self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)
         self._max_samples = _limit(parameters.max_samples)
-        self.max_tokens = _limit(parameters.max_tokens)
+        self.max_tokens = _limit(parameters.max_tokens)  # tokens after which training ends; as above
         self._validates = self.validation_batches != 0
 
     # -- limits
 
     def limit_is_reached(self, *, epochs: int) -> bool:
-        """Whether a limit of the run is reached, with `epochs` completed."""
         progress = self._progress
         return (
             epochs >= self._max_epochs
@@ -90,7 +82,6 @@ class Schedule:
     # -- the clock
 
     def start(self) -> None:
-        """Training starts now, after `elapsed_seconds` in earlier processes."""
         self._started = self._clock()
         self._validations.restart()
         self._before = self._progress.elapsed_seconds
@@ -110,7 +101,6 @@ class Schedule:
         return self._before + self._clock() - self._started
 
     def time_is_up(self) -> bool:
-        """Whether `max_time` has passed on this rank's clock."""
         return self._limit_seconds is not None and self.elapsed_seconds() >= self._limit_seconds
 
     # -- validations, and what is owed
@@ -135,7 +125,6 @@ class Schedule:
         return self._validations.is_due(step, epoch)
 
     def validated(self) -> None:
-        """A validation is done; the clock for the next starts."""
         self._validations.restart()
 
     def owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:

@@ -30,28 +30,17 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A trainer's life, from its construction to its end.
-
-    Attributes:
-        is_ready: Whether it has launched and set up.
-        is_training: Whether `fit` is in its loop.
-        has_failed: Whether an exception ended it.
-        is_first_window: Whether no window was trained yet in this process.
-        watchdog: Ends the job when training makes no progress, while `fit` is in its loop.
-    """
-
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
         self.is_ready = self.is_training = self.has_failed = False
-        self.is_first_window = True
-        self.watchdog: Watchdog | None = None
+        self.is_first_window = True  # whether no window was trained yet in this process
+        self.watchdog: Watchdog | None = None  # while `fit` is in its loop
         self._is_closed = self._is_half_set_up = False
         self._is_nonfinite = False  # whether it failed because of that
 
     # -- begins
 
     def start(self) -> None:
-        """Launches, builds and resumes, once."""
         trainer = self._trainer
         if self._is_closed or self._is_half_set_up:
             self._refuse_to_go_on("closed" if self._is_closed else "left half set up by an exception")
@@ -83,7 +72,7 @@ class Session:
         trainer._data.open_feed(trainer.world, trainer.accumulation_steps)
         _build_step(trainer)
         trainer._rates.note_built()
-        self.is_ready = True
+        self.is_ready = True  # whether it has launched and set up
         trainer._finish_setup()
         _build_coordination(trainer)
         trainer._notify("post_setup")
@@ -125,10 +114,7 @@ class Session:
 
     @contextmanager
     def failing_for_all(self) -> Iterator[None]:
-        """Turns an exception on this rank into the end of the job; in a world of one, it is simply raised.
-
-        All ranks must run what is inside together, so where only one rank runs (main_process_only) it is refused.
-        """
+        """Turns an exception on this rank into the end of the job; refused where only one rank runs."""
         trainer = self._trainer
         if trainer._world is not None:
             trainer._world.refuse_if_forbidden()
@@ -160,7 +146,7 @@ class Session:
         is_whole = not trainer._accumulation.is_open
         if isinstance(exc, Exception) and is_whole and trainer.global_step > 0:
             trainer._saver.save_after_exception(trainer.global_step)
-        self.is_training = False
+        self.is_training = False  # whether `fit` is in its loop
 
     def _tell_of(self, exc: BaseException) -> None:
         """Calls all listeners to `on_exception`, even if some of them fail: most release something there."""
@@ -184,7 +170,6 @@ class Session:
             self._trainer.close()
 
     def close(self) -> None:
-        """See `BaseTrainer.close`."""
         trainer = self._trainer
         world = trainer._world
         let_go(trainer.config, trainer)
@@ -233,12 +218,7 @@ def _build_coordination(trainer: AbstractTrainer) -> None:
 
 
 def launch(trainer: AbstractTrainer) -> None:
-    """Gives `trainer` its world and the event table of its rank, and seeds all generators, the same on all ranks.
-
-    Raises:
-        ConfigError: The mesh does not fit, the device is missing, or several ranks have nothing that keeps them equal.
-        RanksDifferError: The ranks have other configs than each other.
-    """
+    """Gives `trainer` its world and the event table of its rank, and seeds all generators, the same on all ranks."""
     cls = type(trainer)
     _record_collectives(trainer)
     world = trainer._world = trainer._coordinator.world = World(

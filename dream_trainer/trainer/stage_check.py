@@ -1,8 +1,5 @@
 """Whether the stages of a pipeline together compute what the whole model does, found out on meta, without values.
-
-Each rank runs the whole model and then stage after stage, once, and compares which operations made the outputs of which
-tensors: so all ranks find the same, before the first of them has sent anything.
-"""
+Each rank compares which operations made the outputs of which tensors, so all find the same before anything is sent."""
 
 from __future__ import annotations
 
@@ -48,11 +45,6 @@ class StageCheck:
             self._model = None
 
     def run(self, inputs: tuple[tuple[Any, ...], Mapping[str, Any]], warn: Callable[[str], None]) -> None:
-        """Compares, for a micro-batch.
-
-        Raises:
-            HookError: A stage cannot run, or computes something else than the whole model.
-        """
         positional, named = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         names = {leaf: f"input {n}" for n, leaf in enumerate(leaves((positional, named))) if isinstance(leaf, Tensor)}
         whole, expected, why = Computation(running_line), None, "it cannot be copied"
@@ -158,7 +150,6 @@ def _difference(chain: Computation, whole: Computation, begun: Sequence[int]) ->
 
 
 def _kinds(values: Any) -> str:
-    """What values are, in words."""
     if isinstance(values, Tensor):
         return f"a tensor of shape {list(values.shape)}"
     if isinstance(values, tuple | list):

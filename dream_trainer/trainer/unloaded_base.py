@@ -1,8 +1,5 @@
 """A base that nobody loaded: a model that trains a little on a large frozen part whose values the seed drew.
-
-Adapters without `load_base_weights` train and converge, and are worth nothing. What fills a base is not asked, be it
-`load_weights`, `init_from`, a resume or a copy by hand: after all of them its values are looked at.
-"""
+Whatever fills a base, its values are looked at afterwards."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ class UnloadedBases:
         self._drawn = {name: _some_of(parameter) for name, parameter in _parameters(models) if name in drawn}
 
     def warn(self, trainer: AbstractTrainer) -> None:
-        """Warns of each model that is mostly frozen as it was drawn, and trains the rest; once the resume is over.
-
-        A model that trains nothing is another matter: a target that follows, or a random network that is meant so.
-        """
+        """Warns of each model that is mostly frozen as it was drawn, and trains the rest; once the resume is over."""
         if not self._drawn:
             return
         groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]

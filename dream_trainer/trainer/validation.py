@@ -1,8 +1,5 @@
 """The validation loop: exact means over ragged data, and training left exactly as it was.
-
-Batches are weighted by their size unless the step returns or logs a weight of its own; a rank that ran out of batches
-while others still have some repeats its last one with weight 0, and only where the forward runs collectives.
-"""
+A rank that ran out of batches repeats its last one with weight 0, only where the forward runs collectives."""
 
 from __future__ import annotations
 
@@ -38,14 +35,7 @@ def validate(
     max_batches: int | None,
     coordinator: Coordinator | None = None,
 ) -> dict[str, float]:
-    """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`.
-
-    Raises:
-        HookError: The step did not return a dict.
-        DataError: A rank has no batch at all, and other ranks need it in their collectives.
-        RanksDifferError: The ranks end with different values.
-        Interrupted: A signal ended the validation, on all ranks.
-    """
+    """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`."""
     metrics: dict[str, float] = {}
     with validation_mode(trainer), trainer._validation_context():
         warn_of_different_buffers(trainer)
@@ -73,10 +63,7 @@ def validate(
 
 @contextmanager
 def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
-    """Inside: eval mode, no gradients, and separate random numbers. At the end everything is restored, in any case.
-
-    Every module's own mode is restored, so one that the user keeps in eval mode stays there.
-    """
+    """Inside: eval mode, no gradients, and separate random numbers. At the end everything is restored, in any case."""
     trainer.training = False
     is_sanity, records = trainer.is_sanity_validation, trainer._records
     where = "a sanity validation" if is_sanity else "predict or before a validation's loaders"
@@ -172,18 +159,14 @@ def in_step(
     max_batches: int | None,
     coordinator: Coordinator | None = None,
 ) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches, then padding while another rank still has some and the forward runs collectives.
-
-    There is an exchange before each batch, when all ranks have theirs: so no rank waits in a forward while another
-    waits for data, and all ranks learn of a signal at the same batch.
-    """
+    """This rank's batches, then padding; an exchange before each batch, so that no rank waits in a forward for data."""
     source, batch = iter(batches), None
     needs_company = trainer.world.world_size > 1 and trainer._parallel.forward_communicates
     for count in itertools.count():
         fresh = _NOTHING
         if count != max_batches:
             fetch = partial(next, source, _NOTHING)
-            fresh = fetch() if coordinator is None else coordinator.wait_for_batch(fetch)
+            fresh = fetch() if coordinator is None else coordinator.signals.wait_for_data(fetch)
         if not _some_rank_has_one(trainer, coordinator, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
                 is_prediction = isinstance(trainer._records.current, NoRecord)

@@ -1,9 +1,5 @@
 """ValidationMetrics: torchmetrics' objects in a validation, and those of training left as they are.
-
-Whose a metric is shows in how often it was updated: what some rank has once updated between two validations is
-training's from then on, and is neither reset nor computed here. All others are reset before each loader and computed
-after it.
-"""
+A metric that some rank has updated between two validations is training's: neither reset nor computed here."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ from dream_trainer.trainer.registry import is_metric
 
 
 class ValidationMetrics:
-    """The metrics of one trainer."""
-
     def __init__(
         self,
         metrics: Callable[[], dict[str, Any]],
@@ -46,7 +40,6 @@ class ValidationMetrics:
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """Wraps a whole validation; a collective."""
         counts = self._counts()
         updated_here = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
         updated = set().union(*self._world.all_gather_object(updated_here)) if counts else set()
@@ -67,7 +60,6 @@ class ValidationMetrics:
         }
 
     def start_loader(self) -> None:
-        """A validation loader starts."""
         for name, metric in self._metrics().items():
             if name not in self._of_training:
                 metric.reset()
@@ -83,11 +75,7 @@ class ValidationMetrics:
             self._attributes.update(originals)
 
     def values(self) -> dict[str, float]:
-        """What the metrics have come to over all ranks since `start_loader`; a collective.
-
-        Raises:
-            HookError: Training and validation both update one.
-        """
+        """What the metrics have come to over all ranks since `start_loader`; a collective."""
         numbers: dict[str, float] = {}
         seen: set[str] = set()
         for name, metric in self._metrics().items():

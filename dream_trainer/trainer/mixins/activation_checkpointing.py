@@ -1,8 +1,4 @@
-"""ActivationCheckpointingMixin: trades compute for memory, block by block.
-
-`device_parameters.activation_checkpointing` switches it: "full" keeps only what enters each block, "selective" also
-what is expensive to compute again. `model_blocks` says what a block is.
-"""
+"""ActivationCheckpointingMixin: trades compute for memory, block by block."""
 
 from __future__ import annotations
 

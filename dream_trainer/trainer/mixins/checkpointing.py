@@ -1,10 +1,6 @@
 """CheckpointMixin: when a checkpoint is saved, and from which one a run continues.
-
-It acts between windows, on all ranks at the same step: after a window's validation, so that the checkpoint carries its
-metrics, and never inside a window. The state is copied to the host's memory, and a thread of each rank writes it while
-training goes on. How a checkpoint lies on disk is dream_trainer.checkpoint's; what it holds of the trainer is in
-trainer/saved_state.py; what is resumed, in trainer/resume.py; how it is given back, in trainer/restored_state.py.
-"""
+It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
+See trainer/saved_state.py, trainer/resume.py and trainer/restored_state.py for what is saved, resumed and given back."""
 
 from __future__ import annotations
 
@@ -362,11 +358,7 @@ def _settled(trainer: AbstractTrainer) -> Moment:
 
 
 def with_known_mode(parameters: CheckpointParameters, trainer: AbstractTrainer) -> CheckpointParameters:
-    """These parameters with the `best_mode` that the trainer's metrics know.
-
-    Raises:
-        ConfigError: Neither they nor the metric say.
-    """
+    """These parameters with the `best_mode` that the trainer's metrics know."""
     if parameters.best_metric is None:
         return parameters
     known = higher_is_better(trainer.named_metrics(), parameters.best_metric)
@@ -374,13 +366,7 @@ def with_known_mode(parameters: CheckpointParameters, trainer: AbstractTrainer) 
 
 
 def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:
-    """Loads `parameters.init_from` into the models, if it is set; every rank calls it.
-
-    Raises:
-        ConfigError: There are several models, and `init_from` is not a checkpoint of ours that has each under its name.
-        CheckpointError: The weights are not there, damaged, or do not fit; or they are of adapters that were configured
-            otherwise.
-    """
+    """Loads `parameters.init_from` into the models, if it is set; every rank calls it."""
     if parameters.init_from is None:
         return
     path = as_path(parameters.init_from)

@@ -1,7 +1,4 @@
-"""CompileMixin: compiles each block in place, so that equal blocks compile once and names in the state dict stay.
-
-`device_parameters.compile` switches it. It comes before sharding: a sharded block compiles to almost nothing.
-"""
+"""CompileMixin: compiles each block in place, so that equal blocks compile once and names in the state dict stay."""
 
 from __future__ import annotations
 
@@ -26,11 +23,9 @@ if TYPE_CHECKING:
 
 
 class Traced(Changed):
-    """Calls its own forward from here: the compiler passes over PyTorch's own files, so that a
-    `nn.TransformerEncoderLayer` or `nn.Sequential` compiled in place would silently stay as it is."""
+    """Calls its own forward from here: the compiler would pass over PyTorch's own files and layers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
         return super().forward(*args, **kwargs)
 
 
@@ -38,22 +33,15 @@ class Waiting(Traced):
     """Is called with what collectives have finished, before its compiled code begins."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         return super().__call__(*map(waited, args), **{name: waited(value) for name, value in kwargs.items()})
 
 
 class Watched(Traced):
-    """A compiled block that is recomputed. PyTorch compiles its second run to start from what the first one left in
-    buffers, so its first call in training looks whether it writes into one that it may read."""
+    """A compiled block that is recomputed: its second run starts from what the first one left in buffers."""
 
     _is_known = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module.
-
-        Raises:
-            StepError: It writes into a buffer, and is no norm whose statistics training does not read.
-        """
         if self._is_known or not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         self._is_known = True
@@ -130,7 +118,9 @@ class CompileMixin(AbstractTrainer):
                     change_class(part, Traced)
                 mode = parameters.mode if options is None else None
                 if is_shared:
-                    _compile_shared(part, parameters.backend, mode, options)
+                    from dream_trainer.modules.compiled_attention import compile_with_shared_attention
+
+                    compile_with_shared_attention(part, backend=parameters.backend, mode=mode, options=options)
                     continue
                 part.compile(
                     backend=parameters.backend,
@@ -150,12 +140,6 @@ class CompileMixin(AbstractTrainer):
                 "memory, as those that NVLink connects do. Use False elsewhere."
             )
         return options_of_overlap(self.config.compile_parameters.mode)
-
-
-def _compile_shared(part: nn.Module, backend: str, mode: str | None, options: Any) -> None:
-    from dream_trainer.modules.compiled_attention import compile_with_shared_attention
-
-    compile_with_shared_attention(part, backend=backend, mode=mode, options=options)
 
 
 def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:

@@ -1,10 +1,6 @@
-"""ContextParallelMixin: several ranks share the positions of each sequence, so that it may be as long as they together
-have room for.
-
-`device_parameters.context_parallel` switches it. Each rank gets the same batch, `cut_batch` cuts it, and while a step
-runs, `scaled_dot_product_attention` and `packed_attention` see the whole sequence. Everything else in a model acts at
-each position by itself. A step's loss is the mean over this rank's labels, weighted by their number.
-"""
+"""ContextParallelMixin: several ranks share the positions of each sequence.
+Each rank gets the same batch, and `cut_batch` cuts it. A loss is the mean over this rank's labels, weighted by
+their number."""
 
 from __future__ import annotations
 
@@ -132,8 +128,6 @@ def _checked(trainer: ContextParallelMixin, batch: Any) -> Any:
 
 
 class SequenceCut:
-    """Cuts one batch after the other."""
-
     def __init__(self, attention: ContextAttention, world: World) -> None:
         self._attention, self._world = attention, world
         self._batch: Any = None
@@ -141,18 +135,12 @@ class SequenceCut:
         self._is_compared = False
 
     def begin(self, batch: Any) -> None:
-        """`batch` is to be cut."""
         self._batch, self._digest = batch, 0
         self._attention.lengths = set()
         self._attention.shapes.begin()
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of `tensor`, whose dimension `dim` is the sequence.
-
-        Raises:
-            DataError: The ranks cannot share its length.
-            HookError: It is no tensor, or has no such dimension.
-        """
+        """This rank's positions of `tensor`, whose dimension `dim` is the sequence."""
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise HookError(
@@ -178,12 +166,7 @@ class SequenceCut:
         return part
 
     def end(self, part: Any, *, is_training: bool) -> None:
-        """The batch is cut to `part`. Ranks that share sequences compare the first one of training; a collective then.
-
-        Raises:
-            HookError: Nothing was cut.
-            RanksDifferError: They have different batches.
-        """
+        """The batch is cut to `part`. Ranks that share sequences compare the first one of training; a collective then."""
         if not self._attention.lengths:
             raise HookError(
                 f"cut_batch cut nothing, and each of the {self._attention.parts.size} ranks would do the whole work. "

@@ -1,8 +1,4 @@
-"""EvalMixin: named validation loaders, torchmetrics, best values, `evaluate()` and `predict()`.
-
-The validation loop itself is BaseTrainer's; this mixin adds what happens around each loader and after the whole. It
-saves the best values.
-"""
+"""EvalMixin: named validation loaders, torchmetrics, best values, `evaluate()` and `predict()`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""ExpertParallelMixin: several ranks share the experts of each mixture, and send tokens to the ranks that have theirs.
-
-`device_parameters.expert_parallel` switches it. The ranks are neighbours among the data-parallel ones, each with
-samples of its own; everything else in a model is replicated or sharded over all of them as ever, and experts over the
-rest. A step is the same to rounding, and checkpoints move between numbers of ranks.
-"""
+"""ExpertParallelMixin: ranks share the experts of each mixture, and send tokens to the ranks that have theirs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Float8Mixin: the linear layers of the blocks multiply in float8, by torchao.
-
-`device_parameters.float8` switches it. Parameters, the optimizer and checkpoints are as without, so that a run may go
-on with it or without.
-"""
+"""Float8Mixin: the linear layers of the blocks multiply in float8, by torchao."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""FSDPMixin: shards parameters, gradients and optimizer state over the ranks with FSDP2's `fully_shard`.
-
-With it `dp_shard="auto"` means all ranks that `dp_replicate` leaves. `dp_replicate` > 1 beside `dp_shard` > 1 is HSDP.
-"""
+"""FSDPMixin: shards parameters, gradients and optimizer state over the ranks with FSDP2's `fully_shard`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""LocalSGDMixin: groups of ranks train on their own for many steps, then their parameters are averaged.
-
-For hosts whose network is too slow for a gradient in each step. Within a group (a worker) gradients are averaged or
-sharded as ever; between groups parameters cross once in `every_n_steps`. Validations, checkpoints and exports speak of
-the average, also in the middle of a round, where they change nothing. How: see Rounds.
-"""
+"""LocalSGDMixin: groups of ranks train on their own for many steps, then their parameters are averaged."""
 
 from __future__ import annotations
 
@@ -166,8 +161,6 @@ _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."
 
 
 class Rounds(NoRounds):
-    """One rank's side of the rounds."""
-
     def __init__(
         self,
         parameters: LocalSGDParameters,
@@ -205,11 +198,7 @@ class Rounds(NoRounds):
 
     @torch.no_grad()
     def end_if_due(self) -> None:
-        """A window is complete; where it is a round's last, the workers become one model; a collective then.
-
-        Raises:
-            StepError: An optimizer was given other parameters since the round began.
-        """
+        """A window is complete; where it is a round's last, the workers become one model; a collective then."""
         if not self.is_running or self._progress.global_step % self.steps:
             return
         averaged = self._averaged()
@@ -271,8 +260,7 @@ class Rounds(NoRounds):
         return saved
 
     def tensors_to_load(self, tensors: dict[str, Tensor], saved: Collection[str], *, is_own: bool) -> dict[str, Tensor]:
-        """Where a checkpoint is loaded to: of workers' own weights this one's. Another run's has the average alone, and
-        no round is running then."""
+        """Where a checkpoint is loaded to: this worker's own weights; another run's has the average alone."""
         self._began_at, self._outer, self._start = None, None, {}
         if not is_own:
             return tensors
@@ -290,11 +278,9 @@ class Rounds(NoRounds):
         return targets
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {"began_at": self._began_at if self.is_running else None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave, after the tensors."""
         self._began_at = state.get("began_at")
 
     def _own_name(self, name: str) -> str:
@@ -358,5 +344,4 @@ class Rounds(NoRounds):
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """This rank's part of each, without gradients."""
     return [local.detach() for local in local_tensors(list(tensors.values()))]

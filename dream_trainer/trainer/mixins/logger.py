@@ -1,11 +1,5 @@
 """LoggerMixin: the log behind `self.log` and its kin, and the loggers that it writes to.
-
-The way of a number is loggers/run_log.py's: `log` -> record (on the device) -> flush every n steps -> `history` and
-`on_log` (on every rank) and the loggers (on rank 0). Here is what the trainer tells it: batches, windows, validations,
-saves. Images and other media go to the host when they are logged, on rank 0, and wait in their record until their
-window, or their validation, is through. A sanity validation, `evaluate` and `predict` write nothing. The log saves what
-was logged and not yet flushed, so that a resumed run writes the same numbers at the same steps.
-"""
+loggers/run_log.py has the way of a number; here is what the trainer tells it: batches, windows, validations, saves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""PipelineParallelMixin: each rank holds some of the model's layers, and micro-batches go from rank to rank.
-
-`device_parameters.pipeline_parallel` switches it. Models are cut on meta, before anything is real, and
-`forward_backward` runs the schedule; without a pipeline it is a forward and a backward, so a step serves both.
-"""
+"""PipelineParallelMixin: each rank holds some of the model's layers, and micro-batches go from rank to rank."""
 
 from __future__ import annotations
 

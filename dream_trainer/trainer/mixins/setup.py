@@ -1,10 +1,5 @@
 """SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics.
-
-The order is two lists, `CONFIGURE` and `SETUP`, with the reason for each place; `describe()` prints them. Models are
-built on the meta device: the constructor's computation runs for real, parameters do not exist until each rank cuts its
-own shard from a full tensor that is freed before the next (dream_trainer.meta). At world size > 1 this mixin
-replicates; FSDPMixin shards.
-"""
+The order is two lists, `CONFIGURE` and `SETUP`, with the reason for each place; `describe()` prints them."""
 
 from __future__ import annotations
 
@@ -170,17 +165,9 @@ class SetupMixin(AbstractTrainer):
 
 
 class SetupStage(NamedTuple):
-    """One step of the setup.
-
-    Attributes:
-        name: As `describe()` shows it.
-        why_here: Why it comes after the stages before it, and before those after it.
-        run: Does it.
-    """
-
-    name: str
-    why_here: str
-    run: Callable[[SetupMixin], None]
+    name: str  # as `describe()` shows it
+    why_here: str  # why it comes after the stages before it, and before those after it
+    run: Callable[[SetupMixin], None]  # does it
 
 
 def _configure_models(trainer: SetupMixin) -> None:

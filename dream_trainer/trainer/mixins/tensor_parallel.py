@@ -1,8 +1,4 @@
-"""TensorParallelMixin: several ranks share the work of each layer, and see the same data.
-
-`device_parameters.tensor_parallel` switches it. Which layer is split how belongs to the model: override
-`apply_tensor_parallel` with a plan per module, in PyTorch's own words (`parallelize_module`, `ColwiseParallel`, ...).
-"""
+"""TensorParallelMixin: several ranks share the work of each layer, and see the same data."""
 
 from __future__ import annotations
 

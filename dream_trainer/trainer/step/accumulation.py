@@ -1,9 +1,6 @@
 """Accumulation: one window from its start to its end, and what each `backward` adds to it.
-
-Gradients are summed as they come and normalised once, in `step`, by what the window really contained: the number of its
-micro-batches, or the sum of their weights over all ranks. So a short window need not be known in advance, and unequal
-counts are exact: derivation and measured error are in docs/measurements.md#exact-gradients.
-"""
+Gradients are summed as they come and normalised once, in `step`, by what the window really contained, so unequal
+counts are exact (docs/measurements.md#exact-gradients)."""
 
 from __future__ import annotations
 
@@ -35,26 +32,6 @@ Weight = Tensor | float
 
 
 class Accumulation:
-    """State of the running window.
-
-    Attributes:
-        size: Micro-batches of the window, agreed over ranks.
-        is_last: Whether the running micro-batch is the window's last.
-        batch_weight: The running micro-batch's backward weight, or None.
-        loss_scale: Under fp16, what losses are multiplied by; else None.
-        turns: Which gradients each optimizer's parameters have in the window.
-        stepped: Whether `step` ran in the window.
-        is_open: Whether a window is running.
-        is_uneven: Whether ranks hold different numbers of samples in it.
-        losses: Losses of the running micro-batch's backwards; None, and not kept, unless a listener sets a list.
-        goes_back_here: Whether `backward` of models that each rank of a pipeline has whole runs on this rank, as on
-            those of the last stage alone, whose gradients `step` gives to the others.
-        trains_whole_models: Whether a pipeline has such models, that are trained.
-        reduced: The optimizers whose gradients `reduce_gradients` made those of the global batch in the window, each
-            with the number of backwards before that.
-        counted_batches: Micro-batches over which an unweighted step averages: all but those of `backward(None)`.
-    """
-
     def __init__(
         self,
         devices: DeviceParameters,
@@ -64,23 +41,24 @@ class Accumulation:
         warn_once: Callable[[str, str], None],
     ) -> None:
         self._world, self._registry, self._warn_once = world, registry, warn_once
-        self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None
+        self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None  # under fp16
         self._backward_context = without_autocast(devices, world.device)
         self._context_ranks, self._stages = world.mesh_shape.cp, world.stages
         self._call = "forward_backward" if self._stages > 1 else "backward"  # of the user's, as messages name it
         self._parallel, self._local_gradients = parallel, parallel.gradients
         self.turns = Turns(registry, parallel.gradients)
         self._own = OwnGradients(self._local_gradients)
-        self.reduced: dict[Optimizer, int] = {}
-        self.losses: list[Tensor] | None = None
-        self.size = 1
-        self.is_last = True
-        self.batch_weight: Weight | None = None
-        self.stepped = False
+        self.reduced: dict[Optimizer, int] = {}  # by `reduce_gradients`, each with the backwards before it
+        self.losses: list[Tensor] | None = None  # None, and not kept, unless a listener sets a list
+        self.size = 1  # micro-batches of the window, agreed over ranks
+        self.is_last = True  # whether the running micro-batch is the window's last
+        self.batch_weight: Weight | None = None  # the running micro-batch's backward weight, or None
+        self.stepped = False  # whether `step` ran in the window
         self.is_open = False
-        self.counted_batches = 0
-        self.goes_back_here, self.trains_whole_models = True, False
-        self.is_uneven = False
+        self.counted_batches = 0  # all but those of `backward(None)`
+        self.goes_back_here = True  # whether backwards of models that pipeline ranks have whole run on this rank
+        self.trains_whole_models = False  # whether a pipeline has such models
+        self.is_uneven = False  # whether ranks hold different numbers of samples in it
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
         self._spent: set[int] = set()
@@ -92,8 +70,7 @@ class Accumulation:
         self._overlapping: list[OverlappedAveraging] = []
 
     def averages(self, averaging: Averaging, former: Averaging | None) -> None:
-        """From now on tells `averaging`, in place of `former`, of backwards, and of last micro-batches if it wants to
-        know."""
+        """From now on tells `averaging`, in place of `former`, of backwards and last micro-batches."""
         if former:
             self._averagings.remove(former)
         if averaging:  # else it has nothing to average, as in a process alone
@@ -128,7 +105,6 @@ class Accumulation:
         self.counted_batches = size
 
     def start_batch(self, *, is_last: bool) -> None:
-        """A micro-batch begins."""
         self.is_last = is_last
         self.batch_weight = None
         if self.losses is not None:
@@ -140,7 +116,6 @@ class Accumulation:
                 averaging.begin_last_batch()
 
     def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
-        """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
         if not self.is_open or (self._stages > 1 and not self.trains_whole_models):
             self._refuse_backward()
         if loss is None:
@@ -198,11 +173,7 @@ class Accumulation:
             self._own.note(self.turns.optimizers)
 
     def is_reduced(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether `reduce_gradients` has made the gradients of `optimizers` final.
-
-        Raises:
-            StepError: Those of some of them only, or code has changed what was not reduced.
-        """
+        """Whether `reduce_gradients` has made the gradients of `optimizers` final."""
         final = [self.reduced.get(optimizer) == self._backwards for optimizer in optimizers]
         if any(final) and not all(final):
             raise StepError(
@@ -233,7 +204,6 @@ class Accumulation:
         return loss
 
     def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
-        """A backward of the window, and its weight."""
         if weight is None:
             if self._weighted:
                 self._refuse_mixture()
@@ -308,11 +278,7 @@ class Accumulation:
         return self._only_trained
 
     def finish_window(self) -> bool:
-        """Closes the window and returns whether it counts as an optimizer step.
-
-        Raises:
-            StepError: Gradients were accumulated and never stepped.
-        """
+        """Closes the window and returns whether it counts as an optimizer step."""
         if self._backwards > self._stepped_backwards:
             raise StepError(
                 "the accumulation window ended with backward() but no step() after it: its gradients would "
@@ -337,11 +303,6 @@ class Accumulation:
     # -- what a step needs of the window
 
     def check_step(self) -> None:
-        """Checks that a step of the window's gradients may begin.
-
-        Raises:
-            StepError: It is in the middle of the window, or gradients have not been reduced over the ranks.
-        """
         if not self.is_last:
             raise StepError(
                 "step() was called in the middle of an accumulation window. Call it only when `not "
@@ -354,11 +315,7 @@ class Accumulation:
             )
 
     def look_at_own_backward(self) -> None:
-        """A step found gradients; looks whether `backward` made any of them. Called until a step has some.
-
-        Raises:
-            StepError: Some other call did, on ranks that share sequences.
-        """
+        """A step found gradients; looks whether `backward` made any of them. Called until a step has some."""
         if self._backwards or self._world.data_size == 1:
             return
         if self._context_ranks > 1:
@@ -382,7 +339,6 @@ class Accumulation:
         return is_first
 
     def finish_step(self) -> None:
-        """A step is over: its gradients are gone, and weights may change."""
         self._own.forget()
 
     def spend_weight(self, model: nn.Module) -> Weight | None:
@@ -459,11 +415,9 @@ class OwnGradients:
         self._marks = {optimizer: self._look_at(optimizer) for optimizer in optimizers}
 
     def forget(self) -> None:
-        """A window begins, or optimizers have stepped."""
         self._marks.clear()
 
     def refuse_changed_weights(self) -> None:
-        """Raises StepError if weights have changed since the last backward."""
         for marks in self._marks.values():
             for mark in marks:
                 if write_count(mark.parameter) != mark.writes_to_parameter:

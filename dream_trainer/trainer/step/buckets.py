@@ -1,11 +1,6 @@
 """Buckets: the gradients of whole parameters, averaged over ranks in flat tensors of one fixed order.
-
-A replicated model is a plain one: nothing is wrapped. Its gradients are each rank's own until `step` packs them into
-flat tensors, sums these over the ranks and writes the means back. Which collectives there are, and their order, follows
-from the parameters that were trained and not from what a rank used, so ranks may use different parameters, blocks
-and models. A bucket has one more number per parameter, which says whether the rank has its gradient, and the last one
-carries the window's weight. PyTorch's `DistributedDataParallel` averages in such buckets too, from within backward.
-"""
+The collectives follow from the trained parameters, not from what a rank used. A bucket has one number per parameter
+for whether the rank has its gradient, and the last one carries the window's weight."""
 
 from __future__ import annotations
 
@@ -38,18 +33,9 @@ _PARTS = 3  # a float64 is the sum of so many float32
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose gradients cross ranks in one collective.
-
-    Attributes:
-        dtype: The type that they are sent in.
-        group: The ranks, of one step; None for all.
-        n_ranks: The number of ranks whose backwards are in the sum.
-        parameters: The parameters.
-    """
-
-    dtype: torch.dtype
-    group: dist.ProcessGroup | None
-    n_ranks: int
+    dtype: torch.dtype  # the type that they are sent in
+    group: dist.ProcessGroup | None  # the ranks, of one step; None for all
+    n_ranks: int  # the number of ranks whose backwards are in the sum
     parameters: list[nn.Parameter]
 
 
@@ -115,13 +101,7 @@ class Averaging:
             self._asleep = [p for p in self._asleep if not p.requires_grad]
 
     def run(self, weight: Tensor | float | None) -> Tensor | None:
-        """Averages the gradients that are there; a collective.
-
-        On a rank without a gradient that others have it counts as zero; a parameter without one on all ranks gets none.
-
-        Returns:
-            The sum of all ranks' weights, 0-dim float64, exact whatever type gradients are sent in; None without one.
-        """
+        """Averages the gradients that are there; a collective. Returns the exact sum of all ranks' weights."""
         taking = self._taking()
         slots = None if weight is None else weight_slots(weight, self._world)
         carrier = None if slots is None else self._carrier(taking)
@@ -161,7 +141,6 @@ class Averaging:
         return last
 
     def _send(self, bucket: Bucket, parameters: list[nn.Parameter], tail: Tensor | None, *, place: int) -> Sent:
-        """Sends a bucket from the memory numbered `place`."""
         size = sum(local.numel() for local in local_tensors(parameters)) + len(parameters)
         flat = self._flat((place, bucket.dtype), size + (0 if tail is None else tail.numel()))
         return Sent(bucket, parameters, tail, flat, self._world.device)
@@ -186,13 +165,6 @@ class Averaging:
 
 
 class Sent:
-    """A bucket on its way.
-
-    Args:
-        weights: The window's weights, as `weight_slots` makes them, which become all ranks'; None if another bucket
-            carries them.
-    """
-
     def __init__(
         self,
         bucket: Bucket,
@@ -220,7 +192,6 @@ class Sent:
         self._work = dist.all_reduce(self._on_device, group=bucket.group, async_op=True)
 
     def wait(self) -> None:
-        """Waits until the collective is over."""
         assert self._work is not None  # it is asynchronous
         self._work.wait()
 
@@ -240,7 +211,6 @@ class Sent:
 
 
 def _divide(grads: list[Tensor], views: list[Tensor], n_ranks: int) -> None:
-    """Fills `views` with `grads` over `n_ranks`."""
     if views[0].device.type == "cpu":  # one pass over memory in place of two
         n = torch.tensor(float(n_ranks), dtype=grads[0].dtype)
         for grad, view in zip(grads, views, strict=True):
@@ -251,10 +221,7 @@ def _divide(grads: list[Tensor], views: list[Tensor], n_ranks: int) -> None:
 
 
 def weight_slots(weight: Tensor | float, world: World) -> Tensor:
-    """`weight` in this rank's place and zeros in the others', so that a sum over ranks only gathers and rounds nothing.
-
-    Three float32 hold a float64: what the first rounds off, then what the second does.
-    """
+    """`weight` in this rank's place, zeros in others', as three float32 that hold a float64 exactly."""
     slots = torch.zeros(world.world_size, _PARTS, dtype=torch.float32, device=world.parameter_device)
     if isinstance(weight, Tensor):
         rest = weight.detach().to(device=slots.device, dtype=torch.float64)

@@ -1,12 +1,6 @@
-"""Global gradient norm and scaling over any mix of sharded, replicated and plain parameters.
-
-Everything works on this rank's local shards, a small part of the time that DTensors take
-(docs/measurements.md#norms-of-local-shards). An element that several ranks hold is counted once: its square is divided
-by the number of its copies before one all-reduce. Where all ranks hold all, nothing crosses them.
-
-Ranks need not use the same parameters. A parameter that only some ranks used has a gradient of zero on the others. One
-that no rank used has no gradient anywhere, as in one process, where an optimizer then does not change it.
-"""
+"""Global gradient norm and scaling over any mix of sharded, replicated and plain parameters, on local shards.
+The square of an element that several ranks hold is divided by the number of its copies before one all-reduce. A
+parameter that only some ranks used has a gradient of zero on the others; one that no rank used has none."""
 
 from __future__ import annotations
 
@@ -41,25 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters of one kind.
-
-    Attributes:
-        copies: Number of ranks of a step that hold each element.
-        is_sharded: Whether they are DTensors.
-        divisor: What gradients are still to be divided by, once a backward has averaged them over ranks.
-        is_counted: Whether a norm over the stages of a pipeline has their squares from this rank, and not from another
-            that has copies of them.
-        parameters: The parameters.
-    """
-
-    copies: int
-    is_sharded: bool
-    divisor: float
-    is_counted: bool
+    copies: int  # number of ranks of a step that hold each element
+    is_sharded: bool  # whether they are DTensors
+    divisor: float  # what gradients are still to be divided by, once a backward has averaged them over ranks
+    is_counted: bool  # a norm over stages takes their squares from this rank
     parameters: list[nn.Parameter]
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients that exist."""
         if self.is_sharded:
             return local_gradients(self.parameters)
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -67,40 +49,22 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What `step` needs to know of a set of optimizers, computed once.
+    """What `step` needs to know of a set of optimizers, computed once."""
 
-    Attributes:
-        parameters: All their parameters, each once.
-        groups: The same, grouped by how many ranks hold each of their elements.
-        sums: Places of those groups whose gradients are still to be divided.
-        tied: Those that other ranks of the pipeline have copies of, with all ranks that have one.
-        averaging: Of the gradients that no backward reduces over ranks; of none at world size 1.
-        is_whole: Whether all ranks have all of every parameter and see different data, so that averaged gradients are
-            equal to the bit on all of them.
-        shared: Parameters whose gradients a backward reduces, each rank keeping its shard.
-        shared_ids: Their ids.
-        guards_itself: Whether every optimizer skips a step on the device if its `found_inf` is set.
-        n_groups: Parameter count per optimizer group when the plan was made, to notice `add_param_group`.
-        dtype: The widest dtype among the parameters, in which the norm is computed.
-        one_dtype: Whether all parameters have it.
-        is_mixed: Whether DTensors are stepped beside plain parameters, as experts that ranks share are.
-        ranks: Those that step together; None for all.
-    """
-
-    parameters: list[nn.Parameter]
-    groups: list[ParameterGroup]
-    sums: list[int]
-    tied: list[tuple[nn.Parameter, tuple[int, ...]]]
-    averaging: Averaging
-    is_whole: bool
-    shared: list[nn.Parameter]
+    parameters: list[nn.Parameter]  # all their parameters, each once
+    groups: list[ParameterGroup]  # the same, grouped by how many ranks hold each of their elements
+    sums: list[int]  # places of those groups whose gradients are still to be divided
+    tied: list[tuple[nn.Parameter, tuple[int, ...]]]  # with all ranks of the pipeline that have a copy
+    averaging: Averaging  # of the gradients that no backward reduces over ranks; of none at world size 1
+    is_whole: bool  # averaged gradients are equal to the bit on all ranks
+    shared: list[nn.Parameter]  # parameters whose gradients a backward reduces, each rank keeping its shard
     shared_ids: frozenset[int]
-    guards_itself: bool
-    n_groups: tuple[int, ...]
-    dtype: torch.dtype
-    one_dtype: bool
-    is_mixed: bool
-    ranks: dist.ProcessGroup | None
+    guards_itself: bool  # whether every optimizer skips a step on the device if its `found_inf` is set
+    n_groups: tuple[int, ...]  # parameter count per optimizer group when the plan was made, to notice `add_param_group`
+    dtype: torch.dtype  # the widest dtype among the parameters, in which the norm is computed
+    one_dtype: bool  # whether all parameters have it
+    is_mixed: bool  # whether DTensors are stepped beside plain parameters, as experts that ranks share are
+    ranks: dist.ProcessGroup | None  # those that step together; None for all
 
 
 def group_sizes(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
@@ -193,7 +157,6 @@ def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
 
 
 def divide_sums(plan: StepPlan, grads: list[list[Tensor]]) -> None:
-    """Makes means of the gradients of `plan.sums`."""
     for place in plan.sums:
         if grads[place]:
             foreach_div_(grads[place], float(plan.groups[place].divisor))
@@ -224,12 +187,7 @@ def global_norm(
     device: torch.device,
     lacking: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None, list[int]]:
-    """The 2-norm over the gradients of a step's ranks, each element once, and the sum of `weight` over them.
-
-    Returns:
-        Norm and total weight, 0-dim tensors, and which of `lacking` no rank has used; with one all-reduce in all.
-        If `lacking` is not empty it waits for the device.
-    """
+    """Norm and total weight, 0-dim, and which of `lacking` no rank used (a wait for the device); one all-reduce."""
     import torch.distributed as dist
 
     sums = torch.zeros(2 + len(plan.shared), dtype=torch.float64, device=device)

@@ -1,9 +1,5 @@
-"""Loss scaling for fp16, whose smallest number is 6e-8: losses are multiplied by a power of two that adapts.
-
-The rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018, arXiv:1710.03740): halve the scale after a window
-whose gradients overflowed, double it after many without. An overflow shows in the gradient norm, which all ranks and
-shards have in common, so all ranks agree without communication; everything stays on the device.
-"""
+"""Loss scaling for fp16, by the rule of `torch.amp.GradScaler` (arXiv:1710.03740).
+An overflow shows in the gradient norm, which all ranks have in common, so all agree without communication."""
 
 from __future__ import annotations
 
@@ -20,33 +16,23 @@ WEIGHT_DIVISOR = 1024.0
 
 
 class LossScale:
-    """The scale of a run, updated once per accumulation window.
-
-    Attributes:
-        scale: What losses are multiplied by; a 0-dim float32 tensor.
-    """
+    """The scale of a run, updated once per accumulation window."""
 
     def __init__(self, device: torch.device) -> None:
-        self.scale = torch.full((), INITIAL_SCALE, device=device)
+        self.scale = torch.full((), INITIAL_SCALE, device=device)  # 0-dim float32
         self._windows = torch.zeros((), device=device)  # without an overflow since the scale last changed
         self._overflowed = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), device=device)
 
     def scaled(self, loss: Tensor, *, is_weighted: bool) -> Tensor:
-        """What to call `backward` on instead of `loss`, the mean over a micro-batch, times its weight if it has
-        one."""
+        """What to call `backward` on instead of `loss`, times its weight if it has one."""
         return loss * (self.scale / WEIGHT_DIVISOR if is_weighted else self.scale)
 
     def inverse(self, *, is_weighted: bool) -> Tensor:
-        """The factor that removes the scale from the gradients."""
         return (WEIGHT_DIVISOR if is_weighted else 1.0) / self.scale
 
     def note(self, norm: Tensor) -> Tensor:
-        """Takes a gradient norm of the window.
-
-        Returns:
-            Whether it is not finite although the scale is below 1: then the cause is not the scale.
-        """
+        """Takes a gradient norm; returns whether it is not finite at a scale below 1, which is then not the cause."""
         bad = ~torch.isfinite(norm)
         self._overflowed |= bad
         return bad & (self.scale < 1)
@@ -65,6 +51,5 @@ class LossScale:
         return {"scale": float(self.scale), "windows": int(self._windows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         self.scale.fill_(state["scale"])
         self._windows.fill_(state["windows"])

@@ -1,11 +1,6 @@
 """What happens when a gradient norm is NaN or infinite: the policies "raise", "skip" and "retry".
-
-On a CPU the norm is read at each step, which waits for nothing. On an accelerator that would wait for the device, and
-fused optimizers take a `found_inf` tensor, and do not change weights and state if it is set. So there the guard needs
-no host sync: the norms are kept, and read every `SETTLE_EVERY` steps, before a validation, before a save and at the
-end. Under "raise" the guard latches: until the host notices the bad step, no further step changes anything. Other
-optimizers cannot skip on the device; for them the norm is read at each step.
-"""
+On an accelerator fused optimizers skip a step on the device by `found_inf`, and the norms are read only every
+`SETTLE_EVERY` steps; until then "raise" lets no further step change anything."""
 
 from __future__ import annotations
 
@@ -38,16 +33,7 @@ class RetryWindow(BaseException):
 
 
 class NonFiniteGuard:
-    """Watches the gradient norms of a run.
-
-    Args:
-        loss_scale: Under fp16. A norm that is not finite is then an overflow: its step is skipped under any policy, as
-            long as a lower scale may help.
-
-    Attributes:
-        reads_the_host: Whether the norm is read at each step.
-        left_out: Called with each optimizer whose step the host skips under "skip", while its gradients exist.
-    """
+    """Watches the gradient norms of a run. Under fp16 an overflow is skipped as long as a lower scale may help."""
 
     def __init__(
         self,
@@ -70,13 +56,10 @@ class NonFiniteGuard:
         self._in_a_row = 0
         self.reads_the_host = self._policy == "retry" or not reading_waits(device)
         self._may_skip = False
-        self.left_out: list[Callable[[Optimizer], None]] = []
+        self.left_out: list[Callable[[Optimizer], None]] = []  # under "skip", while gradients exist
 
     def read_on_the_host(self, optimizers: Sequence[Optimizer]) -> None:
-        """From now on reads the norm at each step, since these optimizers cannot skip one on the device.
-
-        For all optimizers of the run: otherwise the others would continue to train until a bad step is noticed.
-        """
+        """From now on reads the norm at each step of all optimizers, since these cannot skip one on the device."""
         self.settle()
         self.reads_the_host = True
         self._may_skip = False
@@ -96,17 +79,7 @@ class NonFiniteGuard:
         *,
         can_rerun: bool,
     ) -> bool:
-        """Steps the optimizers unless the norm is not finite or the window's total weight is 0.
-
-        `can_rerun` says that no other optimizer has stepped in this window yet.
-
-        Returns:
-            Whether it is known on the host that the step was skipped.
-
-        Raises:
-            NonFiniteError: The policy is "raise" and the norm was read.
-            RetryWindow: The policy is "retry" and the norm is not finite.
-        """
+        """Steps unless the norm is not finite or the total weight is 0; returns whether the host knows of a skip."""
         if empty is True:
             self._progress.skipped_steps += 1
             return True
@@ -184,21 +157,15 @@ class NonFiniteGuard:
 
     @property
     def maybe_skipped(self) -> Tensor | None:
-        """On the device, not 0 if the optimizers left out the step just made and training goes on; None if they did
-        not."""
+        """On the device, not 0 if the optimizers skipped the step just made; None if they did not."""
         return self._found_inf if self._may_skip else None
 
     def settle_when_full(self) -> None:
-        """Looks at the kept norms once there are `SETTLE_EVERY` of them."""
         if len(self._norms) >= SETTLE_EVERY:
             self.settle()
 
     def settle(self) -> None:
-        """Looks at the kept norms now; waits for the device.
-
-        Raises:
-            NonFiniteError: The policy is "raise" and one was not finite, or more than the limit in a row were not.
-        """
+        """Looks at the kept norms now; waits for the device."""
         if not self._norms:
             return
         values, steps = torch.stack(self._norms).tolist(), self._steps
@@ -238,6 +205,5 @@ class MovedByForward:
         self._metrics = MetricStates(list(registry.metrics().values()))
 
     def put_back(self) -> None:
-        """Restores everything; may be called several times."""
         self._models.put_back()
         self._metrics.put_back()

@@ -1,8 +1,4 @@
-"""OptimizerStep: what `step` does with a window's gradients: reduce, normalise, clip, guard, step, and zero.
-
-Gradients are sums, and are normalised here, once, by what the window really contained: the number of its micro-batches,
-or the sum of their weights over all ranks.
-"""
+"""OptimizerStep: what `step` does with a window's gradients: reduce, normalise, clip, guard, step, and zero."""
 
 from __future__ import annotations
 
@@ -49,13 +45,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class OptimizerStep:
-    """Steps optimizers, once per call of `BaseTrainer.step`.
-
-    Attributes:
-        had_gradients: Whether any step so far had a gradient.
-        before_update: Called before weights change.
-        times_stepped: By the `id` of an optimizer or scheduler, how often it was stepped here.
-    """
+    """Steps optimizers, once per call of `BaseTrainer.step`."""
 
     def __init__(
         self,
@@ -94,12 +84,11 @@ class OptimizerStep:
         self._before_step, self._after_step = before.listeners, after.listeners
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
         self._renormalises, self._others_may_change = before.is_heard_anywhere, after.is_heard_anywhere
-        self.before_update: Callable[[], None] = _nothing
-        self.had_gradients = False
-        self.times_stepped: Counter[int] = Counter()
+        self.before_update: Callable[[], None] = _nothing  # called before weights change
+        self.had_gradients = False  # whether any step so far had a gradient
+        self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
-        """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
         if self._context is None:
             return self._step(model, optimizers, schedulers)
         with self._context:
@@ -158,7 +147,6 @@ class OptimizerStep:
     def _advance(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
-        """Finishes the gradients, and steps; returns their norm."""
         self.before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
@@ -247,7 +235,6 @@ class OptimizerStep:
     def _reduce(
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
     ) -> tuple[list[list[Tensor]], Tensor, Tensor | None, Tensor | bool]:
-        """Averages gradients over ranks."""
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)
@@ -379,17 +366,14 @@ class OptimizerStep:
 
     @property
     def maybe_skipped(self) -> Tensor | None:
-        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step did not change the weights, so that
-        a listener can do the same without a host read; None if it is known that the step changed them."""
+        """As `AccumulationWindow.step_was_skipped`."""
         return self._guard.maybe_skipped
 
     def watch_left_out(self, listener: Callable[[Optimizer], None]) -> None:
-        """From now on calls `listener` with each optimizer whose step the host skips, since its gradients are not
-        finite, while they still exist; `post_optimizer_step` is not called then."""
+        """Calls `listener` with each optimizer whose step the host skips, while its gradients still exist."""
         self._guard.left_out.append(listener)
 
     def settle_when_full(self) -> None:
-        """Reads the norms not yet read, if there are many; between windows."""
         self._guard.settle_when_full()
 
     def settle(self) -> None:

@@ -1,11 +1,6 @@
 """Overlap: buckets that cross ranks while the backward which fills them still runs.
-
-A bucket leaves in the window's last micro-batch as soon as backward has given all its gradients, in one order on every
-rank: the parameters' order turned round, in which backward reaches them. The last bucket leaves in `step`, with the
-window's weight, as does whatever a rank has no gradient for. So the collectives are those of `buckets.py`; only their
-time differs. They have a group of their own, since the model's collectives (a synchronised norm's) run meanwhile.
-What is sent is final: a further backward for it, or a change of it, cannot be seen by the other ranks and is an error.
-"""
+A bucket leaves in the window's last micro-batch, in the parameters' order turned round; the rest leaves in `step`.
+It is final: a later change of it cannot be seen by other ranks and is an error."""
 
 from __future__ import annotations
 
@@ -30,11 +25,7 @@ _REMEDY = "Or set device_parameters.overlap_reduce=False, which averages in step
 
 
 class OverlappedAveraging(Averaging):
-    """Averages gradients over ranks from within the backward; every rank builds it at the same place.
-
-    Attributes:
-        is_on_the_way: Whether some gradients were sent that `run` has not received.
-    """
+    """Averages gradients over ranks from within the backward; every rank builds it at the same place."""
 
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
         group, meet_others = world.further_group(), (None, world.step_group, world.data_group)
@@ -62,7 +53,6 @@ class OverlappedAveraging(Averaging):
                 self._hooks[p] = p.register_post_accumulate_grad_hook(self._gradient_is_there)
 
     def run(self, weight: Tensor | float | None) -> Tensor | None:
-        """As in the base class: sends what has not left, and receives all."""
         if not self._window:  # the plan was made in this very step
             self.begin_last_batch()
         self._window += self._trained_since()
@@ -86,7 +76,6 @@ class OverlappedAveraging(Averaging):
         self._begin()
 
     def close(self) -> None:
-        """Takes no part in backwards any more, and forgets."""
         for hook in self._hooks.values():
             hook.remove()
         self.forget()

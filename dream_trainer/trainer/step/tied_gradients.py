@@ -1,8 +1,4 @@
-"""Parameters that several ranks of a pipeline have copies of: each copy's gradient is the sum of all.
-
-Stages of a model may share some. A model that is not cut each rank has whole: what trains it goes back on one rank,
-that of the last stage, where losses of models in stages may have been through it, too.
-"""
+"""Parameters that several ranks of a pipeline have copies of: each copy's gradient is the sum of all."""
 
 from __future__ import annotations
 
@@ -30,12 +26,7 @@ _FIXES = ("Put it into the same group", "Have apply_tensor_parallel split it ali
 
 
 def connect_copies(registry: Registry, world: World, gradients: LocalGradients) -> None:
-    """Has `step` add up the gradients of what several ranks of a pipeline have; a collective, if stages share some.
-
-    Raises:
-        HookError: Copies are in other optimizers or groups than each other, and would not stay equal, or ranks that
-            share layers have other parts of one copy than of the other.
-    """
+    """Has `step` add up the gradients of what several ranks of a pipeline have; a collective, if stages share some."""
     whole = [id(p) for model in registry.models().values() if not is_cut(model) for p in model.parameters()]
     gradients.whole |= set(whole)
     gradients.tied |= dict.fromkeys(whole, tuple(range(world.stages)))
@@ -67,8 +58,7 @@ def connect_copies(registry: Registry, world: World, gradients: LocalGradients) 
 
 
 def ties_of_models(registry: Registry) -> dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]]:
-    """What stages of any of the models share, in an order that all ranks share: by the model's name and the names in
-    it, each with this rank's copy, if it has one."""
+    """What stages share, in an order that all ranks share, each with this rank's copy, if it has one."""
     return {
         (model_name, *tie.names): (tie, None if tie.own_name is None else model.get_parameter(tie.own_name))
         for model_name, model in registry.models().items()
@@ -103,15 +93,7 @@ class TiedGradients:
         self._counts: list[list[tuple[int, int]]] = []  # of the buffers of whole models, when they were last equal
 
     def add_up(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], number: int) -> None:
-        """A step's own; what is stepped for the first time is compared first, by all ranks.
-
-        Args:
-            tied: This rank's copies, in an order that all ranks share, each with the ranks of the pipeline that have
-                one.
-
-        Raises:
-            StepError: Stages step other optimizers than each other, or train other copies; the same on every rank.
-        """
+        """Adds up the gradients of `tied`; all ranks compare what is stepped for the first time."""
         if self._ties is None:
             self._ties = ties_of_models(self._registry)
         if not self._ties and not self._gradients.whole:

@@ -1,10 +1,5 @@
 """Turns: several optimizers in one window, and the gradients that one model's loss leaves in another.
-
-A generator's loss goes through its critic, and its backward leaves gradients there that the critic's next step would
-use. In a hand-written loop `zero_grad` of the critic drops them. Here they are an error, and `frozen` prevents them.
-One loss that trains two models, each stepped afterwards, is not an error. This only looks at which gradients exist, so
-nothing runs on the device; with one optimizer it does nothing.
-"""
+A generator's loss leaves gradients in its critic, which the critic's next step would use. Here they are an error."""
 
 from __future__ import annotations
 
@@ -25,11 +20,7 @@ _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`
 
 
 class Turns:
-    """Which gradients each optimizer's parameters have in the running window.
-
-    Attributes:
-        optimizers: The trainer's, and others that were stepped.
-    """
+    """Which gradients each optimizer's parameters have in the running window."""
 
     def __init__(self, registry: Registry, gradients: LocalGradients) -> None:
         self._registry, self._local_gradients = registry, gradients
@@ -47,7 +38,6 @@ class Turns:
         return sum(numbers.get(id(optimizer), 0) * 64**place for place, optimizer in enumerate(optimizers))
 
     def start_window(self) -> None:
-        """A window begins; there are no gradients."""
         self._backwards = 0
         self._stepped.clear()
         if len(self.optimizers) > 1:
@@ -55,17 +45,11 @@ class Turns:
                 of_window.clear()
 
     def before_backward(self) -> None:
-        """A backward is about to run."""
         if self._left:
             self._left = {optimizer: other for optimizer, other in self._left.items() if self._has_gradients(optimizer)}
             self._marks = {optimizer: self._mark(optimizer) for optimizer in self._left}
 
     def after_backward(self) -> None:
-        """A backward ran.
-
-        Raises:
-            StepError: It added to gradients that another model's loss has left.
-        """
         if len(self.optimizers) < 2:
             return
         for optimizer, other in self._left.items():
@@ -81,11 +65,9 @@ class Turns:
                 self._origins[optimizer] = self._backwards
 
     def has_stepped(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether one of these optimizers has stepped in the window."""
         return not self._stepped.isdisjoint(optimizers)
 
     def stepped(self, optimizers: Sequence[Optimizer]) -> None:
-        """These optimizers have stepped, and their gradients are gone."""
         self._stepped.update(optimizers)
         self.optimizers += [optimizer for optimizer in optimizers if optimizer not in self.optimizers]
         if len(self.optimizers) > 1:
@@ -97,12 +79,6 @@ class Turns:
                     self._left.setdefault(optimizer, origins[origin])
 
     def finish_window(self, n_batches: int) -> None:
-        """The window of `n_batches` micro-batches is over.
-
-        Raises:
-            StepError: An optimizer's parameters have gradients that it never stepped. Or such gradients were dropped,
-                though in earlier micro-batches the same loss left some that it did step.
-        """
         if len(self.optimizers) < 2:
             return
         for optimizer in self.optimizers:

@@ -1,5 +1,4 @@
-"""What a trainer's constructor checks of its class, config and callbacks, so that a mistake is named before anything
-runs."""
+"""What a trainer's constructor checks of its class, config and callbacks."""
 
 from __future__ import annotations
 
@@ -26,12 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
-    """Checks that `cls` has the hooks its parts require, each with its arguments, and `config` the fields they read.
-
-    Raises:
-        ConfigError: The config is invalid or lacks the field of a mixin.
-        HookError: A required hook is not overridden, or a hook or an event cannot take what it is called with.
-    """
+    """Checks that `cls` has the hooks its parts require, each with its arguments, and `config` the fields they read."""
     check_config(config)
     _check_config_classes(cls, config)
     refuse_taken_names(cls)
@@ -177,12 +171,6 @@ def _may_change_arguments(decorated: Any) -> bool:
 
 
 def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParameters) -> None:
-    """Refuses what the config asks for and nothing in `cls` does.
-
-    Raises:
-        ConfigError: A hook is missing; the message names it.
-    """
-
     def refuse(hook: str, field: str, is_wanted: bool, advice: str) -> None:
         if is_wanted and getattr(cls, hook) is getattr(Hooks, hook):
             value = vars(devices)[field]
@@ -245,8 +233,7 @@ _CALLED_BY = {"predict_step": "EvalMixin", "configure_loggers": "LoggerMixin"}
 
 
 def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
-    """What to say of public methods of the user's trainer and callbacks that look like a hook or an event and are
-    none, so that nothing calls them: misspelt, or another framework's."""
+    """Warnings of public methods that look like a hook or an event and that nothing calls."""
     kinds = _hooks(type(trainer), trainer.callbacks)
     parts = [(cls, part, is_ours(part)) for cls in kinds for part in cls.__mro__]
     called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
@@ -296,11 +283,6 @@ _CALLED_BY_US = frozenset(
 
 
 def refuse_taken_names(cls: type) -> None:
-    """Checks what the user's classes among the bases of `cls` define.
-
-    Raises:
-        HookError: It would replace something of ours that is not made to be overridden; the message names both places.
-    """
     for part in cls.__mro__:
         if not is_ours(part) and part is not object:
             for name, value in vars(part).items():
@@ -333,11 +315,7 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
 
 
 def note_assignment(trainer: AbstractTrainer, name: str, value: Any) -> None:
-    """Checks an assignment to an attribute of `trainer`; called by its `__setattr__`.
-
-    Raises:
-        HookError: The name is the framework's and somebody else assigns it, or the other way about.
-    """
+    """Checks an assignment to an attribute of `trainer`; called by its `__setattr__`."""
     attributes = vars(trainer)
     owner_of_name: dict[str, str] = attributes.setdefault(_OURS, {_OURS: __name__})
     frame = sys._getframe(2)

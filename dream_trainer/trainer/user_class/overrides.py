@@ -1,10 +1,5 @@
 """Which classes of a user's trainer define a name, and which of these definitions are called.
-
-Python calls the first one in the class's resolution order, and each further one only through `super()`. That loses
-definitions without a word: of a mixin that stands behind the trainer it is mixed into, whose own no-op comes first, and
-of two mixins with the same event. So every definition of an event that is mixed in is heard once, and a hook that
-nothing would call is an error. A class with one base mixes nothing in: it overrides what it inherits, as in Python.
-"""
+Every definition of an event that is mixed in is heard once; a hook that nothing would call is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +10,6 @@ from typing import Any
 
 
 def is_ours(cls: type) -> bool:
-    """Whether `cls` is part of the framework and not of a user's program."""
     return cls.__module__.startswith("dream_trainer.")
 
 
@@ -25,10 +19,7 @@ def definers(cls: type, name: str) -> list[type]:
 
 
 def heard(cls: type, event: str) -> list[type]:
-    """The user's classes whose definition of `event` is to be called, so that each that is mixed in runs once.
-
-    One that a definition before it reaches by `super()` is not among them.
-    """
+    """The user's classes whose `event` is to be called; not those that one before them reaches by `super()`."""
     heard_classes = []
     is_reached = False
     mixed = _mixed(cls, event)
