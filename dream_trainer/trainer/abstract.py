@@ -1,5 +1,7 @@
 """AbstractTrainer: the state everybody may read, the registries, and the parts below as one interface.
-It runs nothing. `BaseTrainer` brings the loop. What has state is an object of its own, under one name."""
+
+It runs nothing. `BaseTrainer` brings the loop. What has state is an object of its own, under one name.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Cooperation: the hooks through which mixins take part in the loop, each declared once as a documented no-op.
-A mixin overrides those it needs and calls `super()`; none knows of another."""
+
+A mixin overrides those it needs and calls `super()`; none knows of another.
+"""
 
 from __future__ import annotations
 

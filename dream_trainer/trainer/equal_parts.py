@@ -1,5 +1,7 @@
 """Ranks that share layers have equal parts of what a plan cuts, or PyTorch joins them wrongly, or ends the process.
-So at the first batch of some shapes ranks compare what each split module is given, before it runs."""
+
+So at the first batch of some shapes ranks compare what each split module is given, before it runs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The trainer's events, and the table of who really listens to each.
-The table is built once, from the methods that override the documented no-ops, each heard once."""
+
+The table is built once, from the methods that override the documented no-ops, each heard once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Hooks: what the user writes, each method declared once as a documented no-op or default.
-Mixins give some hooks a default of their own; a user's method always wins."""
+
+Mixins give some hooks a default of their own; a user's method always wins.
+"""
 
 from __future__ import annotations
 
@@ -86,12 +88,16 @@ class Hooks:
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
         """Splits layers over `mesh` (one dimension, tp) with `parallelize_module`; every model's plan is its own.
-        Required if `device_parameters.tensor_parallel` > 1; see TensorParallelMixin."""
+
+        Required if `device_parameters.tensor_parallel` > 1; see TensorParallelMixin.
+        """
 
     def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
         """Splits the experts of mixtures over `mesh` (one dimension, ep) with `dream_trainer.modules.split_experts`.
+
         ExpertParallelMixin's default: those of every `dream_trainer.modules.MoE`. Called if
-        `device_parameters.expert_parallel` > 1."""
+        `device_parameters.expert_parallel` > 1.
+        """
 
     def apply_float8(self) -> None:
         """Makes linear layers multiply in float8. Float8Mixin's default: those of `model_blocks`. Called if

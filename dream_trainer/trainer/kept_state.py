@@ -1,5 +1,7 @@
 """State over a `pre_epoch` that is called again where a run goes on in the middle of an epoch.
-`pre_epoch` sets up what no checkpoint has, and often what one has, too: that state and random generators stay."""
+
+`pre_epoch` sets up what no checkpoint has, and often what one has, too: that state and random generators stay.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Registry: the models, optimizers and so on of a trainer, which are its attributes by type, in order of assignment.
-It reads the attributes when asked; `__setattr__` registers nothing."""
+
+It reads the attributes when asked; `__setattr__` registers nothing.
+"""
 
 from __future__ import annotations
 

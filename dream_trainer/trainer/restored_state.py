@@ -1,5 +1,7 @@
 """What a checkpoint contains, given back to the trainer's parts, on any mesh and number of ranks.
-Tensors first, then what all ranks hold alike, then what each rank holds of its own; random states are the last."""
+
+Tensors first, then what all ranks hold alike, then what each rank holds of its own; random states are the last.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Learning rates, and other options of optimizers, where a run goes on from a checkpoint.
-A LambdaLR follows this config. Every other scheduler loads its whole state, arguments such as T_max included."""
+
+A LambdaLR follows this config. Every other scheduler loads its whole state, arguments such as T_max included.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """`run.json`: what a run says about itself: how far it is, how it goes, why it ended.
-RunRecorder writes it; `dream-trainer runs` reads it."""
+
+RunRecorder writes it; `dream-trainer runs` reads it.
+"""
 
 from __future__ import annotations
 

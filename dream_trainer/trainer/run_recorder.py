@@ -1,5 +1,7 @@
 """RunRecorder: keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
-Nothing here is worth a run: a failed write is one warning."""
+
+Nothing here is worth a run: a failed write is one warning.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Everything that a checkpoint contains of a trainer, collected from its owners; restored_state.py gives it back.
-It is shared by all ranks, of one rank (random states, differing tensors), or tensors, sharded as they are."""
+
+It is shared by all ranks, of one rank (random states, differing tensors), or tensors, sharded as they are.
+"""
 
 from __future__ import annotations
 

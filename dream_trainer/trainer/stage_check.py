@@ -1,5 +1,7 @@
 """Whether the stages of a pipeline together compute what the whole model does, found out on meta, without values.
-Each rank compares which operations made the outputs of which tensors, so all find the same before anything is sent."""
+
+Each rank compares which operations made the outputs of which tensors, so all find the same before anything is sent.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """A base that nobody loaded: a model that trains a little on a large frozen part whose values the seed drew.
-Whatever fills a base, its values are looked at afterwards."""
+
+Whatever fills a base, its values are looked at afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """ValidationMetrics: torchmetrics' objects in a validation, and those of training left as they are.
-A metric that some rank has updated between two validations is training's: neither reset nor computed here."""
+
+A metric that some rank has updated between two validations is training's: neither reset nor computed here.
+"""
 
 from __future__ import annotations
 

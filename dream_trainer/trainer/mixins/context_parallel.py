@@ -1,6 +1,8 @@
 """ContextParallelMixin: several ranks share the positions of each sequence.
+
 Each rank gets the same batch, and `cut_batch` cuts it. A loss is the mean over this rank's labels, weighted by
-their number."""
+their number.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,7 @@ class SequenceCut:
         return part
 
     def end(self, part: Any, *, is_training: bool) -> None:
-        """The batch is cut to `part`. Ranks that share sequences compare the first one of training; a collective then."""
+        """The batch is cut to `part`; ranks that share sequences compare the first one of training (a collective)."""
         if not self._attention.lengths:
             raise HookError(
                 f"cut_batch cut nothing, and each of the {self._attention.parts.size} ranks would do the whole work. "

@@ -1,5 +1,7 @@
 """LoggerMixin: the log behind `self.log` and its kin, and the loggers that it writes to.
-loggers/run_log.py has the way of a number; here is what the trainer tells it: batches, windows, validations, saves."""
+
+loggers/run_log.py has the way of a number; here is what the trainer tells it: batches, windows, validations, saves.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics.
-The order is two lists, `CONFIGURE` and `SETUP`, with the reason for each place; `describe()` prints them."""
+
+The order is two lists, `CONFIGURE` and `SETUP`, with the reason for each place; `describe()` prints them.
+"""
 
 from __future__ import annotations
 

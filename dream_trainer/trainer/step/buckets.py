@@ -1,6 +1,8 @@
 """Buckets: the gradients of whole parameters, averaged over ranks in flat tensors of one fixed order.
+
 The collectives follow from the trained parameters, not from what a rank used. A bucket has one number per parameter
-for whether the rank has its gradient, and the last one carries the window's weight."""
+for whether the rank has its gradient, and the last one carries the window's weight.
+"""
 
 from __future__ import annotations
 

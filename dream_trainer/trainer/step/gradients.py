@@ -1,6 +1,8 @@
 """Global gradient norm and scaling over any mix of sharded, replicated and plain parameters, on local shards.
+
 The square of an element that several ranks hold is divided by the number of its copies before one all-reduce. A
-parameter that only some ranks used has a gradient of zero on the others; one that no rank used has none."""
+parameter that only some ranks used has a gradient of zero on the others; one that no rank used has none.
+"""
 
 from __future__ import annotations
 

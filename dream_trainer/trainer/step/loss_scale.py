@@ -1,5 +1,7 @@
 """Loss scaling for fp16, by the rule of `torch.amp.GradScaler` (arXiv:1710.03740).
-An overflow shows in the gradient norm, which all ranks have in common, so all agree without communication."""
+
+An overflow shows in the gradient norm, which all ranks have in common, so all agree without communication.
+"""
 
 from __future__ import annotations
 

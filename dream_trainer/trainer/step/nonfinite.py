@@ -1,6 +1,8 @@
 """What happens when a gradient norm is NaN or infinite: the policies "raise", "skip" and "retry".
+
 On an accelerator fused optimizers skip a step on the device by `found_inf`, and the norms are read only every
-`SETTLE_EVERY` steps; until then "raise" lets no further step change anything."""
+`SETTLE_EVERY` steps; until then "raise" lets no further step change anything.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Overlap: buckets that cross ranks while the backward which fills them still runs.
+
 A bucket leaves in the window's last micro-batch, in the parameters' order turned round; the rest leaves in `step`.
-It is final: a later change of it cannot be seen by other ranks and is an error."""
+It is final: a later change of it cannot be seen by other ranks and is an error.
+"""
 
 from __future__ import annotations
 

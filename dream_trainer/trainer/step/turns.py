@@ -1,5 +1,7 @@
 """Turns: several optimizers in one window, and the gradients that one model's loss leaves in another.
-A generator's loss leaves gradients in its critic, which the critic's next step would use. Here they are an error."""
+
+A generator's loss leaves gradients in its critic, which the critic's next step would use. Here they are an error.
+"""
 
 from __future__ import annotations
 

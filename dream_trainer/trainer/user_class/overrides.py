@@ -1,5 +1,7 @@
 """Which classes of a user's trainer define a name, and which of these definitions are called.
-Every definition of an event that is mixed in is heard once; a hook that nothing would call is an error."""
+
+Every definition of an event that is mixed in is heard once; a hook that nothing would call is an error.
+"""
 
 from __future__ import annotations
 
