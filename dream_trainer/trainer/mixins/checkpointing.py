@@ -1,6 +1,6 @@
 """CheckpointMixin: when a checkpoint is saved, and from which one a run continues.
 It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
-See trainer/saved_state.py, trainer/resume.py and trainer/restored_state.py for what is saved, resumed and given back."""
+See trainer/saved_state.py, trainer/resume.py and trainer/restored_state.py for what it holds of the trainer."""
 
 from __future__ import annotations
 
