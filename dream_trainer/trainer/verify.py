@@ -572,8 +572,8 @@ class _Gathered(Function):
         return gather()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.note(gradient.detach())
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None]:
+        ctx.note(grad_outputs[0].detach())
         return None, None, None
 
 
