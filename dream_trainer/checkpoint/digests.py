@@ -1,9 +1,6 @@
-"""Digests of tensors' values, the same however they are sharded: whether weights are still those of another moment.
+"""Digests of tensors' values, the same however they are sharded: sums modulo 2^64 of bits mixed with positions.
 
-Each element's bits are mixed with its position in the whole tensor, and the results are added up modulo 2^64. A sum may
-be made in any order and of any parts, so each rank adds up its own shard, where it lies. It finds accidents, such as
-another file or another dtype; it is no protection from somebody who wants to deceive.
-"""
+They find accidents, such as another file or dtype, and do not protect from somebody who wants to deceive."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ _Shard = tuple[tuple[int, int, int], ...]
 
 @torch.no_grad()
 def value_digests(tensors: Mapping[str, Tensor], *, world: Ranks) -> dict[str, str]:
-    """A text for each tensor, such as `"float32 (8, 8) 03f1..."`, equal where dtype, shape and all bits are.
-
-    Every rank calls this; one collective. Ranks may have different names.
-    """
+    """A text for each tensor, `"float32 (8, 8) 03f1..."`, equal where dtype, shape and all bits are; one collective."""
     own = {name: _sum_of_shard(tensor) for name, tensor in tensors.items()}
     kinds = {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()}
     shards: dict[str, dict[_Shard, int]] = {}

@@ -1,8 +1,4 @@
-"""Frozen parameters that checkpoints may leave out, since every start gives them the same values again.
-
-A checkpoint that leaves them out has their names and digests instead. A run that goes on from it compares them with
-what its own setup made: a base that changed is refused, and not trained on with adapters of another.
-"""
+"""Frozen parameters that checkpoints leave out: their names and digests are compared with what a resumed setup made."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ class FrozenWeights:
         return frozenset(self._at_setup)
 
     def unchanged(self) -> dict[str, str]:
-        """The digests of those that are still frozen and still have the values of the setup; a collective.
-
-        What was trained for a while, or written to by hand as a teacher that follows its student, is not among them.
-        """
+        """The digests of those that are still frozen and still have the values of the setup; a collective."""
         now = value_digests(self._frozen(), world=self._world)
         return {name: digest for name, digest in now.items() if self._at_setup.get(name) == digest}
 
@@ -46,11 +39,7 @@ class FrozenWeights:
 def refuse_other_weights(
     path: Path, models: Mapping[str, nn.Module], left_out: Mapping[str, Mapping[str, str]], *, world: Ranks
 ) -> None:
-    """Compares the weights that a checkpoint left out with those that are there; a collective.
-
-    Raises:
-        CheckpointError: A name is not there, or has other values; the same on every rank.
-    """
+    """Compares the weights that a checkpoint left out with those that are there; a collective."""
     here = {name: p for name, p in model_parameters(models).items() if name in left_out}
     digests = value_digests(here, world=world)
     different = [

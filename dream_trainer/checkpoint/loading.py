@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Global shape and dtype of each tensor in a checkpoint, by name.
-
-    Raises:
-        DamagedCheckpointError: The manifest or DCP's metadata is missing, damaged or asks for code.
-    """
+    """Global shape and dtype of each tensor in a checkpoint, by name."""
     _, metadata = _open(path)
     return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
 
@@ -45,23 +41,10 @@ def _open(path: Path) -> tuple[Manifest, Metadata]:
 def load_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | tuple[str, ...] = ()
 ) -> None:
-    """Fills tensors in place, whatever mesh and world size they were saved from. Every rank calls this.
+    """Fills tensors in place, whatever mesh they were saved from; names, shapes and dtypes are compared before.
 
-    Names, shapes and dtypes are compared on all ranks before anything is written. Each rank reads the shard files that
-    its own shards overlap. In addition one of the ranks hashes each complete shard file.
-
-    Of a local checkpoint each host has its own part, which has to cover the shards of its ranks.
-
-    Args:
-        tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must have every name of
-            the checkpoint and no other.
-
-    Raises:
-        DamagedCheckpointError: A file is missing, damaged or asks for code; the same on every rank. If it is a shard,
-            the tensors' values are undefined: load another checkpoint into them, or stop.
-        CheckpointError: Names are missing on either side, or shapes or dtypes differ (none is cast), listed by name;
-            the same on every rank, and nothing was written.
-    """
+    Every rank calls this, with DTensors of any layout or plain tensors. Each reads the shards that its own overlap, and
+    one of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
     from dream_trainer.checkpoint.safe_dcp import read_and_verify
 
     task = f"load {path}"
@@ -106,21 +89,10 @@ def _listed(names: Iterable[str], limit: int = 20) -> str:
 
 
 def read_shared(path: Path) -> dict[str, Any]:
-    """The state that was the same on all ranks.
-
-    Raises:
-        DamagedCheckpointError: The manifest or the file is missing or damaged.
-    """
     return _read_json(read_manifest(path), SHARED_NAME)
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state that only rank `rank` had: its JSON state and its tensors, on the CPU.
-
-    Raises:
-        DamagedCheckpointError: The manifest or a file is missing or damaged.
-        CheckpointError: Fewer ranks wrote the checkpoint.
-    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -1,8 +1,6 @@
 """The state of torchmetrics' metrics that training updates, in checkpoints: each rank saves its own.
 
-A metric combines the states of all ranks when it computes. So when the number of ranks has changed, each former rank's
-state goes to one of the new ranks. A rank that gets several combines them as the metric itself would.
-"""
+When the number of ranks has changed, each former rank's state goes to one rank, which combines those it gets."""
 
 from __future__ import annotations
 
@@ -22,12 +20,7 @@ State = tuple[dict[str, Any], Mapping[str, Tensor]]
 
 
 def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """The state of this rank's metrics.
-
-    Returns:
-        `{name: [{"updates": n, "states": {state: None, or length of a list}}]}` with an entry for each part of a
-        metric; copies of the tensors; and the names of metrics that are left out, since their state is not of tensors.
-    """
+    """The record of this rank's metrics, copies of their tensors, and names that are left out, having others' state."""
     described: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     left_out = []
@@ -56,12 +49,7 @@ def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def load_metric_state(metrics: Mapping[str, Any], saved: list[State]) -> list[str]:
-    """Loads into metrics the state of one former rank, or the combined state of several; without any, a new metric's.
-
-    Returns:
-        Names of metrics that no longer exist, have other states, or whose states cannot be combined. These start from
-        zero.
-    """
+    """Loads the combined state of former ranks; returns the names of metrics that start from zero instead."""
     lost = {name for described, _ in saved for name in described} - metrics.keys()
     for name, metric in metrics.items():
         states = [(described[name], tensors) for described, tensors in saved if name in described]

@@ -1,8 +1,6 @@
 """What training may change of models beside values: which parameters learn, modes of modules, and shapes of buffers.
 
-A checkpoint has them as they are, and what of them has changed since the setup of the run that wrote it. A resume
-restores what training had changed. Where the setups differ, this run's holds, since its code was edited.
-"""
+A resume restores what training had changed since its setup. Where the setups differ, this run's holds."""
 
 from __future__ import annotations
 
@@ -36,12 +34,7 @@ class ModelForm:
         self._learned, self._trained, self._shapes = _learning(models), _modes(models), _shapes(models)
 
     def state(self, models: Mapping[str, nn.Module], world: Ranks) -> dict[str, Any]:
-        """For a checkpoint; a collective.
-
-        Returns:
-            `{"frozen", "evaluating"}`: names of parameters and modules; `{"thawed", "switched", "reshaped"}`: those
-            whose `requires_grad` or mode has changed since the setup, and buffers that have another shape.
-        """
+        """The form, and what of it has changed since the setup, as lists of names for a checkpoint; a collective."""
         learned, trained = _learning(models), _modes(models) if world.stages == 1 else {}
         own = {
             "frozen": [name for name, learns in learned.items() if not learns],
@@ -61,7 +54,6 @@ class ModelForm:
         return {*saved.get("reshaped", ()), *_changed(_shapes(models), self._shapes)}
 
     def restore(self, models: Mapping[str, nn.Module], saved: Mapping[str, Any], world: Ranks) -> None:
-        """Gives parameters and modules back what training had changed, and logs it."""
         if not saved:
             return
         parameters, modules = model_parameters(models), _modules(models) if world.stages == 1 else {}

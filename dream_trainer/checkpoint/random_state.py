@@ -18,11 +18,7 @@ _PREFIX = "random."
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads the training process's global generators without drawing from them, also while data is being loaded.
-
-    Returns:
-        State for typed JSON, and byte tensors by name (`random.cpu`, and for example `random.cuda`).
-    """
+    """The global generators' states for typed JSON, and as byte tensors by name, read without drawing."""
     torch_state, python_state, numpy_state = undisturbed_cpu_state()
     tensors = {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
     state = {"python": python_state, "numpy": numpy_state or np.random.get_state(legacy=False)}
@@ -30,11 +26,7 @@ def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the global generators to what `random_state` returned: the next draws are the same.
-
-    Raises:
-        CheckpointError: The state was taken on another kind of device. Nothing was set; reseed instead.
-    """
+    """Sets the global generators to what `random_state` returned, or raises if it is of another kind of device."""
     generators = _generators(device)
     saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)}
     if saved != set(generators):

@@ -37,11 +37,7 @@ def newest_in_both(root: Path, stage: Path) -> Manifest | None:
 
 
 class RemoteRun:
-    """The run's directory in a store: claimed by `begin`, and given back by `end`.
-
-    Attributes:
-        directory: Of the checkpoints, in the store.
-    """
+    """The run's directory in a store: claimed by `begin`, and given back by `end`."""
 
     def __init__(
         self, run: StorePath, run_dir: Path, retention: Retention, world: Ranks, connect: Callable[[], Store | None]
@@ -57,11 +53,7 @@ class RemoteRun:
         self._sent: dict[str, tuple[int, int]] = {}  # the run's files, with size and time of change
 
     def begin(self, stage: Path) -> Sender:
-        """Claims the run and begins to send, first what waits in `stage`; every rank calls it.
-
-        Raises:
-            CheckpointError: Another live job has it, or the store refused; the same on every rank.
-        """
+        """Claims the run and begins to send, first what waits in `stage`; every rank calls it."""
         world, task = self._world, f"claim {self._run}"
         self._ownership = on_all_ranks(world, task, self._claim)
         name = from_main_rank(world, task, lambda: self._ownership.token if self._ownership else "")
@@ -108,7 +100,6 @@ class RemoteRun:
                 self._sent[path.name] = state
 
     def look_again(self) -> None:
-        """Checkpoints in the store were renamed."""
         if self._sender is not None:
             self._sender.look_again()
 

@@ -25,12 +25,7 @@ _PART = 32 << 20
 def read_from_store(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
 ) -> None:
-    """As `read_and_verify`. Of a shard that this rank verifies all is fetched, once; of another what it needs.
-
-    Raises:
-        DamagedCheckpointError: A shard is missing, damaged or asks for code. The tensors' values are undefined then.
-        CheckpointError: The store did not answer, or a shard cannot be read.
-    """
+    """As `read_and_verify`. Of a shard that this rank verifies all is fetched, once; of another what it needs."""
     files = _HashedFiles(manifest, shards)
     try:
         read_tensors(manifest, metadata, tensors, _StoreReader(manifest, metadata, files))
@@ -109,7 +104,6 @@ class _HashedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """A file for DCP to read from."""
         path = cast(Path, path)
         with path.open("rb") as stream:
             file = _Forward(cast(io.RawIOBase, stream), hashes=path.name in self._to_verify)

@@ -1,7 +1,4 @@
-"""What a collective gives that is still running, where compiled code takes it.
-
-`AsyncCollectiveTensor` is private; `tests/compat/test_async_collectives.py` exercises what is here.
-"""
+"""What a collective gives that is still running, where compiled code takes it (`AsyncCollectiveTensor` is private)."""
 
 from __future__ import annotations
 
@@ -25,11 +22,10 @@ class _Waited(torch.autograd.Function):
 
 
 def waited(value: Any) -> Any:
-    """`value`, or the finished tensor if it is what a collective gives that may still run; gradients pass.
+    """`value`, or the finished tensor if a collective gives it that may still run; gradients pass.
 
-    A compiled function waits by itself, but takes the tensor inside for its input, which needs no gradient: nothing
-    before it is trained then (docs/measurements.md#compile-with-tensor-parallelism).
-    """
+    A compiled function takes the tensor inside for its input, which needs no gradient: nothing before it is trained
+    (docs/measurements.md#compile-with-tensor-parallelism)."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-untyped-call]

@@ -1,7 +1,4 @@
-"""Hooks on the gradients of parameters: what `register_hook` and `register_post_accumulate_grad_hook` have set.
-
-PyTorch keeps both in private names of the tensor, and once more in what `swap_tensors` gives to another one.
-"""
+"""Hooks on the gradients of parameters: what `register_hook` and `register_post_accumulate_grad_hook` have set."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether either kind is set on it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 

@@ -1,7 +1,4 @@
-"""Gathered weights that a graph has saved, and that are given back before its backward.
-
-This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_touched_shards.py` exercises them.
-"""
+"""Gathered weights that a graph has saved, and that are given back before its backward."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ class Owner(Protocol):
 class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
     """Around forwards of sharded blocks: a weight that a graph has saved is gathered again when a backward asks for it.
 
-    `fully_shard` gathers a block for backward when the gradient of its output comes. A loss of what the block kept
-    alone has no such gradient, and its backward would read memory that was given back.
-    """
+    `fully_shard` gathers a block when the gradient of its output comes, which a loss of what it kept lacks."""
 
     def __init__(self, owners: dict[int, Owner]) -> None:
         self._entered = 0
@@ -61,7 +56,6 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
         return wanted
 
     def end(self) -> None:
-        """Leaves them."""
         self._entered -= 1
         self.__exit__(None, None, None)
 

@@ -1,8 +1,4 @@
-"""Matrix products in pieces, beside the collective that brings or takes them: "async tensor parallelism".
-
-GPUs read each other's memory for it (symmetric memory). The names are private and move;
-`tests/compat/test_symmetric_memory.py` exercises what is here.
-"""
+""" "Async tensor parallelism": matrix products in pieces beside their collective, on GPUs that share memory."""
 
 from __future__ import annotations
 
@@ -16,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def why_memory_is_not_shared(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Lets the ranks of `group` read each other's memory; a collective on GPUs.
-
-    Returns:
-        Why they cannot; None if they can from now on.
-    """
+    """Lets the ranks of `group` read each other's memory, or says why they cannot; a collective on GPUs."""
     if device.type != "cuda":
         return f"the device is {device.type!r}"
     from torch.distributed import _symmetric_memory as symmetric_memory

@@ -14,13 +14,7 @@ _ABSENT = "none"
 
 
 def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, among: int = 0) -> None:
-    """Compares facts of all ranks; a collective.
-
-    Ranks exchange a digest of their facts, and the facts themselves only if digests differ.
-
-    Raises:
-        RanksDifferError: Some differ; the same on every rank, with each rank's value.
-    """
+    """Raises RanksDifferError on every rank if facts differ; a collective, of digests first."""
     for of_group in differing_facts(ranks, facts, among=among):
         refuse(told_differences(of_group), advice)
 
@@ -51,7 +45,6 @@ def told_differences(every: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def refuse(differences: Sequence[str], advice: str) -> None:
-    """Raises RanksDifferError if there are any, naming the first few."""
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise RanksDifferError(
@@ -60,7 +53,6 @@ def refuse(differences: Sequence[str], advice: str) -> None:
 
 
 def _spelled(values: Mapping[int, str]) -> str:
-    """Each value with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)

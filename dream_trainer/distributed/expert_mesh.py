@@ -26,7 +26,6 @@ def expert_mesh_shape(replicate: int, shard: int, experts: int) -> tuple[int, in
 
 
 def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
-    """Lays the mesh; every rank calls it."""
     from torch.distributed.device_mesh import DeviceMesh
 
     shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)

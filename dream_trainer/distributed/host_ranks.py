@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def ranks_of_host(world: World, host: int) -> list[int]:
-    """The ranks on a host, by their numbers in the job."""
     return [rank for rank in range(world.world_size) if world.host_of(rank) == host]
 
 

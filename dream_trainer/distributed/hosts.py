@@ -1,8 +1,6 @@
 """The hosts of a job: which this one is among them, and what has to be the same on all, compared before they connect.
 
-A job is on several hosts where torchrun says that fewer of its ranks are here than there are. They meet in the job's
-store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take.
-"""
+They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take."""
 
 from __future__ import annotations
 
@@ -37,30 +35,20 @@ _HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every ran
 
 
 class HostPlace(NamedTuple):
-    """Where this process is among the hosts of its job.
+    """Where this process is among its job's hosts; host 0 has rank 0, and the first of `ranks` speaks for a host."""
 
-    Attributes:
-        number: This host, 0-based; host 0 has rank 0.
-        n_hosts: Number of hosts.
-        rank: Of this process.
-        ranks: Those on this host. The first speaks for it.
-        meeting: Which process group of these processes the hosts meet for, 1-based.
-    """
-
-    number: int
+    number: int  # this host, 0-based
     n_hosts: int
     rank: int
     ranks: range
-    meeting: int
+    meeting: int  # which process group of these processes the hosts meet for, 1-based
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its host."""
         return self.rank == self.ranks.start
 
     @property
     def name(self) -> str:
-        """What people call this host."""
         return host_name(self.number, socket.gethostname())
 
 
@@ -82,13 +70,7 @@ def place_among_hosts(meeting: int) -> HostPlace | None:
 
 
 def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_seconds: float) -> None:
-    """Compares the hosts and picks the address by which they reach one another; every rank calls it.
-
-    Raises:
-        ConfigError: Some host would be reached by no other, or did not come in time; the same on every rank.
-        RanksDifferError: The hosts have other numbers of ranks, run other versions or other code; the same on every
-            rank.
-    """
+    """Compares the hosts and picks the address by which they reach one another; every rank calls it."""
     problem = None
     try:
         take_reachable_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -208,11 +190,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def take_reachable_interface(master_address: str, master_port: int) -> None:
-    """Has gloo take an address that other hosts reach: sets `GLOO_SOCKET_IFNAME` where its own choice is the loopback.
-
-    Raises:
-        ConfigError: A variable names an interface that is missing or reached by this host only, or none can be told.
-    """
+    """Sets `GLOO_SOCKET_IFNAME` to what other hosts reach where gloo's own choice is the loopback."""
     if not sys.platform.startswith("linux"):
         return
     addresses = interface_addresses()

@@ -1,8 +1,4 @@
-"""Ranks: the processes of one job, and how they speak beside the step path.
-
-`World` is the ranks of a trainer, with device and mesh. A thread speaks by a group of its own (`World.beside`), a tool
-is alone, and a script under torchrun takes the group that is there.
-"""
+"""Ranks: the processes of one job, and how they speak beside the step path."""
 
 from __future__ import annotations
 
@@ -65,7 +61,6 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -89,7 +84,6 @@ class Ranks:
         return self.rank >= self.world_size - self.world_size // self.stages
 
     def barrier(self) -> None:
-        """Waits until every rank has come here."""
         if self._may_communicate():
             import torch.distributed as dist
 
@@ -178,11 +172,7 @@ class Ranks:
         return self.world_size > 1
 
     def refuse_if_forbidden(self) -> None:
-        """Raises where only one rank runs, whose collective the others would never join.
-
-        Raises:
-            RuntimeError: The message names the place.
-        """
+        """Raises where only one rank runs, whose collective the others would never join."""
         if self.forbidden is not None:
             raise RuntimeError(
                 f"a collective was called in {self.forbidden}: the other ranks would never join it. "

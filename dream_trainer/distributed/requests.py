@@ -6,18 +6,7 @@ from dream_trainer.distributed.pulse import Flags
 
 
 class Requests:
-    """Asks for a stop, or a save.
-
-    Attributes:
-        stop_reason: Why training code asked for the end of training, in words; None if it did not.
-        terminated: SIGTERM or SIGHUP came.
-        hung_up: It was SIGHUP.
-        interrupted: SIGINT came.
-        save_requested: Training code asked for a checkpoint, and the other ranks do not know yet.
-        save_signalled: SIGUSR1 asks for one, which is answered also from within a wait for data.
-        save_is_owed: All ranks know, and the save was not begun yet.
-        save_is_known: All ranks know of every save asked for so far; `Relay`, in a thread of its own, clears it.
-    """
+    """What this rank was asked for, a stop or a save, until all ranks have heard of it."""
 
     __slots__ = (
         "hung_up",
@@ -37,7 +26,6 @@ class Requests:
 
     @property
     def ends_by_signal(self) -> bool:
-        """Whether a signal asks to end the run."""
         return self.terminated or self.interrupted
 
     def heard_of_save(self) -> None:
@@ -46,7 +34,6 @@ class Requests:
         self.save_is_known = self.save_is_owed = True
 
     def take_save(self) -> bool:
-        """Whether a save is owed; from now on it is not."""
         owed, self.save_is_owed = self.save_is_owed, False
         return owed
 

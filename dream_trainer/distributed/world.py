@@ -1,8 +1,4 @@
-"""World: the ranks of a trainer, with this one's device, the mesh, and how they are launched and left.
-
-A world is launched once per trainer and torn down in `close`. At world size 1 there is no process group at all, and
-every collective answers from this rank alone.
-"""
+"""World: the ranks of a trainer, with this one's device, the mesh, and how they are launched and left."""
 
 from __future__ import annotations
 
@@ -65,11 +61,6 @@ def environment_ranks() -> tuple[int, int, int]:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank.
-
-    Raises:
-        ConfigError: The device is not on this machine, or the host has fewer than `local_rank + 1`.
-    """
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         name = accelerator.type if accelerator is not None else "cpu"
@@ -117,17 +108,7 @@ class World(Ranks):
     def __init__(
         self, parameters: DeviceParameters, *, shard_by_default: bool, workers: int | Literal["hosts"] = 1
     ) -> None:
-        """Launches: joins the process group and lays the mesh.
-
-        Args:
-            parameters: Device and mesh as configured.
-            shard_by_default: Whether `"auto"` gives the ranks to dp_shard rather than dp_replicate.
-            workers: Number of groups of ranks that step on their own; "hosts" for one on each host.
-
-        Raises:
-            ConfigError: The mesh does not fit the world size or the groups, or the device is missing.
-            RanksDifferError: The ranks lay different meshes.
-        """
+        """Joins the process group and lays the mesh; "auto" gives the ranks to dp_shard if `shard_by_default`."""
         from dream_trainer.config.device_parameters import (
             parameter_shape,
             ranks_per_worker,
@@ -184,8 +165,7 @@ class World(Ranks):
         return torch.device("cpu")
 
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """Ranks over which gradients of plain parameters are averaged, and so equal bit for bit; None if there are no
-        others."""
+        """Ranks over which gradients of plain parameters are averaged; None if there are no others."""
         if self.data_size == 1 or self.step_size == 1:
             return None
         import torch.distributed as dist
@@ -194,7 +174,6 @@ class World(Ranks):
 
     @property
     def stage_rank(self) -> int:
-        """This rank's place in its pipeline, 0-based."""
         return self.rank // (self.world_size // self.stages)
 
     def pipeline_group(self) -> dist.ProcessGroup | None:
@@ -274,7 +253,6 @@ class World(Ranks):
         )
 
     def _meet_other_hosts(self) -> None:
-        """Before anything waits for them in vain."""
         global _heartbeat
         store, place = job_store.job_store(), place_among_hosts(_launches)
         assert store is not None  # there since `store_for_group`
@@ -324,11 +302,9 @@ class World(Ranks):
 
     @property
     def host_number(self) -> int:
-        """This rank's host, 0-based."""
         return self.host_of(self.rank)
 
     def host_of(self, rank: int) -> int:
-        """The host of a rank, 0-based."""
         return rank // self._ranks_per_host
 
     @property
@@ -351,10 +327,7 @@ class World(Ranks):
         return group
 
     def beside(self) -> Ranks:
-        """The same ranks on a further gloo group, so that a thread's collectives meet no others; every rank calls it.
-
-        The group's time-out stays the long one: a disk may be slow.
-        """
+        """The same ranks on a further gloo group with the long time-out, for a thread; every rank calls it."""
         if self.world_size == 1:
             return Ranks.alone()
         import torch.distributed as dist
@@ -370,32 +343,16 @@ class World(Ranks):
     # -- ends
 
     def fail(self, exc: BaseException) -> NoReturn:
-        """Ends this rank after an exception, without waiting for anyone.
-
-        The other ranks may be inside any collective, so there is none here: the traceback is printed, `failed` is set
-        in the store for those that look, and the process exits with status 1; its closing sockets free the others.
-        """
+        """Ends this rank after an exception, without waiting for anyone: the others may be inside any collective."""
         end_job(exc, job_store.job_store(), rank=self.rank, world_size=self.world_size)
 
     def fail_unless_all_do(self, exc: Exception) -> None:
-        """Ends this rank after an exception outside of all that ranks do together, if it is alone with it.
-
-        It could be caught further out, and the next thing this rank does with the others would meet them at another.
-        """
+        """Ends this rank after an exception that it has alone: caught further out, it would meet others elsewhere."""
         if self._open and not job_store.all_say(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
             self.fail(exc)
 
     def meet(self, ranks: Sequence[int], where: str) -> None:
-        """Waits for `ranks` before they run a collective that code of users caused, which only some may have.
-
-        Args:
-            ranks: This one among them.
-            where: Which code, for errors; the same on all of them.
-
-        Raises:
-            RuntimeError: Only one rank runs now.
-            StepError: Not all came within half the time that a collective may take. Then none is left half run.
-        """
+        """Waits for `ranks` before a collective that users' code caused, perhaps only on some of them."""
         self.refuse_if_forbidden()
         key = f"{self._number}/{','.join(map(str, ranks))}/{where}"
         self._meetings[key] += 1
@@ -411,15 +368,8 @@ class World(Ranks):
     def close(self, timeout_seconds: float | None = None) -> None:
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.
 
-        The barrier and the short sleep keep gloo's threads from dropping work while the interpreter finalises, which
-        aborted up to a third of the runs that destroyed the group bare (docs/measurements.md#leaving-a-process-group).
-
-        Args:
-            timeout_seconds: How long to wait for the other ranks; None for as long as any collective may take.
-
-        Raises:
-            RuntimeError: Another rank is gone, or did not come in time.
-        """
+        The barrier and the short sleep keep gloo's threads from dropping work at exit: a third of the runs were aborted
+        where the group was destroyed bare (docs/measurements.md#leaving-a-process-group)."""
         global _group_users, _heartbeat, _owns_group
         if not self._open:
             return
@@ -453,10 +403,7 @@ def _backend(device_type: str) -> str:
 
 
 def close_at_exit(world: World) -> None:
-    """Closes `world` when the interpreter ends, if nobody did before.
-
-    After an uncaught exception there is no orderly way out: the other ranks may never reach the barrier.
-    """
+    """Closes `world` when the interpreter ends, if nobody did before."""
     if world.world_size == 1:
         return
 
@@ -522,11 +469,7 @@ def refuse_what_has_no_rows(values: Tensor) -> None:
 
 
 def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tensor:
-    """The rows of all ranks of `group`, in rank order, with gradients; a collective of all `ranks`.
-
-    Raises:
-        RanksDifferError: Sizes or dtypes differ.
-    """
+    """The rows of all ranks of `group`, in rank order, with gradients; a collective of all `ranks`."""
     form = f"rows of {list(values.shape[1:])} in {values.dtype}"
     facts = ranks.all_gather(torch.tensor([len(values), zlib.crc32(form.encode())]))
     if (facts[:, 1] != facts[0, 1]).any():
@@ -546,21 +489,12 @@ def _apply(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RankGroups(NamedTuple):
-    """Groups of this rank; None where it is all ranks, or there is no other.
-
-    Attributes:
-        data: Those that see different data, of this rank's pipeline stages.
-        step: Those over which a step averages gradients.
-        across_workers: Those that have this one's place in their groups of ranks that step on their own.
-    """
-
-    data: dist.ProcessGroup | None
-    step: dist.ProcessGroup | None
-    across_workers: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None  # see different data, of this rank's pipeline stages
+    step: dist.ProcessGroup | None  # a step averages gradients over them
+    across_workers: dist.ProcessGroup | None  # have this one's place in their groups that step on their own
 
 
 def make_groups(world_size: int, shape: MeshShape, workers: int) -> RankGroups:
-    """Makes the groups of this rank; every rank calls it."""
     ranks = list(range(world_size))
     of_stage = world_size // shape.pp
     stages = [ranks[first : first + of_stage] for first in range(0, world_size, of_stage)]

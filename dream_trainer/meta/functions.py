@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EMPTY = {
+EMPTY = {  # factories whose result holds no values yet
     "empty",
     "empty_like",
     "empty_strided",
@@ -16,9 +16,8 @@ EMPTY = {
     "new_empty",
     "new_empty_strided",
 }
-"""Factories whose result holds no values yet."""
 
-FILLED = {
+FILLED = {  # factories that are worth deferring when their result is large
     *("zeros", "ones", "full", "rand", "randn", "randint", "normal", "eye"),
     *(
         "zeros_like",
@@ -30,9 +29,8 @@ FILLED = {
     ),
     *("new_zeros", "new_ones", "new_full"),
 }
-"""Factories that are worth deferring when their result is large."""
 
-READS = {
+READS = {  # functions that bring values into Python
     *(
         "item",
         "tolist",
@@ -54,7 +52,6 @@ READS = {
     ),
     *("equal", "allclose", "is_nonzero", "pin_memory"),
 }
-"""Functions that bring values into Python."""
 
 QUIET_WRITES = {"batch_norm", "instance_norm"}
 """Functions that write running statistics without counting it as a write, so that they have to run for real."""
@@ -74,7 +71,7 @@ METADATA = {
 }
 """Functions that end in `_` and yet write no values: they change the tensor object, which stays on meta, itself."""
 
-OVERWRITES = {
+OVERWRITES = {  # in-place functions whose result does not depend on what their target held before
     *(
         "zero_",
         "fill_",
@@ -88,15 +85,13 @@ OVERWRITES = {
     ),
     *("constant_", "kaiming_uniform_"),
 }
-"""In-place functions whose result does not depend on what their target held before."""
 
-DRAWS = {
+DRAWS = {  # functions whose result is random
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like"),
     *("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"),
     "kaiming_uniform_",
 }
-"""Functions whose result is random."""
 
 CASTS = {"to", "type", "double", "float", "half", "bfloat16", "clone", "contiguous"}
 """Functions whose result is their argument in another memory, and maybe of another dtype."""
@@ -122,10 +117,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def property_of(func: Callable[..., Any]) -> str:
-    """Which property a `__get__` or `__set__` belongs to.
-
-    Every access makes a new bound wrapper, so these functions have no identity to compare.
-    """
+    """Which property a `__get__` or `__set__` belongs to; each access makes a new one, which has no identity."""
     descriptor: Any = func
     return str(descriptor.__self__.__name__)
 
@@ -143,7 +135,6 @@ def targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, torch.Size):

@@ -1,11 +1,7 @@
 """From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part.
 
-`remember` notes, before sharding, which recorded tensor each parameter, buffer and tensor attribute is. `materialize`
-finds the places again, by the module that owns them (wrappers may rename, not replace, modules) or by name (a pipeline
-stage may be a copy), and makes each real. No rank talks to another: all replay the same bits and cut different parts.
-
-Memory on a rank: its parts, plus one full tensor and what making that one takes.
-"""
+`remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, by owning
+module or by name (a pipeline stage may be a copy). No rank talks to another: all replay the same bits."""
 
 from __future__ import annotations
 
@@ -68,15 +64,7 @@ class _Place:
 
 
 def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
-    """Notes which recorded tensor every parameter, buffer and tensor attribute on meta is.
-
-    Called once the models are configured and initialised, before anything shards, splits or wraps them. Tensor
-    attributes are found in modules' `__dict__`, also inside lists, tuples and dicts there, but not in other objects.
-
-    Args:
-        models: Modules by the name under which errors will speak of them.
-        tape: What recorded their construction.
-    """
+    """Notes which recorded tensor every parameter, buffer and tensor attribute on meta is, before anything shards."""
     plan = Plan(tape)
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
@@ -101,22 +89,10 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
 
 @torch.no_grad()
 def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.device | str) -> None:
-    """Makes every tensor of the models real, on `device`.
+    """Makes every tensor of the models real, on `device`; sharded parameters get this rank's part.
 
-    Recorded tensors are replayed; sharded parameters get this rank's part. Tensors that are real already keep their
-    values and are moved. Parameter objects keep their identity, attributes and ties wherever PyTorch allows it (not
-    where a weak reference to them exists, as in `nn.LSTM`; ties hold there too). Plain tensors that shared memory on
-    meta share it afterwards.
-
-    Args:
-        models: The models given to `remember`, now sharded, or not.
-        plan: What `remember` returned.
-        device: Where everything is to live.
-
-    Raises:
-        InitError: A parameter that nobody initialised, a tensor on meta that the plan does not know, or an attribute
-            that holds a sharded parameter a second time. Every rank sees the whole tensor, so every rank raises.
-    """
+    Parameters keep their identity where PyTorch allows it (not where a weak reference to them exists, as in `nn.LSTM`).
+    Plain tensors that shared memory on meta share it afterwards."""
     device = torch.device(device)
     _refuse_left_behind(models, plan)
     places = _places(models, plan)
@@ -280,7 +256,6 @@ def _is_whole(ref: Ref, storage: torch.UntypedStorage) -> bool:
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The module's own parameters and buffers."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 

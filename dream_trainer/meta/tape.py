@@ -1,15 +1,10 @@
 """The tape: runs model-building code for real, except that large and empty tensors stay on meta and are recorded.
 
-While a recording is on, `torch.empty` and its kin, and large results of `torch.zeros`, `torch.randn` and such, become
-meta tensors. Whatever touches one of them runs on meta and is recorded; everything else runs as always, so tables,
-masks and constants that a constructor computes are real. To the code that runs, the meta tensors look like CPU tensors;
-when it asks one for values, the calls behind it are replayed on the spot.
+To the code that runs, the meta tensors look like CPU tensors; when it asks one for values, the calls behind it are
+replayed on the spot. Not deferred or not replayed:
 
-What cannot be seen at this level, and is therefore not deferred or not replayed:
-
-- `torch.Tensor(n, m)`, the legacy constructor, allocates for real: correct, but not lazy.
-- `torch.manual_seed` inside a recording seeds the real draws after it, not the recorded ones, which have seeds of
-  their own. Pass `generator=` to fix a draw: it is honoured exactly.
+- `torch.Tensor(n, m)`, the legacy constructor, allocates for real.
+- `torch.manual_seed` inside a recording seeds real draws only; `generator=` is honoured exactly.
 - Storages written behind torch's back (`numpy`, `from_dlpack`): the arrays handed out are read-only.
 """
 
@@ -49,11 +44,7 @@ from dream_trainer.meta.recorded_calls import GeneratorState, Op, RecordedCalls,
 
 
 class Tape:
-    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank.
-
-    Args:
-        seed: Random draws, recorded or real, depend on it and on the order of the calls alone.
-    """
+    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -64,11 +55,7 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Defers and records for the length of the context; may be entered again, also from within.
-
-        Real draws come from the global generators of torch (CPU), `random` and numpy, which are seeded on entry and
-        restored on exit.
-        """
+        """Defers and records inside, also when entered again; the real generators are seeded, and restored on exit."""
         if self._is_recording:
             yield
             return
@@ -107,10 +94,7 @@ class Tape:
             return self.tracks(tensor) and self.history.is_drawn(self.history.ref(tensor))
 
     def replay(self, tensor: Tensor) -> Tensor:
-        """The full real CPU tensor that `tensor` (on meta) stands for; a real tensor is returned as it is.
-
-        Memory: the storage behind `tensor`, plus what the calls that made it hold at once. What nobody wrote is NaN.
-        """
+        """The full real CPU tensor that `tensor` stands for, NaN where nobody wrote; a real one as it is."""
         with without_torch_function():
             if not tensor.is_meta:
                 return tensor
@@ -118,8 +102,7 @@ class Tape:
             return ref.view(self.history.replay(ref)[0])
 
 
-LARGE = 1 << 20
-"""Elements from which on a filled factory's result is deferred: 4 MB in fp32."""
+LARGE = 1 << 20  # elements from which on a filled factory's result is deferred: 4 MB in fp32
 
 
 class Recorder(TorchFunctionMode):

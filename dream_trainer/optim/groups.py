@@ -1,7 +1,4 @@
-"""Which parameter gets which learning rate and weight decay, decided by name, kind and depth.
-
-Every trainable parameter lands in exactly one group; tied ones count once. Names are those of `state_dict()`.
-"""
+"""Which parameter gets which learning rate and weight decay; each trainable one is in exactly one group."""
 
 from __future__ import annotations
 
@@ -51,31 +48,19 @@ class GroupParameters:
 
 @dataclass(frozen=True)
 class Placed:
-    """One trainable parameter and what decides on its group.
+    """One trainable parameter and what decides on its group."""
 
-    Attributes:
-        names: Its names: several if it is tied, of which the first is used.
-        parameter: The parameter; None if another stage of a pipeline has it.
-        group: The first pattern group that matches, or None.
-        decays: Whether it is of a kind that decays.
-        depth: Its layer under `layer_decay`: 0 below the first block, then its block's number; None without.
-        scale: Factor of the learning rate by depth.
-        is_matrix: Whether it has two dimensions.
-        is_hidden_matrix: Whether it is a matrix inside a block, and neither an embedding nor a normalisation weight.
-    """
-
-    names: tuple[str, ...]
-    parameter: nn.Parameter | None
-    group: GroupParameters | None
+    names: tuple[str, ...]  # several if it is tied, of which the first is used
+    parameter: nn.Parameter | None  # None if another stage of a pipeline has it
+    group: GroupParameters | None  # the first that matches
     decays: bool
-    depth: int | None
-    scale: float
+    depth: int | None  # under `layer_decay`: 0 below the first block, then its block's number
+    scale: float  # factor of the learning rate by depth
     is_matrix: bool
-    is_hidden_matrix: bool
+    is_hidden_matrix: bool  # inside a block, and neither an embedding nor a normalisation weight
 
 
 def check_pattern(name: str, pattern: object) -> None:
-    """Raises ConfigError unless `pattern` is a regular expression."""
     if not isinstance(pattern, str) or not pattern:
         raise ConfigError(f"{name}={pattern!r} is not a pattern. Use a regular expression on names.")
     try:
@@ -233,14 +218,12 @@ def require_hidden(pattern: str, names: Sequence[tuple[str, ...]]) -> None:
 
 
 def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
-    """Whether one of the patterns is found in one of the names."""
     return any(_matches(pattern, names) for pattern in patterns)
 
 
 def _choose(
     groups: Sequence[GroupParameters], trainable: Sequence[tuple[str, ...]], everything: Sequence[tuple[str, ...]]
 ) -> list[GroupParameters | None]:
-    """The first group that matches each of the trainable parameters."""
     chosen = [next((group for group in groups if _matches(group.pattern, names)), None) for names in trainable]
     for group in groups:
         _require_match("groups", group.pattern, everything)

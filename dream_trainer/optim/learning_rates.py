@@ -1,9 +1,7 @@
-"""Learning rate schedules from ScheduleParameters, as closed forms of the step.
+"""Learning rate schedules as closed forms of the step.
 
-The optimizer's step number s, from 0, is taken at `factor(s)` times the group's own rate, so that groups keep their
-ratios. A checkpoint contains s and the groups' rates. The form follows the current config: a longer run stretches the
-rest of the schedule, and a WSD run can continue from before its decay.
-"""
+The optimizer's step s, from 0, is taken at `factor(s)` times the group's rate. A checkpoint contains s and the groups'
+rates; the form follows the current config, so a longer run stretches the rest of the schedule."""
 
 from __future__ import annotations
 
@@ -309,7 +307,6 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
 
 
 def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """Length of the run in units; None if it is unknown."""
     if total_steps is None or parameters.unit != "epoch":
         return total_steps
     return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None

@@ -20,7 +20,7 @@ from dream_trainer.optim.groups import GroupParameters, check_pattern
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "adafactor", "muon"]
 
-HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
+HYPERPARAMETERS: dict[str, tuple[str, ...]] = {  # fields that each optimizer takes in addition to those that all take
     "adamw": ("betas", "eps", "amsgrad"),
     "adam": ("betas", "eps", "amsgrad"),
     "sgd": ("momentum", "dampening", "nesterov"),
@@ -30,7 +30,6 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "adafactor": (),
     "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps"),
 }
-"""Fields that each optimizer takes in addition to those that all take."""
 
 HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")
 """Optimizers with a fused implementation; of "muon" it is the AdamW half's."""

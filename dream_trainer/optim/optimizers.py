@@ -165,13 +165,12 @@ def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
 # a step. PyTorch's other ones are below.
 
 
-UNSHARDABLE: dict[type[Optimizer], str] = {
+UNSHARDABLE: dict[type[Optimizer], str] = {  # why each of these cannot step DTensors
     torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
     LBFGS: "flattens all parameters into one vector, which sharded ones cannot",
     Rprop: "assigns to elements picked by a mask, which DTensor has no rule for",
     SparseAdam: "needs sparse gradients, which fully_shard does not reduce",
 }
-"""Why each of these cannot step DTensors."""
 
 UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)
 """Optimizers whose fused kernel has no rule for DTensors."""

@@ -1,8 +1,6 @@
 """Weights in DCP directories: Dream Trainer's own checkpoints, and those of others.
 
-A block is assembled from the saved chunks that it overlaps, whatever mesh they were saved from, with one chunk in
-memory at a time. Entries that are not tensors are pickles; they are skipped and never read.
-"""
+A block is assembled from the saved chunks that it overlaps. Entries that are not tensors are never read."""
 
 from __future__ import annotations
 
@@ -30,15 +28,7 @@ _OWN_PREFIX = "models."
 
 
 def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
-    """The weights of one model in a Dream Trainer checkpoint.
-
-    Args:
-        path: The checkpoint's `step_*` directory.
-        model_name: The model; may be None if there is only one.
-
-    Raises:
-        CheckpointError: The manifest or DCP's metadata is missing or damaged, or there is no such model.
-    """
+    """The weights of one model in a Dream Trainer checkpoint; the model's name may be None if there is only one."""
     manifest = read_manifest(path)
     metadata = parse_metadata(manifest.read(METADATA_NAME), path / METADATA_NAME)
     names = [name for name in metadata.state_dict_metadata if name.startswith(_OWN_PREFIX)]
@@ -53,11 +43,7 @@ def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
 
 
 def open_foreign(path: Path) -> DcpFiles:
-    """All tensors of a DCP directory that somebody else wrote, under the names they have there.
-
-    Raises:
-        CheckpointError: The metadata is damaged or asks for code.
-    """
+    """All tensors of a DCP directory that somebody else wrote, under the names they have there."""
     metadata = _foreign_metadata(path / METADATA_NAME)
     records = metadata.state_dict_metadata
     tensors = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
@@ -86,14 +72,7 @@ def _foreign_metadata(file: Path) -> Metadata:
 
 
 class DcpFiles:
-    """Tensors of a DCP directory.
-
-    Args:
-        path: The directory.
-        metadata: Its metadata, read safely.
-        names: The name to give each tensor, to its name in the metadata.
-        manifest: The manifest with the files' checksums; None if there is none.
-    """
+    """Tensors of a DCP directory; `names` has the name to give each tensor, to its name in the metadata."""
 
     def __init__(self, path: Path, metadata: Metadata, names: Mapping[str, str], manifest: Manifest | None) -> None:
         self._path = path
@@ -105,7 +84,6 @@ class DcpFiles:
             self.shapes = {name: tuple(record.size) for name, record in self._records.items()}
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        """See `WeightFiles.checksums`."""
         if self._manifest is None:
             return {}
         files = {
@@ -117,7 +95,6 @@ class DcpFiles:
         return {file: self._manifest.entry(file.name) for file in files}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `WeightFiles.read`."""
         block = torch.empty([cut.stop - cut.start for cut in box], dtype=self._records[name].properties.dtype)
         filled = 0
         for chunk in self._records[name].chunks:

@@ -1,8 +1,4 @@
-"""Weights in Hugging Face's layout, from a checkpoint on the disk or from a live model of any sharding.
-
-Only one tensor is in memory at a time. Names are those of `state_dict()`; tied weights are stored once, under their
-first name, as transformers expects them. How the files are named and published is in export_files.py.
-"""
+"""Weights in Hugging Face's layout, from a checkpoint or a live model, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -144,11 +140,6 @@ def _content(
 
 
 def model_to_export(models: Collection[str], asked: str | None) -> str:
-    """The name of a trainer's model: that which was asked for, or the only one.
-
-    Raises:
-        CheckpointError: There is no such model, or there are several.
-    """
     if asked is None:
         if len(models) > 1:
             raise CheckpointError(f"the trainer has several models: say which of {sorted(models)} to export.")
@@ -222,12 +213,7 @@ def export_model(
 
 
 def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> dict[str, str]:
-    """The mapping under new names: each regular expression is replaced in each name, in order; empty ones are dropped.
-
-    Raises:
-        CheckpointError: Two names become one.
-        ConfigError: A pattern is not a regular expression.
-    """
+    """The mapping under new names, in which each expression is replaced in order; empty names are dropped."""
     result: dict[str, str] = {}
     for name, source in sources.items():
         new = name
@@ -245,7 +231,6 @@ def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> di
 
 
 def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:
-    """Names of the models in a checkpoint."""
     first_parts = (name.split(".")[1] for name in stored.specs if name.startswith("models."))
     known = shared.get("extra_state") or dict.fromkeys(first_parts)  # a model's name may have dots itself
     return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in stored.specs)]
@@ -340,11 +325,7 @@ _DIGEST = re.compile(r"(\w+) (\(.*\)) [0-9a-f]{16}")
 
 
 class LeftOutWeights:
-    """Tensors by the names that the checkpoint would have for them.
-
-    Attributes:
-        specs: Shape and dtype of each.
-    """
+    """Tensors that the checkpoint left out, by the names that it would have for them."""
 
     def __init__(self, records: Mapping[str, Mapping[str, str]], base: Path | None) -> None:
         self._records, self._base = records, base
@@ -356,11 +337,7 @@ class LeftOutWeights:
                 self.specs[name] = TensorSpec(tuple(ast.literal_eval(match[2])), _DTYPES[match[1]])
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, its digest compared.
-
-        Raises:
-            CheckpointError: It is not known where it was loaded from, or it is not there, or has other values now.
-        """
+        """The whole tensor on the CPU, its digest compared."""
         record, spec = self._records[name], self.specs[name]
         if "path" not in record:
             raise CheckpointError(
@@ -385,11 +362,7 @@ class LeftOutWeights:
 
 
 class StageTensors:
-    """Brings tensors to rank 0, one at a time. Making one is a collective where there are several stages.
-
-    Attributes:
-        specs: What all ranks' tensors are written as, by name, stage after stage.
-    """
+    """Brings tensors to rank 0, one at a time. Making one is a collective where there are several stages."""
 
     def __init__(self, own: Mapping[str, TensorSpec], read: Callable[[str], Tensor], world: Ranks) -> None:
         self._own, self._read, self._world = own, read, world

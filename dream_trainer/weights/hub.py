@@ -124,10 +124,7 @@ def _name_base(file: Path, base_model: str | None) -> None:
 
 
 def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str | None) -> str:
-    """The text of a model card: what the files are, how far they were trained, and what a validation found.
-
-    Paths of this machine are not in it.
-    """
+    """A model card: what the files are, their training and validation, and no path of this machine."""
     from huggingface_hub import ModelCardData
 
     library, use = _library(directory, repo)
@@ -150,7 +147,6 @@ def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str |
 
 
 def _library(directory: Path, repo: str) -> tuple[str | None, str]:
-    """Which library reads the export, and how."""
     if (directory / ADAPTER_CONFIG_NAME).exists():
         return "peft", f'Adapters: `PeftModel.from_pretrained(base, "{repo}")`.'
     config = directory / CONFIG_NAME

@@ -1,8 +1,4 @@
-"""Loading weights from a file into an existing model: `load_weights`.
-
-First every rank matches the file's names with the model's, and nothing is written before all ranks agree that they fit.
-Then each rank reads the block of each tensor that its own shard covers, and copies it into the shard.
-"""
+"""Loading weights from a file into an existing model: names are matched on all ranks before anything is written."""
 
 from __future__ import annotations
 
@@ -261,7 +257,6 @@ def _part(tensor: Tensor) -> _Part:
 
 
 def _rows(tensor: DTensor, dim: int) -> Tensor:
-    """The indices along `dim` that this rank has."""
     rows = local_indices(tensor, dim)
     if len(rows) != local_tensor(tensor).shape[dim]:
         raise CheckpointError(

@@ -34,7 +34,6 @@ class LoadReport:
 
 
 def _problems(report: LoadReport) -> list[str]:
-    """A line for each kind of name that does not fit."""
     reasons = [f"{name} ({reason})" for name, reason in report.mismatched.items()]
     kinds = (
         (report.missing, "missing (not in the file)"),
@@ -65,7 +64,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def refusal(report: LoadReport) -> str:
-    """Why nothing is loaded, and what to do."""
     what = "it does not fit the model" if report.loaded else "nothing in it fits the model"
     advice = rename_hint(report)
     if not advice:

@@ -1,9 +1,6 @@
-"""The kinds of files that contain weights: each is opened as tensors by name, of which any block can be read.
+"""The kinds of files that contain weights: opening one reads its header, and any block of a tensor can be read.
 
-Opening a file reads its header but no values: a rank that needs a quarter of a tensor reads about a quarter. No code in
-a file is run: safetensors has none, and pickles are read by PyTorch's `weights_only` reader, which refuses anything but
-tensors.
-"""
+No code in a file is run: pickles are read by PyTorch's `weights_only` reader."""
 
 from __future__ import annotations
 
@@ -30,11 +27,6 @@ _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 
 
 def open_weights(path: Path, model_name: str | None) -> WeightFiles:
-    """Opens the weights at `path`, of whatever kind they are.
-
-    Raises:
-        CheckpointError: There is nothing at `path`, or it is of an unknown kind, damaged or asks for code.
-    """
     if path.is_dir():
         return _open_directory(path, model_name)
     if not path.exists():
