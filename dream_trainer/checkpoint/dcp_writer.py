@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dream_trainer.checkpoint.files import NewFile
 from dream_trainer.checkpoint.manifest import FileEntry
 from dream_trainer.checkpoint.snapshot import KnownPlan
-from dream_trainer.compat.save_plans import merge_plans_of_parts
+from dream_trainer.compat.pytorch import merge_plans_of_parts
 
 
 class _HashingFileSystem(FileSystem):

@@ -24,9 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients
-from dream_trainer.compat.pytorch import local_tensor, whole_of, write_count
-from dream_trainer.compat.saved_weights import SavedWeights
+from dream_trainer.compat.pytorch import after_accumulation, changes_gradients, local_tensor, whole_of, write_count
 from dream_trainer.errors import StepError
 from dream_trainer.nested import map_tensors
 
@@ -560,3 +558,51 @@ def _end_backward(root: Any) -> None:
         # From PyTorch 2.15 on a backward says who ends it before it does, and here is none.
         context.manual_backward_finalization_active = False
     root._root_post_backward_final_callback()
+
+
+class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
+    """Around forwards of sharded blocks: a weight that a graph has saved is gathered again when a backward asks for it.
+
+    `fully_shard` gathers a block when the gradient of its output comes, which a loss of what it kept lacks."""
+
+    def __init__(self, owners: dict[int, DifferentiableGroup]) -> None:
+        self._entered = 0
+
+        def pack(tensor: Tensor) -> tuple[Tensor, DifferentiableGroup | int]:
+            group = owners.get(tensor.untyped_storage()._cdata)
+            return tensor, tensor._version if group is None else group
+
+        def unpack(packed: tuple[Tensor, DifferentiableGroup | int]) -> Tensor:
+            tensor, saved = packed
+            if not isinstance(saved, int):
+                saved.gather_again()
+            elif tensor._version != saved:  # PyTorch does not look itself, where there are hooks
+                raise StepError(
+                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at "
+                    f"version {tensor._version} and was saved at {saved}. Use operations that return a new tensor."
+                )
+            return tensor
+
+        super().__init__(pack, unpack)
+
+    def begin(self) -> bool:
+        """Whether they are entered: where others are, as a checkpoint's, these have to see what is saved."""
+        wanted = (
+            torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # pyright: ignore
+            and torch._C._current_graph_task_id() == -1
+            and not torch._C._are_functorch_transforms_active()
+        )
+        if wanted:
+            self._entered += 1
+            self.__enter__()
+        return wanted
+
+    def end(self) -> None:
+        self._entered -= 1
+        self.__exit__(None, None, None)
+
+    def leave_all(self) -> None:
+        """Leaves what a forward that raised did not leave."""
+        while self._entered:
+            self.end()

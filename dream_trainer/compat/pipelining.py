@@ -21,8 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from dream_trainer.compat.gradient_hooks import after_accumulation
-from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.compat.pytorch import after_accumulation, local_tensor
 
 ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}

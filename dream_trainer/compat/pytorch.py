@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Placement
@@ -313,6 +315,14 @@ def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
     )
 
 
+def merge_plans_of_parts(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """As `DefaultSavePlanner.create_global_plan`, but nobody asks whether the parts are all of each tensor."""
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+
+    return create_default_global_save_plan(dedup_save_plans(plans))
+
+
 def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     """Sets how long collectives of `group` (None: the default group) may take from now on."""
     import torch.distributed as dist
@@ -500,3 +510,37 @@ class OfTensors(Generic[V]):
 
     def clear(self) -> None:
         self._values.clear()
+
+
+def keep_hooks(tensor: Tensor) -> None:
+    """After a swap: calls the hooks that were set before it, and those to come."""
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks = tensor._backward_hooks
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
+    """Has autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
+    if former._backward_hooks is not None and parameter._backward_hooks is not former._backward_hooks:
+        parameter._backward_hooks = former._backward_hooks
+    hooks = former._post_accumulate_grad_hooks
+    if hooks is not None and parameter._post_accumulate_grad_hooks is not hooks:
+        parameter._post_accumulate_grad_hooks = hooks
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def changes_gradients(parameter: nn.Parameter) -> bool:
+    """Whether a hook is set that is given gradients before they are added up (`register_hook`)."""
+    return bool(parameter._backward_hooks)
+
+
+def after_accumulation(parameters: Iterable[nn.Parameter]) -> None:
+    """Calls what autograd calls when it has added to `grad`, for those whose `grad` something else has added to."""
+    for parameter in parameters:
+        if parameter._post_accumulate_grad_hooks and parameter.grad is not None:
+            for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
+                hook(parameter)

@@ -4,6 +4,7 @@ They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import logging
@@ -12,6 +13,7 @@ import platform
 import socket
 import struct
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dream_trainer.distributed.own_code import PACKAGE, digest_of_code, own_code
+from dream_trainer.distributed.failure import PACKAGE
 from dream_trainer.errors import ConfigError, RanksDifferError
 from dream_trainer.version import __version__
 
@@ -284,3 +286,31 @@ def _is_loopback(address: str) -> bool:
 
 def _spelled(addresses: dict[str, list[str]]) -> str:
     return ", ".join(f"{name} ({own[0]})" for name, own in addresses.items()) or "none"
+
+
+class CodeFile(NamedTuple):
+    """A module's file, and a digest of what is in it now."""
+
+    path: Path
+    digest: str
+
+
+def own_code() -> dict[str, CodeFile]:
+    """By module, without those of this package, the standard library and whatever pip installed."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    elsewhere = tuple(place + os.sep for place in (*installed, str(PACKAGE)))
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = str(vars(module).get("__file__") or "") if module is not None else ""
+        if not path.endswith(".py") or path.startswith(elsewhere):
+            continue
+        try:
+            found[name] = CodeFile(Path(path), digest_of_code(Path(path).read_bytes()))
+        except OSError:  # of an archive, or gone since
+            continue
+    return found
+
+
+def digest_of_code(content: bytes) -> str:
+    """Short enough to be shown."""
+    return hashlib.sha256(content).hexdigest()[:12]

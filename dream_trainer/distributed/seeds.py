@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import default_generator_of
+from dream_trainer.errors import CheckpointError
 
 GENERATORS = frozenset(("torch", "python", "numpy"))  # the global CPU generators, by library
 
@@ -167,3 +168,38 @@ class preserved_random_state(AbstractContextManager[None]):
         put_back(self._state)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
+
+
+_PREFIX = "random."
+
+
+def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The global generators' states for typed JSON, and as byte tensors by name, read without drawing."""
+    import numpy as np
+
+    torch_state, python_state, numpy_state = undisturbed_cpu_state()
+    tensors = {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
+    state = {"python": python_state, "numpy": numpy_state or np.random.get_state(legacy=False)}
+    return state, tensors | {f"{_PREFIX}cpu": torch_state}
+
+
+def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the global generators to what `random_state` returned, or raises if it is of another kind of device."""
+    generators = _generators(device)
+    saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)}
+    if saved != set(generators):
+        raise CheckpointError(
+            f"The random states are of {sorted(saved)}, and this rank draws on {sorted(generators)}. "
+            "Resume on the same kind of device, or reseed."
+        )
+    import numpy as np
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    for kind, generator in generators.items():
+        generator.set_state(tensors[f"{_PREFIX}{kind}"].cpu())
+
+
+def _generators(device: torch.device) -> dict[str, torch.Generator]:
+    cpu = torch.device("cpu")
+    return {kind.type: default_generator_of(kind) for kind in (cpu, device)}

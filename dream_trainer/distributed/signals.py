@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from dream_trainer.distributed.requests import Requests
+from dream_trainer.distributed.pulse import Requests
 from dream_trainer.screen import show
 
 T = TypeVar("T")

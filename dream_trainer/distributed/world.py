@@ -512,3 +512,38 @@ def _own(groups: list[list[int]]) -> dist.ProcessGroup:
 
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return cast("dist.ProcessGroup", group)
+
+
+def ranks_of_host(world: World, host: int) -> list[int]:
+    return [rank for rank in range(world.world_size) if world.host_of(rank) == host]
+
+
+def on_host(world: World, beside: Ranks, *, timeout_seconds: float) -> Ranks:
+    """Those of `beside` that are on this host, numbered from 0, for the same thread; every rank calls it."""
+    if world.n_hosts == 1:
+        return beside
+    import torch.distributed as dist
+
+    hosts = [ranks_of_host(world, host) for host in range(world.n_hosts)]
+    group, _ = dist.new_subgroups_by_enumeration(hosts, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+    own = hosts[world.host_number]
+    return Ranks(own.index(world.rank), len(own), cast("dist.ProcessGroup", group))
+
+
+EXPERT_MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "ep")  # ep: ranks with different experts, which are neighbours
+
+
+def expert_mesh_shape(replicate: int, shard: int, experts: int) -> tuple[int, int, int]:
+    """Sizes of a stage's dimensions: shards are cut by experts first, and copies where nothing is sharded."""
+    return (replicate, shard // experts, experts) if shard > 1 else (replicate // experts, 1, experts)
+
+
+def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)
+    ranks = torch.arange(world.world_size).view(world.stages, *shape, world.mesh_shape.tp)
+    ranks = ranks.movedim(-1, 2).flatten(1, 2)
+    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=EXPERT_MESH_DIMS)
+    world.further_groups.extend(mesh.get_all_groups())  # so that they take its time-outs
+    return mesh

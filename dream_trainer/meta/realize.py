@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.compat.gradient_hooks import keep_hooks
-from dream_trainer.compat.pytorch import local_tensor, second_lists
+from dream_trainer.compat.pytorch import keep_hooks, local_tensor, second_lists
 from dream_trainer.errors import InitError
 from dream_trainer.meta.recorded_calls import Ref
 from dream_trainer.meta.tape import Tape

@@ -21,8 +21,8 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.best_value import refuse_other_places
+from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.files import local_path, step_name
-from dream_trainer.checkpoint.frozen_weights import FrozenWeights
 from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_all_but_shards, verify_checkpoint
@@ -42,10 +42,9 @@ from dream_trainer.config.checkpoint_parameters import (
     CheckpointParameters,
     Mode,
 )
-from dream_trainer.distributed.host_ranks import on_host, ranks_of_host
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.distributed.world import MESH_DIMS, on_host, ranks_of_host
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
