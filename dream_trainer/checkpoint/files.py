@@ -12,13 +12,12 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+from xxhash import xxh3_128
 
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath, remove_directory
-
-if TYPE_CHECKING:
-    from xxhash import xxh3_128 as Xxh3
 
 _CHUNK = 1 << 20  # small enough that a chunk is still in the processor's cache when it is hashed
 _STEP_NAME = re.compile(r"step_(\d{8,})")
@@ -84,10 +83,8 @@ class NewFile(io.BufferedWriter):
     """A new file that is written once, hashed (xxh3, 128 bit) and counted meanwhile, and on the disk once closed."""
 
     def __init__(self, path: Path) -> None:
-        from xxhash import xxh3_128
-
         super().__init__(io.FileIO(path, "xb"))
-        self.digest: Xxh3 = xxh3_128()
+        self.digest = xxh3_128()
         self.size = 0
 
     def write(self, content: Any, /) -> int:
@@ -131,8 +128,6 @@ def sync_directory(path: Path) -> None:
 
 def checksum(path: Path) -> tuple[int, str]:
     """Size in bytes and xxh3 (128 bit, hexadecimal) of a file, read in chunks of 1 MiB."""
-    from xxhash import xxh3_128
-
     digest, size = xxh3_128(), 0
     buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
@@ -143,8 +138,6 @@ def checksum(path: Path) -> tuple[int, str]:
 
 
 def content_checksum(content: bytes) -> str:
-    from xxhash import xxh3_128
-
     return xxh3_128(content).hexdigest()
 
 

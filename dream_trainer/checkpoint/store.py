@@ -31,13 +31,7 @@ from dream_trainer.checkpoint.files import (
     sync_directory,
     write_file,
 )
-from dream_trainer.checkpoint.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    encode_manifest,
-    verify_checkpoint,
-)
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, encode_manifest, verify_checkpoint
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.distributed.outcomes import (
     dealt_by_main_rank,

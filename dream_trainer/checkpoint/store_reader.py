@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from xxhash import xxh3_128
 
 from dream_trainer.checkpoint.files import compare_content
 from dream_trainer.checkpoint.manifest import Manifest
@@ -53,8 +54,6 @@ class _Forward:
     """A file read in order; what is passed over is fetched only where the whole is hashed."""
 
     def __init__(self, stream: io.RawIOBase, *, hashes: bool) -> None:
-        from xxhash import xxh3_128
-
         self._stream = stream
         self._digest = xxh3_128() if hashes else None
         self._position = 0

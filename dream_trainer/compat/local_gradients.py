@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.distributed as dist
 import torch.nn as nn
 
 from dream_trainer.own_time import OwnTime
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 @dataclass

@@ -11,13 +11,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
-import torch.distributed  # which makes the module below
+import torch.distributed as dist  # which makes the module below
 import torch.nn as nn
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,16 +80,12 @@ _HAS_SINGLE = torch.__version__ >= "2.13"
 
 def all_gather_flat(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """Fills `gathered` with every rank's `own`, one after the other; `own` may be this rank's place in it."""
-    import torch.distributed as dist
-
     gather = dist.all_gather_single if _HAS_SINGLE else dist.all_gather_into_tensor
     gather(gathered, own, group=group)
 
 
 def sum_scatter_flat(own: Tensor, every: Tensor, group: ProcessGroup) -> None:
     """Fills `own` with the sum over ranks of this one's part of `every`, whose parts lie one after the other."""
-    import torch.distributed as dist
-
     scatter = dist.reduce_scatter_single if _HAS_SINGLE else dist.reduce_scatter_tensor
     scatter(own, every, op=dist.ReduceOp.SUM, group=group)
 
@@ -325,8 +321,6 @@ def merge_plans_of_parts(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadat
 
 def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     """Sets how long collectives of `group` (None: the default group) may take from now on."""
-    import torch.distributed as dist
-
     if torch.__version__ >= "2.15":
         dist.set_timeout(timeout, group)  # type: ignore[attr-defined]  # new there, which warns of the other
     else:
@@ -351,8 +345,6 @@ def enable_flight_recorder(directory: Path) -> None:
 
 def recorded_collectives() -> bytes | None:
     """What the flight recorder holds of this rank's last collectives, pickled; None without a process group."""
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized():
         return None
     from torch._C import _distributed_c10d

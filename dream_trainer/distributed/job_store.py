@@ -13,7 +13,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dream_trainer.compat.pytorch import connect_again
+from dream_trainer.compat.pytorch import PrefixStore, TCPStore, connect_again
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ logger = logging.getLogger("dream_trainer")
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store for this process's `number`-th group, under its own prefix; connects on the first call."""
     global _attempt, _store
-    from dream_trainer.compat.pytorch import PrefixStore
-
     if _store is None:
         _store, agent_hosts = _connect(rank, world_size, timeout)
         _attempt = _agree_on_attempt(_store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
@@ -43,8 +41,6 @@ def job_store() -> Store | None:
     """The keys of this attempt, for the main thread; None where no process group was made here."""
     if _store is None:
         return None
-    from dream_trainer.compat.pytorch import PrefixStore
-
     return PrefixStore(_attempt, _store)
 
 
@@ -52,8 +48,6 @@ def job_store_for_thread() -> Store | None:
     """The same over a connection of its own, since one serves one thread at a time."""
     if _store is None:
         return None
-    from dream_trainer.compat.pytorch import PrefixStore
-
     return PrefixStore(_attempt, connect_again(_store))
 
 
@@ -143,8 +137,6 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedel
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, bool]:
     """A connection to the job's store, and whether the agent has it, and so keeps it over attempts."""
-    from dream_trainer.compat.pytorch import TCPStore
-
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -43,8 +44,6 @@ class Pulse:
         """The sums over all ranks of what each says; waits for every rank to call it."""
         if self._world.world_size == 1:
             return mine
-        import torch.distributed as dist
-
         self._sums.copy_(torch.tensor(mine))
         dist.all_reduce(self._sums, group=self._world.cpu_group)
         return Flags(*self._sums.tolist())

@@ -15,8 +15,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dream_trainer.compat.pytorch import (
     all_gather_flat,
@@ -24,6 +26,14 @@ from dream_trainer.compat.pytorch import (
     keep_own_generators,
     set_group_timeout,
     sum_scatter_flat,
+)
+from dream_trainer.config.device_parameters import (
+    DeviceParameters,
+    MeshShape,
+    parameter_shape,
+    ranks_per_worker,
+    refuse_split_copies,
+    resolve_mesh,
 )
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
@@ -35,11 +45,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
     from dream_trainer.compat.pytorch import Store
-    from dream_trainer.config.device_parameters import DeviceParameters, MeshShape
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -109,13 +115,6 @@ class World(Ranks):
         self, parameters: DeviceParameters, *, shard_by_default: bool, workers: int | Literal["hosts"] = 1
     ) -> None:
         """Joins the process group and lays the mesh; "auto" gives the ranks to dp_shard if `shard_by_default`."""
-        from dream_trainer.config.device_parameters import (
-            parameter_shape,
-            ranks_per_worker,
-            refuse_split_copies,
-            resolve_mesh,
-        )
-
         rank, self.local_rank, world_size = environment_ranks()
         place = place_among_hosts(_launches)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
@@ -168,8 +167,6 @@ class World(Ranks):
         """Ranks over which gradients of plain parameters are averaged; None if there are no others."""
         if self.data_size == 1 or self.step_size == 1:
             return None
-        import torch.distributed as dist
-
         return self.step_group or self.data_group or dist.group.WORLD
 
     @property
@@ -220,15 +217,12 @@ class World(Ranks):
 
     def _join(self) -> None:
         global _group_users, _launches, _owns_group
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
         timeout = timedelta(seconds=self._parameters.start_timeout_seconds)
         _launches += 1
         if not dist.is_initialized():
-            backend = (
-                "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
-            )
+            backend, kind = "gloo", self.device.type
+            if kind != "cpu":
+                backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
             store = job_store.store_for_group(_launches, self.rank, self.world_size, timeout)
             self._meet_other_hosts()
             dist.init_process_group(
@@ -320,8 +314,6 @@ class World(Ranks):
 
     def further_group(self) -> dist.ProcessGroup:
         """A group of all ranks whose collectives meet no others, with the time-out of a step's; every rank calls it."""
-        import torch.distributed as dist
-
         group = cast("dist.ProcessGroup", dist.new_group(timeout=self._time_out))
         self.further_groups.append(group)
         return group
@@ -330,8 +322,6 @@ class World(Ranks):
         """The same ranks on a further gloo group with the long time-out, for a thread; every rank calls it."""
         if self.world_size == 1:
             return Ranks.alone()
-        import torch.distributed as dist
-
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
         copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies, "stages": self.stages}
         return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), **copies)
@@ -376,8 +366,6 @@ class World(Ranks):
         self._open = False
         if self.world_size == 1:
             return
-        import torch.distributed as dist
-
         _group_users -= 1
         if _group_users == 0 and _owns_group and dist.is_initialized():
             job_store.leave(_launches, self.world_size, timeout_seconds)
@@ -394,12 +382,6 @@ class World(Ranks):
             time.sleep(0.1)
         self.cpu_group = self.mesh = self.parameter_mesh = None
         self.further_groups.clear()
-
-
-def _backend(device_type: str) -> str:
-    import torch.distributed as dist
-
-    return str(dist.get_default_backend_for_device(device_type))
 
 
 def close_at_exit(world: World) -> None:
@@ -508,8 +490,6 @@ def make_groups(world_size: int, shape: MeshShape, workers: int) -> RankGroups:
 
 
 def _own(groups: list[list[int]]) -> dist.ProcessGroup:
-    import torch.distributed as dist
-
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return cast("dist.ProcessGroup", group)
 
@@ -522,8 +502,6 @@ def on_host(world: World, beside: Ranks, *, timeout_seconds: float) -> Ranks:
     """Those of `beside` that are on this host, numbered from 0, for the same thread; every rank calls it."""
     if world.n_hosts == 1:
         return beside
-    import torch.distributed as dist
-
     hosts = [ranks_of_host(world, host) for host in range(world.n_hosts)]
     group, _ = dist.new_subgroups_by_enumeration(hosts, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
     own = hosts[world.host_number]
@@ -539,8 +517,6 @@ def expert_mesh_shape(replicate: int, shard: int, experts: int) -> tuple[int, in
 
 
 def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
-    from torch.distributed.device_mesh import DeviceMesh
-
     shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)
     ranks = torch.arange(world.world_size).view(world.stages, *shape, world.mesh_shape.tp)
     ranks = ranks.movedim(-1, 2).flatten(1, 2)

@@ -19,37 +19,13 @@ EMPTY = {  # factories whose result holds no values yet
 
 FILLED = {  # factories that are worth deferring when their result is large
     *("zeros", "ones", "full", "rand", "randn", "randint", "normal", "eye"),
-    *(
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-    ),
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full"),
 }
 
 READS = {  # functions that bring values into Python
-    *(
-        "item",
-        "tolist",
-        "numpy",
-        "__array__",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "__reduce_ex__",
-        "__dlpack__",
-    ),
-    *(
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-    ),
+    *("item", "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__reduce_ex__", "__dlpack__"),
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
     *("equal", "allclose", "is_nonzero", "pin_memory"),
 }
 
@@ -57,32 +33,13 @@ QUIET_WRITES = {"batch_norm", "instance_norm"}
 """Functions that write running statistics without counting it as a write, so that they have to run for real."""
 
 METADATA = {
-    *(
-        "requires_grad_",
-        "detach_",
-        "retain_grad",
-        "set_",
-        "t_",
-        "transpose_",
-        "swapaxes_",
-        "swapdims_",
-    ),
+    *("requires_grad_", "detach_", "retain_grad", "set_", "t_", "transpose_", "swapaxes_", "swapdims_"),
     *("squeeze_", "unsqueeze_", "as_strided_", "rename_"),
 }
 """Functions that end in `_` and yet write no values: they change the tensor object, which stays on meta, itself."""
 
 OVERWRITES = {  # in-place functions whose result does not depend on what their target held before
-    *(
-        "zero_",
-        "fill_",
-        "copy_",
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-    ),
+    *("zero_", "fill_", "copy_", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
     *("constant_", "kaiming_uniform_"),
 }
 
@@ -97,16 +54,7 @@ CASTS = {"to", "type", "double", "float", "half", "bfloat16", "clone", "contiguo
 """Functions whose result is their argument in another memory, and maybe of another dtype."""
 
 _INPLACE_OPERATORS = {
-    *(
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__imatmul__",
-    ),
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__imatmul__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
 }
 

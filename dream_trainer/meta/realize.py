@@ -77,11 +77,7 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
                     plan.by_name[plain_name(fqn)] = note
             for name, tensor in _attributes(module):
                 if tensor.is_meta:
-                    note = _Note(
-                        tape.history.ref(tensor),
-                        f"{prefix}.{name}",
-                        isinstance(tensor, nn.Parameter),
-                    )
+                    note = _Note(tape.history.ref(tensor), f"{prefix}.{name}", isinstance(tensor, nn.Parameter))
                     plan.attributes.append((tensor, note))
     return plan
 

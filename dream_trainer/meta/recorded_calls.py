@@ -103,17 +103,7 @@ class RecordedCalls:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         outputs = ((0, self._ref(tensor)),)
         kwargs = {"dtype": tensor.dtype}
-        op = Op(
-            _uninitialised,
-            (count,),
-            kwargs,
-            outputs,
-            (),
-            (),
-            None,
-            torch.get_default_dtype(),
-            is_source=True,
-        )
+        op = Op(_uninitialised, (count,), kwargs, outputs, (), (), None, torch.get_default_dtype(), is_source=True)
         self.append(op, [tensor])
 
     def output(self, position: int, tensor: Tensor) -> tuple[int, Ref]:
@@ -150,11 +140,7 @@ class RecordedCalls:
         last_use: dict[int, int] = {ref.storage: len(self.ops)}
         for number in numbers:
             op = self.ops[number]
-            for storage in (
-                *op.reads,
-                *op.writes,
-                *(output.storage for _, output in op.outputs),
-            ):
+            for storage in (*op.reads, *op.writes, *(output.storage for _, output in op.outputs)):
                 last_use[storage] = max(number, last_use.get(storage, 0))
         live: dict[int, torch.UntypedStorage] = dict(given)
         random_state, default_dtype = torch.get_rng_state(), torch.get_default_dtype()
@@ -179,14 +165,7 @@ class RecordedCalls:
                 "Call `.resolve_conj()` before `.imag` in the model's constructor."
             )
         offset, is_conj = tensor.storage_offset(), tensor.is_conj()
-        return Ref(
-            storage_id(tensor),
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(offset),
-            is_conj,
-        )
+        return Ref(storage_id(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(offset), is_conj)
 
     def _needed(self, storage: int, given: Collection[int] = ()) -> list[int]:
         """Numbers, ascending, of the calls that the storage's present values depend on."""

@@ -114,11 +114,7 @@ class Recorder(TorchFunctionMode):
         self._initialised = initialised
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         leaves = [*tensor_leaves(args), *tensor_leaves(kwargs)]
@@ -136,10 +132,7 @@ class Recorder(TorchFunctionMode):
 
     def _factory(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Defers a factory's result if it is empty or large, and meant for the CPU."""
-        name, like = (
-            name_of(func),
-            next(iter((*tensor_leaves(args), *tensor_leaves(kwargs))), None),
-        )
+        name, like = (name_of(func), next(iter((*tensor_leaves(args), *tensor_leaves(kwargs))), None))
         is_tracked = like is not None and like.is_meta
         device = torch.device(kwargs.get("device") or (torch.get_default_device() if like is None else like.device))
         is_strided = kwargs.get("layout", torch.strided if like is None else like.layout) is torch.strided
@@ -147,11 +140,7 @@ class Recorder(TorchFunctionMode):
         if takes_values or not is_strided or device.type not in ("cpu", "meta") or kwargs.get("out") is not None:
             return self._tracked(func, args, kwargs) if is_tracked else func(*args, **kwargs)
         on_meta = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
-        result = func(
-            *map_leaves(_to_meta, args[:1]),
-            *args[1:],
-            **map_leaves(_to_meta, {**on_meta, "device": "meta"}),
-        )
+        result = func(*map_leaves(_to_meta, args[:1]), *args[1:], **map_leaves(_to_meta, {**on_meta, "device": "meta"}))
         is_asked_for = is_tracked or device.type == "meta"
         if name in FILLED and result.numel() < LARGE and not is_asked_for:
             return func(*args, **kwargs)
@@ -231,11 +220,7 @@ class Recorder(TorchFunctionMode):
         return ref.view(self.history.replay(ref)[0])
 
     def _read(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: Sequence[Tensor] = (),
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor] = ()
     ) -> Any:
         """Runs a call for real, on replayed values; nothing of it is recorded."""
         if any(target.is_meta for target in written):
@@ -274,11 +259,7 @@ class Recorder(TorchFunctionMode):
                 self._read(func, one, one_kwargs)
 
     def _record(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[Tensor],
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
         """Runs a call on meta and appends it, unless it turns out to be a view, a question or a read."""
         stand_ins: list[Tensor] = []
@@ -333,12 +314,7 @@ class Recorder(TorchFunctionMode):
         return {**kwargs, "generator": state}
 
     def _append(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        writes: list[Tensor],
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: list[Tensor]
     ) -> None:
         new, outputs = [], []
         for position, leaf in enumerate(tensor_leaves(result)):
@@ -353,23 +329,11 @@ class Recorder(TorchFunctionMode):
 
         args, kwargs = map_leaves(captured, args), map_leaves(captured, kwargs)
         refs: list[Ref] = []
-        map_leaves(
-            lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None,
-            [args, kwargs],
-        )
+        map_leaves(lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None, [args, kwargs])
         overwrites = _overwritten(func, refs, writes)
         reads = tuple({ref.storage for ref in refs} - {overwrites})
         written = tuple({storage_id(target) for target in writes})
-        op = Op(
-            func,
-            args,
-            kwargs,
-            tuple(outputs),
-            written,
-            reads,
-            overwrites,
-            torch.get_default_dtype(),
-        )
+        op = Op(func, args, kwargs, tuple(outputs), written, reads, overwrites, torch.get_default_dtype())
         self.history.append(op, new)
         if writes:
             self._initialised.update(_initialising())

@@ -8,18 +8,16 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, with_local
 from dream_trainer.modules.shards import local_gradient
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # -- Whole matrices, each on one rank: parts travel to a matrix's owner in one packed all-to-all, and results travel
 # back.
@@ -130,8 +128,6 @@ class MatrixExchange:
             all_gather_flat(self._results, self._slot, self._layout.replicas)
 
     def _work(self, work: Callable[[int, Tensor], Tensor]) -> None:
-        import torch.distributed as dist
-
         group, dim = self._layout.shards, self._layout.dim
         outgoing = self._slot[: sum(self._sent)]
         if group is not None:
@@ -148,8 +144,6 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     """(rank, number of ranks) in `group`; (0, 1) without one."""
     if group is None:
         return 0, 1
-    import torch.distributed as dist
-
     return dist.get_rank(group), dist.get_world_size(group)
 
 

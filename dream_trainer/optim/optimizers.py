@@ -109,12 +109,7 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
 
 
 def _build(
-    cls: type[Any],
-    parameters: OptimizerParameters,
-    placed: Sequence[Placed],
-    *,
-    lr: float,
-    options: dict[str, Any],
+    cls: type[Any], parameters: OptimizerParameters, placed: Sequence[Placed], *, lr: float, options: dict[str, Any]
 ) -> Optimizer:
     if any(one.parameter is not None and is_sharded(one.parameter) for one in placed):
         refuse_unshardable_class(cls)

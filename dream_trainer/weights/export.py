@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dream_trainer.checkpoint.digests import value_digests
@@ -381,8 +382,6 @@ class StageTensors:
         holder = self._holders.get(name, 0)
         if holder == 0 or self._world.rank not in (0, holder):
             return value
-        import torch.distributed as dist
-
         # Bytes, since not every backend sends every type.
         if self._world.rank == holder:
             sent = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
