@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,6 @@ from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.modules.shards import local_indices
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _CHUNK = 1 << 20  # elements: the temporaries stay in the processor's cache, and are few beside a model on a device
 _MASK = (1 << 64) - 1
@@ -50,7 +46,10 @@ def _sum_of_shard(tensor: Tensor) -> tuple[_Shard, int]:
     local = local_tensor(tensor.detach())
     if not local.numel():
         return (), 0
-    rows = _rows_of_cut_dimensions(tensor) if isinstance(tensor, DTensor) else {}
+    rows: dict[int, Tensor] = {}
+    if isinstance(tensor, DTensor):
+        cut = {dim for placement in tensor.placements if (dim := shard_dim(placement)) is not None}
+        rows = {dim: local_indices(tensor, dim) for dim in sorted(cut)}
     shard = tuple(
         (int(rows[dim][0]), int(rows[dim][-1]), size) if dim in rows else (0, size - 1, size)
         for dim, size in enumerate(local.shape)
@@ -63,11 +62,6 @@ def _sum_of_shard(tensor: Tensor) -> tuple[_Shard, int]:
             positions = _in_whole(positions, local.shape, tensor.shape, on_device)
         total += _mixed(positions, bits).sum()
     return shard, int(total) & _MASK
-
-
-def _rows_of_cut_dimensions(tensor: DTensor) -> dict[int, Tensor]:
-    cut = {dim for placement in tensor.placements if (dim := shard_dim(placement)) is not None}
-    return {dim: local_indices(tensor, dim) for dim in sorted(cut)}
 
 
 def _bits(local: Tensor) -> Iterator[tuple[int, Tensor]]:

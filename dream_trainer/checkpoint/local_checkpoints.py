@@ -180,7 +180,7 @@ class LocalCheckpoints:
 
     def clear(self) -> None:
         """The run is finished: nothing of it stays on this host."""
-        if self._is_leader:
+        if self._host.is_main:
             remove_tree(self._run)
             with suppress(OSError):  # other runs', or none
                 self._of_user.rmdir()
@@ -188,7 +188,7 @@ class LocalCheckpoints:
     def _tidy(self, world: Ranks) -> None:
         """Removes all that is kept of this run here, but for the save that is whole on all hosts; a collective."""
         world.barrier()  # nobody reads or writes any more
-        if self._is_leader:
+        if self._host.is_main:
             try:
                 self._remove_all_but_kept()
             except OSError as error:
@@ -205,10 +205,6 @@ class LocalCheckpoints:
 
     def _parts(self) -> list[Path]:
         return list(self._run.iterdir()) if self._run.is_dir() else []
-
-    @property
-    def _is_leader(self) -> bool:
-        return self._host.is_main
 
     def _refuse_strangers(self) -> None:
         """A shared directory of memory is open to all users, and a checkpoint of another's making is not read."""

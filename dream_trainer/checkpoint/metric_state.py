@@ -58,7 +58,10 @@ def load_metric_state(metrics: Mapping[str, Any], saved: list[State]) -> list[st
             [entry["states"].keys() for entry in described] == [part.metric_state.keys() for part in metric_parts]
             for described, _ in states
         )
-        if states and not (fits and all(len(states) == 1 or _joins(part) for part in metric_parts)):
+        joins = len(states) == 1 or all(
+            part._reductions[key] in _ways() for part in metric_parts for key in part.metric_state
+        )
+        if states and not (fits and joins):
             lost.add(name)
             continue
         for number, part in enumerate(metric_parts if states else ()):
@@ -78,7 +81,7 @@ def _load_part(part: Any, prefix: str, states: list[State]) -> None:
                 values.append([tensors[f"{prefix}{key}.{index}"].to(part.device) for index in range(length)])
         value = values[0]
         for other in values[1:]:
-            value = _joined(part, key, value, other)
+            value = _ways()[part._reductions[key]](value, other)
         setattr(part, key, value)
     part._update_count = sum(described["updates"] for described, _ in states)
 
@@ -87,8 +90,9 @@ def _entries(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _ways(utilities: Any) -> dict[Any, Callable[[Any, Any], Any]]:
+def _ways() -> dict[Any, Callable[[Any, Any], Any]]:
     """How two ranks' states are combined, by the function with which a metric reduces them."""
+    utilities = sys.modules["torchmetrics"].utilities.data
     return {
         utilities.dim_zero_sum: torch.add,
         utilities.dim_zero_max: torch.maximum,
@@ -97,12 +101,3 @@ def _ways(utilities: Any) -> dict[Any, Callable[[Any, Any], Any]]:
             one + other if isinstance(one, list) else torch.cat([torch.atleast_1d(one), torch.atleast_1d(other)])
         ),
     }
-
-
-def _joins(part: Any) -> bool:
-    ways = _ways(sys.modules["torchmetrics"].utilities.data)
-    return all(part._reductions[key] in ways for key in part.metric_state)
-
-
-def _joined(part: Any, key: str, one: Any, other: Any) -> Any:
-    return _ways(sys.modules["torchmetrics"].utilities.data)[part._reductions[key]](one, other)

@@ -77,16 +77,12 @@ class RemoteRun:
         try:
             ownership = Ownership(self._run, self._run_dir)
             if not ownership.goes_on_here:
-                self._fetch_files()
+                for entry in self._run.iterdir():  # what it wrote about itself elsewhere goes on here
+                    if not entry.is_dir():
+                        (self._run_dir / entry.name).write_bytes(entry.read_bytes())
         except OSError as error:
             raise CheckpointError(f"the store cannot be used: {error}") from None
         return ownership
-
-    def _fetch_files(self) -> None:
-        """The run was somewhere else last: what it wrote about itself goes on here."""
-        for entry in self._run.iterdir():
-            if not entry.is_dir():
-                (self._run_dir / entry.name).write_bytes(entry.read_bytes())
 
     def _send_files(self) -> None:
         """Sends the run's own files, such as `run.json` and `metrics.jsonl`, where they have changed."""

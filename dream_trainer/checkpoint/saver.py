@@ -259,16 +259,10 @@ class Saver(Saving):
 
     def _write(self, now: Moment, on_error: OnSaveError) -> None:
         self._refuse_if_overtaken()
-        started = self._clock()  # the device has finished the step: the time from here on is the save's
         replace = self._saved is not None and self._saved.step == now.step
-        try:
-            self._leave_branch()
-            snapshot = self._take_snapshot(now.step)
-        except CheckpointError as error:
-            self._failed(error, on_error)
+        snapshot = self._take_snapshot(now.step, on_error)
+        if snapshot is None:
             return
-        finally:
-            self.seconds += self._clock() - started
         self._saved, self._has_checkpoint, self._writes_local = now, True, False
         self._ranks_writing = 1
         self._writer.start(snapshot, replace=replace)
@@ -281,23 +275,28 @@ class Saver(Saving):
         now = self._settle()
         if self._saved is not None and self._saved.step == now.step:
             return
-        started = self._clock()
-        try:
-            snapshot = self._take_snapshot(now.step)
-        except CheckpointError as error:
-            self._failed(error, self._parameters.on_save_error)
+        snapshot = self._take_snapshot(now.step, self._parameters.on_save_error, is_local=True)
+        if snapshot is None:
             return
-        finally:
-            self.seconds += self._clock() - started
         self._writes_local = True
         self._ranks_writing = 1
         self._writer.start_local(snapshot)
         if self._writer.copies is None:
             self._finish(self._parameters.on_save_error)
 
-    def _take_snapshot(self, step: int) -> Snapshot:
+    def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool = False) -> Snapshot | None:
+        """The state now, or None if it cannot be saved and training goes on."""
+        started = self._clock()  # the device has finished the step: the time from here on is the save's
         validated_at, metrics = self._validation
-        return self._snapshot(metrics if validated_at == step else {}, self._writer.copies)
+        try:
+            if not is_local:
+                self._leave_branch()
+            return self._snapshot(metrics if validated_at == step else {}, self._writer.copies)
+        except CheckpointError as error:
+            self._failed(error, on_error)
+            return None
+        finally:
+            self.seconds += self._clock() - started
 
     def _finish(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""

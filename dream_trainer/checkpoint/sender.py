@@ -255,16 +255,13 @@ class Sender:
         while not self._notes.check([key]):
             if self._ended.wait(_LOOK_SECONDS):
                 return None
-            trouble = self._trouble_of(by)
+            about = f"sender/trouble of {by}"
+            trouble = self._notes.get(about).decode() if self._notes.check([about]) else ""
             if trouble:
                 self._has_trouble(f"rank {by}: {trouble}")
             else:
                 self._answers()
         return self._notes.get(key).decode()
-
-    def _trouble_of(self, rank: int) -> str:
-        key = f"sender/trouble of {rank}"
-        return self._notes.get(key).decode() if self._notes.check([key]) else ""
 
 
 def _rank_of(name: str) -> int:

@@ -47,8 +47,6 @@ from dream_trainer.version import __version__
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from dream_trainer.checkpoint.dcp_writer import TensorWriter
-
 
 def write_checkpoint(
     root: Path,
@@ -80,7 +78,9 @@ def write_checkpoint(
             is_whole=job is None,
         )
         if not all(from_all_ranks(world, task, writer.knows_plan)):
-            _plan(writer, world, task)
+            # Only rank 0 sees the plans of all: their number grows with that of ranks.
+            plans = to_main_rank(world, task, writer.plan)
+            writer.take(dealt_by_main_rank(world, task, lambda: writer.merge(plans or [])))
 
         def write() -> tuple[list[WriteResult], dict[str, FileEntry]]:
             entries = _write_small_files(temporary, snapshot, world, job or world)
@@ -116,12 +116,6 @@ def _offered(snapshot: Snapshot, world: Ranks) -> dict[str, Tensor]:
         offered = set().union(*world.all_gather_object({name for name in snapshot.tensors if name in of_some - own}))
         own &= offered
     return {name: tensor for name, tensor in snapshot.tensors.items() if name not in own}
-
-
-def _plan(writer: TensorWriter, world: Ranks, task: str) -> None:
-    """Lets rank 0 say what each rank writes. Only it sees the plans of all: their number grows with that of ranks."""
-    plans = to_main_rank(world, task, writer.plan)
-    writer.take(dealt_by_main_rank(world, task, lambda: writer.merge(plans or [])))
 
 
 def _tidy(final: Path) -> bool:

@@ -164,10 +164,6 @@ def _dictionary(pairs: list[list[Any]]) -> dict[Any, Any]:
     return {key: value for key, value in pairs}  # noqa: C416 (unpacking checks that each is a pair)
 
 
-def _load_defaultdict(value: dict[str, Any]) -> defaultdict[Any, Any]:
-    return defaultdict(_FACTORIES[value["factory"]], _dictionary(value["items"]))
-
-
 def _load_array(value: dict[str, Any]) -> np.ndarray:
     dtype = np.dtype(value["dtype"])
     if dtype.kind not in _NUMPY_KINDS:
@@ -190,7 +186,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$frozenset": frozenset,
     "$counter": lambda value: Counter(_dictionary(value)),
     "$ordered": lambda value: OrderedDict(_dictionary(value)),
-    "$defaultdict": _load_defaultdict,
+    "$defaultdict": lambda value: defaultdict(_FACTORIES[value["factory"]], _dictionary(value["items"])),
     "$bytes": base64.b64decode,
     "$complex": lambda value: complex(*value),
     "$datetime": datetime.fromisoformat,

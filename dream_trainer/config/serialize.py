@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PLAIN = (str, int, float, bool, type(None))
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType)
 _ABSENT = "(absent)"
 
 
@@ -120,7 +121,7 @@ def _converter() -> Converter:
 
     converter = make_converter(
         forbid_extra_keys=True,
-        unstructure_fallback_factory=lambda cls: _qualified_name if _is_code(cls) else _refuse,
+        unstructure_fallback_factory=lambda cls: _qualified_name if issubclass(cls, _CODE) else _refuse,
         structure_fallback_factory=lambda _: _refuse_to_restore,
     )
 
@@ -201,10 +202,6 @@ def _arguments(cls: type) -> list[str]:
     """Names of what the constructor of `cls` takes, and those it inherits from."""
     constructors = [vars(part)["__init__"] for part in cls.__mro__[:-1] if "__init__" in vars(part)]
     return list(dict.fromkeys(name for init in constructors for name in inspect.signature(init).parameters))
-
-
-def _is_code(cls: type) -> bool:
-    return issubclass(cls, type | FunctionType | BuiltinFunctionType | MethodType)
 
 
 def _refuse(value: Any) -> Any:

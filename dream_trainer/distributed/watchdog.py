@@ -186,7 +186,8 @@ class Watchdog:
         keys = [f"hang/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + GATHER_SECONDS
         try:
-            self._store.set(keys[self._rank], _running_line())
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            self._store.set(keys[self._rank], "" if frame is None else line_running_in(frame))
             while not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.2)
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -230,12 +231,6 @@ class Watchdog:
 
 def _numbers(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-
-
-def _running_line() -> str:
-    ident = threading.main_thread().ident
-    frame = None if ident is None else sys._current_frames().get(ident)
-    return "" if frame is None else line_running_in(frame)
 
 
 def stacks() -> str:

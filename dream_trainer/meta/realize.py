@@ -158,7 +158,9 @@ def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
     plain = [place for place in group if place.part is None]
     shared: torch.UntypedStorage | None = None
     if len(plain) > 1 or (plain and _is_whole(plain[0].note.ref, storage)):
-        shared = storage if device.type == "cpu" else _moved(storage, device)
+        shared = storage
+        if device.type != "cpu":
+            shared = torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
     for place in group:
         full = place.note.ref.view(storage)
         if place.part is not None:
@@ -239,11 +241,6 @@ def _is_dtensor(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
-
-
-def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return flat.to(device).untyped_storage()
 
 
 def _is_whole(ref: Ref, storage: torch.UntypedStorage) -> bool:

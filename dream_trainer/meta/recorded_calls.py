@@ -121,22 +121,18 @@ class RecordedCalls:
 
     def is_drawn(self, ref: Ref) -> bool:
         """Whether any of the calls that the storage's present values depend on draws random numbers."""
-        return any(name_of(self.ops[number].func) in DRAWS for number in self._needed(ref.storage))
+        return any(name_of(self.ops[number].func) in DRAWS for number in self.calls_behind(ref.storage))
 
     def is_foreign(self, ref: Ref) -> bool:
         """Whether the storage was on meta before any recorded call, and nothing has been written to it since."""
         return ref.storage in self.foreign and self.is_untouched(ref)
-
-    def calls_behind(self, storage: int) -> list[int]:
-        """Numbers, ascending, of the calls that made a storage what it is now."""
-        return self._needed(storage)
 
     def replay(
         self, ref: Ref, given: Mapping[int, torch.UntypedStorage] | None = None
     ) -> tuple[torch.UntypedStorage, bool]:
         """The real storage in CPU memory, and whether uninitialised memory went into the calls that made it."""
         given = given or {}
-        numbers = self._needed(ref.storage, given)
+        numbers = self.calls_behind(ref.storage, given)
         last_use: dict[int, int] = {ref.storage: len(self.ops)}
         for number in numbers:
             op = self.ops[number]
@@ -167,7 +163,7 @@ class RecordedCalls:
         offset, is_conj = tensor.storage_offset(), tensor.is_conj()
         return Ref(storage_id(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(offset), is_conj)
 
-    def _needed(self, storage: int, given: Collection[int] = ()) -> list[int]:
+    def calls_behind(self, storage: int, given: Collection[int] = ()) -> list[int]:
         """Numbers, ascending, of the calls that the storage's present values depend on."""
         needed: set[int] = set()
         seen: set[tuple[int, int]] = set()

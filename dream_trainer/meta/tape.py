@@ -193,8 +193,10 @@ class Recorder(TorchFunctionMode):
         """Properties alias or describe; those of the device tell what the code would see without the tape."""
         name, tensor = property_of(func), args[0]
         if name_of(func) == "__set__":
-            if name == "data" and args[1].is_meta and not tensor.is_meta and _has_no_elements(tensor):
-                return _become(tensor, args[1])
+            # A real tensor without elements is such as the parameter of a lazy module, which cannot be asked.
+            is_empty = not tensor.is_meta and (is_lazy(tensor) or tensor.numel() == 0)
+            if name == "data" and args[1].is_meta and is_empty:
+                return torch.utils.swap_tensors(tensor, of_class_of(tensor, args[1]))
             if name == "data" and tensor.is_meta != args[1].is_meta:
                 value = self._real(args[1]) if args[1].is_meta else self._given(args[1])
                 return func(tensor, value)
@@ -365,21 +367,11 @@ def _is_empty(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.numel() == 0
 
 
-def _has_no_elements(tensor: Tensor) -> bool:
-    """Whether nothing is in it; a parameter of a lazy module, which cannot be asked, has none."""
-    return is_lazy(tensor) or tensor.numel() == 0
-
-
 def _is_opaque(tensor: Tensor) -> bool:
     """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is left alone."""
     cls: Any = type(tensor)
     plain: Any = Tensor
     return cls.__torch_dispatch__ is not plain.__torch_dispatch__
-
-
-def _become(tensor: Tensor, recorded: Tensor) -> None:
-    """`tensor.data = recorded` for a real tensor without elements, such as the parameter of a lazy module."""
-    torch.utils.swap_tensors(tensor, of_class_of(tensor, recorded))
 
 
 def _to_meta(leaf: Any) -> Any:

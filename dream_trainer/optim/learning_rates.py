@@ -269,7 +269,7 @@ def _after_warmup(parameters: ScheduleParameters, warmup: int, total: int | None
     if parameters.name == "wsd":
         length = _length(0.1 if parameters.decay_steps is None else parameters.decay_steps, total)
         start, shape = max(warmup, total - length), parameters.decay_shape or "linear"
-    return lambda step: _decayed(shape, smallest, _progress(step, start, total))
+    return lambda step: _decayed(shape, smallest, 1.0 if step >= total else max(0.0, (step - start) / (total - start)))
 
 
 def _decayed(shape: str, smallest: float, x: float) -> float:
@@ -279,10 +279,6 @@ def _decayed(shape: str, smallest: float, x: float) -> float:
     if shape == "cosine":
         return smallest + (1 - smallest) * (1 + math.cos(math.pi * x)) / 2
     return 1 - (1 - smallest) * (math.sqrt(x) if shape == "sqrt" else x)
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    return 1.0 if step >= end else max(0.0, (step - start) / (end - start))
 
 
 def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:

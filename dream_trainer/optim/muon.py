@@ -83,7 +83,7 @@ class MatrixExchange:
         owners = [divmod(cell, n_shards) for cell in deal(costs, n_replicas * n_shards)]
         lengths = [_chunk_lengths(shape[layout.dim], n_shards) for shape in shapes]
         part_shapes = [
-            [_with_length(shape, layout.dim, length) for length in lengths_of_shape]
+            [torch.Size([*shape[: layout.dim], length, *shape[layout.dim + 1 :]]) for length in lengths_of_shape]
             for shape, lengths_of_shape in zip(shapes, lengths, strict=True)
         ]
         self.wanted = [i for i, (of_replica, _) in enumerate(owners) if of_replica == replica]
@@ -151,10 +151,6 @@ def _chunk_lengths(length: int, n_ranks: int) -> list[int]:
     """How much of a dimension each rank has: as `torch.chunk` cuts, and nothing on ranks for which nothing is left."""
     longest = -(-length // n_ranks)
     return [max(0, min(longest, length - rank * longest)) for rank in range(n_ranks)]
-
-
-def _with_length(shape: torch.Size, dim: int, length: int) -> torch.Size:
-    return torch.Size([*shape[:dim], length, *shape[dim + 1 :]])
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -92,7 +92,10 @@ def _upload(
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError as error:
         raise ConfigError("pushing needs huggingface_hub: pip install 'dream-trainer[hub]'.") from error
-    _name_base(directory / ADAPTER_CONFIG_NAME, base_model)
+    adapters = directory / ADAPTER_CONFIG_NAME
+    if base_model is not None and adapters.exists():
+        config = json.loads(adapters.read_text()) | {"base_model_name_or_path": base_model}
+        adapters.write_text(json.dumps(config, indent=2))
     card = directory / CARD_NAME
     if not card.exists():
         card.write_text(model_card(directory, repo, manifest, base_model))
@@ -116,11 +119,6 @@ def _add_files(source: Path, directory: Path) -> None:
     if taken:
         raise CheckpointError(f"beside={str(source)!r} has {taken}, which the export writes. Keep them elsewhere.")
     shutil.copytree(source, directory, dirs_exist_ok=True)
-
-
-def _name_base(file: Path, base_model: str | None) -> None:
-    if base_model is not None and file.exists():
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_model}, indent=2))
 
 
 def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str | None) -> str:
