@@ -24,8 +24,7 @@ _NAMES = {
     "dream_trainer.checkpoint.loading": "load_tensors read_rank read_shared tensor_metadata",
     "dream_trainer.checkpoint.local_checkpoints": "LocalCheckpoints",
     "dream_trainer.checkpoint.manifest": (
-        "FileEntry Manifest SCHEMA_VERSION encode_manifest list_checkpoints read_manifest "
-        "verify_all_but_shards verify_checkpoint"
+        "FileEntry Manifest SCHEMA_VERSION encode_manifest list_checkpoints read_manifest verify_checkpoint"
     ),
     "dream_trainer.checkpoint.model_state": (
         "load_model_extra_state load_rank_buffers model_extra_state model_tensors parameter_fqns rank_buffers"

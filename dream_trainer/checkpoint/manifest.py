@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -206,14 +205,20 @@ def faults(path: Path) -> list[str]:
     return found
 
 
-def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
-    """Reads every file of a checkpoint and compares its checksum; its readers divide the files among them."""
-    return _verify(path, world, lambda manifest: sorted(manifest.files))
+def verify_checkpoint(path: Path, *, world: Ranks, shards: bool = True) -> Manifest:
+    """Reads every file and compares its checksum, but of `shards` only on request, since `load_tensors` hashes them.
 
+    The readers of a directory divide its files among them."""
+    task = f"verify {path}"
+    manifest = on_all_ranks(world, task, lambda: read_manifest(path))
+    own = own_share(sorted(set(manifest.files) - set(() if shards else manifest.shards)), path, world)
 
-def verify_all_but_shards(path: Path, *, world: Ranks) -> Manifest:
-    """As `verify_checkpoint`, but of shards only sizes are compared: `load_tensors` hashes them as it reads."""
-    return _verify(path, world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
+    def verify() -> Manifest:
+        for name in own:
+            manifest.verify(name)
+        return manifest
+
+    return on_all_ranks(world, task, verify)
 
 
 def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
@@ -221,15 +226,3 @@ def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
     paths = world.all_gather_object(str(path))
     readers = [rank for rank, other in enumerate(paths) if other == str(path)]
     return names[readers.index(world.rank) :: len(readers)]
-
-
-def _verify(path: Path, world: Ranks, names: Callable[[Manifest], list[str]]) -> Manifest:
-    manifest = on_all_ranks(world, f"verify {path}", lambda: read_manifest(path))
-    own = own_share(names(manifest), path, world)
-
-    def verify() -> Manifest:
-        for name in own:
-            manifest.verify(name)
-        return manifest
-
-    return on_all_ranks(world, f"verify {path}", verify)

@@ -18,7 +18,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.modules.cut_models import names_in_whole
 
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 
 def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -26,21 +26,28 @@ def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in _stored(models)}
 
 
+def stored_in_place(model: nn.Module, called: str) -> dict[str, Tensor]:
+    """The `state_dict()` of a model without extra state: its parameters and buffers themselves, under all names."""
+    owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = model.state_dict(keep_vars=True)
+    state = {name: value for name, value in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
+    for name, value in state.items():
+        if id(value) not in owned:
+            raise CheckpointError(
+                f"state_dict() of {called} gives {name!r}, which is not one of its parameters or buffers; it cannot be "
+                "loaded in place. Return such values from get_extra_state() instead."
+            )
+    return state
+
+
 def _stored(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that is stored, as the module holds it, under its first name."""
     for model_name, model in models.items():
-        state = model.state_dict(keep_vars=True)
-        owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         seen: set[int] = set()
         whole = names_in_whole(model)
-        for fqn, value in state.items():
-            if fqn.rpartition(".")[2] == _EXTRA_STATE or id(value) in seen:
+        for fqn, value in stored_in_place(model, f"model {model_name!r}").items():
+            if id(value) in seen:
                 continue
-            if id(value) not in owned:
-                raise CheckpointError(
-                    f"state_dict() of model {model_name!r} gives {fqn!r}, which is not one of its parameters or "
-                    "buffers; it could not be loaded in place. Return such values from get_extra_state() instead."
-                )
             seen.add(id(value))
             yield f"models.{model_name}.{whole[fqn][0] if fqn in whole else fqn}", value
 

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from dream_trainer.best_value import is_value, mode_by_name, mode_of
 from dream_trainer.checkpoint import files
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
+from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
+from dream_trainer.config.parameter_class import PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class Retention:
     """Which checkpoints to keep, beside the newest: those that any of the rules names. Without a rule, all of them."""
 
-    keep_last: int | None = None  # number of newest checkpoints to keep
-    keep_every_n_steps: int | None = None  # steps divisible by this are kept for ever
-    keep_best: int | None = None  # number of best checkpoints by `metric` to keep
+    keep_last: PositiveInt | None = None
+    keep_every_n_steps: PositiveInt | None = None
+    keep_best: PositiveInt | None = None  # by `metric`; checkpoints without it, or with NaN, are never best
     metric: str | None = None
-    """Name of a validation metric, such as "val/loss"; checkpoints without it, or with NaN, are never best."""
-    mode: Mode = "min"  # whether the smallest or the largest value is best
+    mode: Mode = "min"
 
     def __post_init__(self) -> None:
-        for name, value in {
-            "keep_last": self.keep_last,
-            "keep_every_n_steps": self.keep_every_n_steps,
-            "keep_best": self.keep_best,
-        }.items():
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(
-                    f"{name}={value!r} is not a positive integer. Use one, or None to leave the rule out."
-                )
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f'mode={self.mode!r} is not understood. Use "min" or "max".')
-        if self.keep_best is not None and not self.metric:
-            raise ConfigError(f'keep_best={self.keep_best} does not say by which metric. Name one, such as "val/loss".')
+        refuse(
+            self.keep_best is not None and not self.metric,
+            f'keep_best={self.keep_best} does not say by which metric. Name one, such as "val/loss".',
+        )
 
     @classmethod
     def of(cls, parameters: CheckpointParameters) -> Retention:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dream_trainer.checks import refuse
 from dream_trainer.compat.pytorch import (
     all_gather_flat,
     forget_meshes,
@@ -196,21 +197,21 @@ class World(Ranks):
             ConfigError: Groups of ranks step on their own, share sequences, or hold the stages of a pipeline.
         """
         self.refuse_if_forbidden()
-        if self.stages > 1:
-            raise ConfigError(
-                f"all_gather_with_gradient speaks to all ranks, and of pipeline_parallel={self.stages} only the last "
-                "stages compute a loss. Use pipeline_parallel=1 with losses that compare samples."
-            )
-        if self.mesh_shape.cp > 1:
-            raise ConfigError(
-                f"all_gather_with_gradient gathers the rows of samples, of which each of context_parallel="
-                f"{self.mesh_shape.cp} ranks has a part. Use context_parallel=1 with losses that compare samples."
-            )
-        if self.workers > 1:
-            raise ConfigError(
-                f"all_gather_with_gradient speaks to all ranks in each step, and {self.workers} groups of them step on "
-                "their own. Train without LocalSGDMixin, or with workers=1."
-            )
+        refuse(
+            self.stages > 1,
+            f"all_gather_with_gradient speaks to all ranks, and of pipeline_parallel={self.stages} only the last "
+            "stages compute a loss. Use pipeline_parallel=1 with losses that compare samples.",
+        )
+        refuse(
+            self.mesh_shape.cp > 1,
+            f"all_gather_with_gradient gathers the rows of samples, of which each of context_parallel="
+            f"{self.mesh_shape.cp} ranks has a part. Use context_parallel=1 with losses that compare samples.",
+        )
+        refuse(
+            self.workers > 1,
+            f"all_gather_with_gradient speaks to all ranks in each step, and {self.workers} groups of them step on "
+            "their own. Train without LocalSGDMixin, or with workers=1.",
+        )
         group = self.averaging_group()
         refuse_what_has_no_rows(values)
         return values if group is None else rows_of_all(values, group, self)

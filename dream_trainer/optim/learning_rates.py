@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from dream_trainer.checks import check_between, check_choice, check_integer, spell
-from dream_trainer.config.parameter_class import parameters
+from dream_trainer.checks import check_between, check_integer, refuse, spell
+from dream_trainer.config.parameter_class import NonNegativeInt, parameters
 from dream_trainer.errors import ConfigError
 
 logger = logging.getLogger("dream_trainer")
@@ -64,7 +65,7 @@ class ScheduleParameters:
     each step's rate is that of the tokens before it."""
     warmup_steps: int | float = 0
     """Length of the warm-up in units, or a fraction of the total below 1; 0 has none."""
-    min_lr_ratio: float | None = None
+    min_lr_ratio: Annotated[float, partial(check_between, low=0, high=1)] | None = None
     """Smallest factor on the learning rate: cosine, linear, wsd, inverse_sqrt, plateau; None is 0."""
     decay_steps: int | float | None = None
     """Length of wsd's decay in units, or a fraction of the total below 1; None is 0.1, which MiniCPM found enough."""
@@ -72,16 +73,14 @@ class ScheduleParameters:
     """Form of wsd's decay; None is "linear"."""
     mode: Literal["min", "max"] | None = None
     """Whether plateau's metric should fall or rise; None is "min"."""
-    factor: float | None = None
+    factor: Annotated[float, partial(check_between, low=0, high=1, below=True)] | None = None
     """What plateau multiplies the rate by; None is 0.1."""
-    patience: int | None = None
+    patience: NonNegativeInt | None = None
     """Validations without improvement before plateau reduces the rate; None is 10."""
-    cooldown: int | None = None
+    cooldown: NonNegativeInt | None = None
     """Validations after a reduction that plateau does not count; None is 0."""
 
     def __post_init__(self) -> None:
-        check_choice("name", self.name, get_args(ScheduleName))
-        check_choice("unit", self.unit, ("step", "epoch", "token"))
         for name in dict.fromkeys(name for names in _TAKES.values() for name in names):
             value = getattr(self, name)
             if value is not None and name not in _TAKES[self.name]:
@@ -90,32 +89,20 @@ class ScheduleParameters:
         _check_length("warmup_steps", self.warmup_steps, zero=True)
         if self.decay_steps is not None:
             _check_length("decay_steps", self.decay_steps, zero=False)
-        if self.min_lr_ratio is not None:
-            check_between("min_lr_ratio", self.min_lr_ratio, 0, 1)
-        check_choice("decay_shape", self.decay_shape, (*get_args(DecayShape), None))
-        if self.decay_shape == "exponential" and not self.min_lr_ratio:
-            raise ConfigError(
-                'decay_shape="exponential" never reaches min_lr_ratio=0. Set min_lr_ratio, such as 0.01, or use '
-                "another shape."
-            )
-        if self.name == "plateau":
-            self._check_plateau()
-
-    def _check_plateau(self) -> None:
-        if self.warmup_steps:
-            raise ConfigError(
-                f'warmup_steps={self.warmup_steps}: "plateau" follows a metric and has no warm-up. Use warmup_steps=0.'
-            )
-        if self.unit != "step":
-            raise ConfigError(
-                f'unit="{self.unit}": "plateau" is stepped by validations, not {self.unit}s. Leave unit out.'
-            )
-        check_choice("mode", self.mode, ("min", "max", None))
-        if self.factor is not None:
-            check_between("factor", self.factor, 0, 1, below=True)
-        for name in ("patience", "cooldown"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=0)
+        refuse(
+            self.decay_shape == "exponential" and not self.min_lr_ratio,
+            'decay_shape="exponential" never reaches min_lr_ratio=0. Set min_lr_ratio, such as 0.01, or use another '
+            "shape.",
+        )
+        is_plateau = self.name == "plateau"
+        refuse(
+            is_plateau and self.warmup_steps,
+            f'warmup_steps={self.warmup_steps}: "plateau" follows a metric and has no warm-up. Use warmup_steps=0.',
+        )
+        refuse(
+            is_plateau and self.unit != "step",
+            f'unit="{self.unit}": "plateau" is stepped by validations, not {self.unit}s. Leave unit out.',
+        )
 
 
 class TokenAxis(NamedTuple):

@@ -82,7 +82,7 @@ def export_checkpoint(
     from dream_trainer.weights.stored_tensors import StoredTensors
 
     stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
-    chosen = _choose_model(stored, shared, model)
+    chosen = model_to_export(model_names(stored, shared), model, of=stored.manifest.path)
     prefix, records = f"models.{chosen}.", shared.get("left_out", {})
     left_out = LeftOutWeights({name: records[full] for name, full in _below(records, prefix).items()}, base)
     sources = _sources(stored, chosen, weights)
@@ -140,14 +140,14 @@ def _content(
     return _Content(own, lambda name: read(adapters.names[name]), adapters.config, are_adapters=True)
 
 
-def model_to_export(models: Collection[str], asked: str | None) -> str:
-    if asked is None:
-        if len(models) > 1:
-            raise CheckpointError(f"the trainer has several models: say which of {sorted(models)} to export.")
-        asked = next(iter(models))
-    if asked not in models:
-        raise CheckpointError(f"the trainer has no model {asked!r}; there are {sorted(models)}.")
-    return asked
+def model_to_export(models: Collection[str], asked: str | None, *, of: object = "the trainer") -> str:
+    """The name of a model: that which was asked for, or the only one."""
+    available = f"It has {', '.join(map(repr, models)) or 'none'}."
+    if asked is None and len(models) != 1:
+        raise CheckpointError(f"{of} does not have exactly one model. {available} Name one of them.")
+    if asked is not None and asked not in models:
+        raise CheckpointError(f"{of} has no model {asked!r}. {available}")
+    return next(iter(models)) if asked is None else asked
 
 
 def export_model(
@@ -250,18 +250,6 @@ def tensors_by_owner(stored: StoredTensors, shared: Mapping[str, Any]) -> dict[s
         owner = f"callback {callback[1]} {callback[2]}" if callback else known
         groups.setdefault(owner, {})[name] = spec
     return groups
-
-
-def _choose_model(stored: StoredTensors, shared: Mapping[str, Any], model: str | None) -> str:
-    models = model_names(stored, shared)
-    if model is None and len(models) == 1:
-        return models[0]
-    available = f"It has {', '.join(map(repr, models)) or 'none'}."
-    if model is None:
-        raise CheckpointError(f"{stored.manifest.path} does not have exactly one model. {available} Name one of them.")
-    if model not in models:
-        raise CheckpointError(f"{stored.manifest.path} has no model {model!r}. {available}")
-    return model
 
 
 def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:

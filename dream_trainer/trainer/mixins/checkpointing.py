@@ -25,7 +25,7 @@ from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_all_but_shards, verify_checkpoint
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
 from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
@@ -260,7 +260,7 @@ class CheckpointMixin(AbstractTrainer):
         if found is None:
             return False
         try:
-            self._load(verify_all_but_shards(found.path, world=world), newest=newest)
+            self._load(verify_checkpoint(found.path, world=world, shards=False), newest=newest)
         except CheckpointError as error:
             if world.is_main:
                 logger.warning("a local checkpoint is not used, and %s is read: %s", root, error)
