@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.model_state import model_parameters
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
@@ -105,9 +106,6 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
     return value.bitwise_xor_((value >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
-_LISTED = 5
-
-
 class FrozenWeights:
     """The frozen parameters of a run's models, as its setup made them. Making one is a collective."""
 
@@ -143,9 +141,8 @@ def refuse_other_weights(
     if not different:
         return
     paths = sorted({about["path"] for about in left_out.values() if "path" in about})
-    more = f" and {len(different) - _LISTED} more" if len(different) > _LISTED else ""
     raise CheckpointError(
         f"Could not load {path}: it was saved without the frozen weights, and {len(different)} of those "
-        f"{len(left_out)} are not what this run has: {', '.join(different[:_LISTED])}{more}. "
+        f"{len(left_out)} are not what this run has: {listed(different, 5)}. "
         "Load the same ones in load_pretrained" + (f"; they came from {', '.join(paths)}." if paths else ".")
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import SHARED_NAME, rank_name
 from dream_trainer.checkpoint.manifest import Manifest, own_share, read_manifest
+from dream_trainer.checks import listed
 from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
@@ -19,6 +20,9 @@ from dream_trainer.stores.store_path import StorePath
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+
+
+_LISTED = 20
 
 
 def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -54,7 +58,7 @@ def load_tensors(
     left_over = {name for name in set.intersection(*unused) if not name.startswith(optional_prefix)}
     if left_over:
         raise CheckpointError(
-            f"Could not {task}: it contains {_listed(left_over)}, which this run does not have. "
+            f"Could not {task}: it contains {listed(sorted(left_over), _LISTED)}, which this run does not have. "
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = own_share(manifest.shards, manifest.path, world)
@@ -70,7 +74,8 @@ def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
     missing = set(tensors) - set(records)
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no {_listed(missing)}. Was a layer or an optimizer added, renamed or unfrozen since?"
+            f"the checkpoint has no {listed(sorted(missing), _LISTED)}. Was a layer or an optimizer added, renamed or "
+            "unfrozen since?"
         )
     different = []
     for name, tensor in tensors.items():
@@ -78,14 +83,10 @@ def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
         if shape != tensor.shape or dtype != tensor.dtype:
             different.append(f"{name} (saved {tuple(shape)} {dtype}, here {tuple(tensor.shape)} {tensor.dtype})")
     if different:
-        raise CheckpointError(f"shapes or dtypes differ: {_listed(different)}. Nothing is cast or cut to fit.")
+        raise CheckpointError(
+            f"shapes or dtypes differ: {listed(sorted(different), _LISTED)}. Nothing is cast or cut to fit."
+        )
     return set(records) - set(tensors)
-
-
-def _listed(names: Iterable[str], limit: int = 20) -> str:
-    ordered = sorted(names)
-    rest = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + rest
 
 
 def read_shared(path: Path) -> dict[str, Any]:

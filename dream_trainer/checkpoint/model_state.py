@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,23 +62,13 @@ def model_parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
     return {name: tensor for name, tensor in _stored(models) if isinstance(tensor, nn.Parameter)}
 
 
-@runtime_checkable
-class _Configured(Protocol):
-    config: Any
-
-
-@runtime_checkable
-class _AsDict(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
     """Each model's `config` as a dict, where it is a dataclass or has a `to_dict()`: saved for exports."""
     configs: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
-        config = model.config if isinstance(model, _Configured) else None
+        config: Any = getattr(model, "config", None)
         try:
-            if isinstance(config, _AsDict):
+            if hasattr(config, "to_dict"):
                 values = config.to_dict()
             elif is_dataclass(config) and not isinstance(config, type):
                 values = to_dict(config)

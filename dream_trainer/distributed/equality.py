@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from dream_trainer.checks import listed
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import RanksDifferError
 
@@ -46,9 +47,8 @@ def told_differences(every: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 def refuse(differences: Sequence[str], advice: str) -> None:
     if differences:
-        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise RanksDifferError(
-            f"not the same on all ranks, though the run takes it for that: {', '.join(differences[:5])}{more}. {advice}"
+            f"not the same on all ranks, though the run takes it for that: {listed(differences, 5)}. {advice}"
         )
 
 

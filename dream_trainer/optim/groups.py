@@ -90,7 +90,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     named = named_with_ties(model)
     for pattern in patterns:
         check_pattern("freeze", pattern)
-        _require_match("freeze", pattern, [names for names, _ in named])
+        require_match("freeze", pattern, [names for names, _ in named])
     frozen = []
     for names, parameter in named:
         if any(_matches(pattern, names) for pattern in patterns):
@@ -212,11 +212,6 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
     return [one if one["params"] else one | {"param_names": []} for name, one in joined.items() if name in names]
 
 
-def require_hidden(pattern: str, names: Sequence[tuple[str, ...]]) -> None:
-    """Raises ConfigError unless `pattern` matches one of the trainable matrices' names."""
-    _require_match("hidden", pattern, names, "trainable matrix")
-
-
 def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
     return any(_matches(pattern, names) for pattern in patterns)
 
@@ -226,7 +221,7 @@ def _choose(
 ) -> list[GroupParameters | None]:
     chosen = [next((group for group in groups if _matches(group.pattern, names)), None) for names in trainable]
     for group in groups:
-        _require_match("groups", group.pattern, everything)
+        require_match("groups", group.pattern, everything)
         if not any(group is other for other in chosen):
             raise ConfigError(
                 f"groups: every parameter that {group.pattern!r} matches is frozen or taken by a pattern before it. "
@@ -259,7 +254,7 @@ def _matches(pattern: str, names: tuple[str, ...]) -> bool:
     return any(re.search(pattern, name) for name in names)
 
 
-def _require_match(
+def require_match(
     field: str, pattern: str, names: Sequence[tuple[str, ...]], what: str = "parameter of the model"
 ) -> None:
     if any(_matches(pattern, aliases) for aliases in names):

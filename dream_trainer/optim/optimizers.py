@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Opti
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.sharded_model import is_sharded
-from dream_trainer.optim.groups import Placed, group, matches_any, place, require_hidden
+from dream_trainer.optim.groups import Placed, group, matches_any, place, require_match
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerParameters
 
@@ -88,7 +88,7 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
     if parameters.hidden:
         matrices = [one.names for one in placed if one.is_matrix]
         for pattern in parameters.hidden:
-            require_hidden(pattern, matrices)
+            require_match("hidden", pattern, matrices, "trainable matrix")
         hidden = [one for one in placed if one.is_matrix and matches_any(parameters.hidden, one.names)]
     else:
         hidden = [one for one in placed if one.is_hidden_matrix]

@@ -22,7 +22,7 @@ from dream_trainer.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, MetadataUnpickler, parse_metadata
 from dream_trainer.compat.pytorch import file_window
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.weights.reading import Box, blaming, inside, load_pickle
+from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
 
 _OWN_PREFIX = "models."
 
@@ -44,7 +44,13 @@ def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
 
 def open_foreign(path: Path) -> DcpFiles:
     """All tensors of a DCP directory that somebody else wrote, under the names they have there."""
-    metadata = _foreign_metadata(path / METADATA_NAME)
+    file = path / METADATA_NAME
+    with blaming(file):
+        metadata = _ForeignUnpickler(file.read_bytes(), file).load()
+    if not isinstance(metadata, Metadata) or not all(
+        isinstance(part, dict) for part in (metadata.state_dict_metadata, metadata.storage_data)
+    ):
+        raise DamagedCheckpointError(f"{file} contains no DCP metadata.")
     records = metadata.state_dict_metadata
     tensors = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
     return DcpFiles(path, metadata, tensors, None)
@@ -59,19 +65,7 @@ class _ForeignUnpickler(MetadataUnpickler):
         return super().find_class(module_name, global_name)
 
 
-def _foreign_metadata(file: Path) -> Metadata:
-    with blaming(file):
-        metadata = _ForeignUnpickler(file.read_bytes(), file).load()
-    if not (
-        isinstance(metadata, Metadata)
-        and isinstance(metadata.state_dict_metadata, dict)
-        and isinstance(metadata.storage_data, dict)
-    ):
-        raise DamagedCheckpointError(f"{file} contains no DCP metadata.")
-    return metadata
-
-
-class DcpFiles:
+class DcpFiles(WeightFiles):
     """Tensors of a DCP directory; `names` has the name to give each tensor, to its name in the metadata."""
 
     def __init__(self, path: Path, metadata: Metadata, names: Mapping[str, str], manifest: Manifest | None) -> None:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dream_trainer.checks import listed
+
 _LISTED = 20
 
 
@@ -40,7 +42,7 @@ def _problems(report: LoadReport) -> list[str]:
         (report.unexpected, "unexpected (not in the model)"),
         (reasons, "mismatched"),
     )
-    return [f"{len(names)} {kind}: {_listed(names)}" for names, kind in kinds if names]
+    return [f"{len(names)} {kind}: {listed(names, _LISTED)}" for names, kind in kinds if names]
 
 
 def merged(reports: Sequence[LoadReport]) -> LoadReport:
@@ -56,11 +58,6 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
         unexpected=tuple(name for name in reports[0].unexpected if name in unexpected),
         mismatched=mismatched,
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + rest
 
 
 def refusal(report: LoadReport) -> str:

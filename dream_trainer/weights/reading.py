@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -18,19 +19,18 @@ from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 Box = tuple[slice, ...]  # a block of a tensor: one slice per dimension, with start and stop
 
 
-class WeightFiles(Protocol):
+class WeightFiles(ABC):
     """Tensors by name, on disk, with the full shape of each."""
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    shapes: Mapping[str, tuple[int, ...]]
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
         """The files that contain these blocks, with size and checksum, where those are known."""
-        ...
+        return {}
 
+    @abstractmethod
     def read(self, name: str, box: Box) -> Tensor:
         """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to."""
-        ...
 
 
 def inside(file: Path, name: str) -> Path:
