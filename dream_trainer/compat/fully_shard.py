@@ -3,7 +3,7 @@
 - Ranks may use different parameters in a backward: a sharded group brings zeros for what its rank did not use, and
   gradients of replicas stay this rank's own until `step` averages them.
 - Code may read parameters outside of their block (touched_shards.py), which holds their group to the end of the step.
-- A graph may need a weight again after it was given back (saved_weights.py).
+- A graph may need a weight again after it was given back (`SavedWeights`).
 - A group may lie in a block that is run again, and several backwards may be one for their gradients.
 """
 
