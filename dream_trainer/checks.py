@@ -115,6 +115,12 @@ def spell(values: Iterable[object]) -> str:
     return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """The first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a positive integer, in order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]

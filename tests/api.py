@@ -24,14 +24,12 @@ _NAMES = {
     "dream_trainer.checkpoint.loading": "load_tensors read_rank read_shared tensor_metadata",
     "dream_trainer.checkpoint.local_checkpoints": "LocalCheckpoints",
     "dream_trainer.checkpoint.manifest": (
-        "FileEntry Manifest SCHEMA_VERSION encode_manifest list_checkpoints read_manifest "
-        "verify_all_but_shards verify_checkpoint"
+        "FileEntry Manifest SCHEMA_VERSION encode_manifest list_checkpoints read_manifest verify_checkpoint"
     ),
     "dream_trainer.checkpoint.model_state": (
         "load_model_extra_state load_rank_buffers model_extra_state model_tensors parameter_fqns rank_buffers"
     ),
     "dream_trainer.checkpoint.optimizer_state": "optimizer_state",
-    "dream_trainer.checkpoint.random_state": "random_state set_random_state",
     "dream_trainer.checkpoint.restored_optimizer": "prepare_optimizer_state",
     "dream_trainer.checkpoint.retention": "Retention best_checkpoint kept retire",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
@@ -47,13 +45,12 @@ _NAMES = {
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log smoothed",
     "dream_trainer.cli.runs": "differing",
-    "dream_trainer.compat.async_collectives": "waited",
+    "dream_trainer.compat.async_collectives": "options_of_overlap waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
     "dream_trainer.compat.computation": "Computation",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
-    "dream_trainer.compat.gradient_hooks": "after_accumulation changes_gradients has_hooks keep_hooks without_hooks",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
     "dream_trainer.compat.local_gradients": "LocalGradients",
     "dream_trainer.compat.operations": "EXPENSIVE_OPERATIONS name_of_operation operation",
@@ -62,18 +59,17 @@ _NAMES = {
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
-        "OfTensors TCPStore all_gather_flat gathered_twins in_backward inner_schedulers is_persistent "
-        "keep_own_generators local_tensor local_tensors plain_beside_dtensors reading_waits set_group_timeout "
-        "shard_dim steps_taken trained_by"
+        "OfTensors TCPStore after_accumulation all_gather_flat changes_gradients gathered_twins has_hooks "
+        "in_backward inner_schedulers is_persistent keep_hooks keep_own_generators local_tensor local_tensors "
+        "merge_plans_of_parts plain_beside_dtensors reading_waits set_group_timeout shard_dim steps_taken "
+        "trained_by without_hooks"
     ),
-    "dream_trainer.compat.save_plans": "merge_plans_of_parts",
-    "dream_trainer.compat.symmetric_memory": "options_of_overlap why_memory_is_not_shared",
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
     "dream_trainer.config.checkpoint_parameters": "BranchParameters",
     "dream_trainer.config.command_line": "parse",
     "dream_trainer.config.device_parameters": "DeviceParameters MeshShape resolve_mesh",
-    "dream_trainer.config.logger_parameters": "LoggerParameters MLflowParameters TrackioParameters WandbParameters",
+    "dream_trainer.config.logger_parameters": ("LoggerParameters MLflowParameters TrackioParameters WandbParameters"),
     "dream_trainer.config.parallel_parameters": "PipelineSchedule",
     "dream_trainer.data": "AlternatingLoaders LoaderGroup",
     "dream_trainer.data.feed": "WindowFeed copy_stream on_device",
@@ -111,20 +107,19 @@ _NAMES = {
     "dream_trainer.data.validation_data": "validation_batches",
     "dream_trainer.data.window": "DataPosition",
     "dream_trainer.data.worker_start": "started",
-    "dream_trainer.distributed.expert_mesh": "expert_mesh_shape",
     "dream_trainer.distributed.heartbeat": "Heartbeat",
     "dream_trainer.distributed.hosts": "HostPlace",
     "dream_trainer.distributed.outcomes": "dealt_by_main_rank to_main_rank",
-    "dream_trainer.distributed.pulse": "Flags",
+    "dream_trainer.distributed.pulse": "Flags Requests",
     "dream_trainer.distributed.ranks": "Ranks",
     "dream_trainer.distributed.relay": "relayed",
-    "dream_trainer.distributed.requests": "Requests",
     "dream_trainer.distributed.seeds": (
-        "GENERATORS WatchedSeeds hash_seed preserved_random_state seed_cpu undisturbed_cpu_state"
+        "GENERATORS WatchedSeeds hash_seed preserved_random_state random_state seed_cpu set_random_state "
+        "undisturbed_cpu_state"
     ),
     "dream_trainer.distributed.signals": "Interrupted Signals",
     "dream_trainer.distributed.watchdog": "Watchdog",
-    "dream_trainer.distributed.world": "World",
+    "dream_trainer.distributed.world": "World expert_mesh_shape",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -137,8 +132,8 @@ _NAMES = {
     "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl replace_file",
     "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",
     "dream_trainer.loggers.media_files": "ImageFilesLogger pil_image",
-    "dream_trainer.loggers.run_log": "History RunLog",
     "dream_trainer.loggers.records": "Record Records TrainingRecord",
+    "dream_trainer.loggers.run_log": "History RunLog",
     "dream_trainer.loggers.stragglers": "Stragglers",
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger _record",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
@@ -161,7 +156,9 @@ _NAMES = {
     "dream_trainer.modules.random_parts": "declare_random_layer undeclared_dropouts",
     "dream_trainer.modules.recompute": "Recomputed recompute",
     "dream_trainer.modules.sequence_parts": "SequenceParts",
-    "dream_trainer.modules.sharding": "frozen fsdp_modules gathered refuse_unsupported repeated_blocks shard_by_blocks",
+    "dream_trainer.modules.sharding": (
+        "frozen fsdp_modules gathered refuse_unsupported repeated_blocks shard_by_blocks"
+    ),
     "dream_trainer.modules.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.modules.whole_gradients": "_fingerprint",
     "dream_trainer.nested": "average concatenated detach map_tensors to_device",

@@ -2248,14 +2248,14 @@ MUTANTS = [
     ),
     Mutant(
         "what a graph has saved is not gathered again",
-        "dream_trainer/compat/saved_weights.py",
+        "dream_trainer/compat/fully_shard.py",
         "                saved.gather_again()\n",
         "                pass\n",
         "tests/trainer/test_touched_shards.py",
     ),
     Mutant(
         "changes in place are not noticed",
-        "dream_trainer/compat/saved_weights.py",
+        "dream_trainer/compat/fully_shard.py",
         "            elif tensor._version != saved:",
         "            elif False:",
         "tests/trainer/test_touched_shards.py",

@@ -1,12 +1,6 @@
-"""Writing tensors by DCP: one shard file per rank, and `.metadata` by rank 0.
+"""Writes tensors by DCP's planner and writer: one shard file per rank, and `.metadata` by rank 0.
 
-`dcp.save` would do it in one call, but it changes the process's warning filters, hides the error of the file system,
-and each file would have to be read again for its checksum. So its steps are done here one by one, with DCP's public
-planner and writer: each rank plans, rank 0 merges the plans, each rank writes. The ranks exchange what the steps return
-(`store.write_checkpoint`). A save of tensors that lie as those of the last one did is not planned again. Nothing here
-communicates, so it may run in any thread. What is written is DCP's own format, which
-`torch.distributed.checkpoint.load` reads.
-"""
+`dcp.save` changes warning filters, hides the file system's error, and needs a second read for checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dream_trainer.checkpoint.files import NewFile
 from dream_trainer.checkpoint.manifest import FileEntry
 from dream_trainer.checkpoint.snapshot import KnownPlan
-from dream_trainer.compat.save_plans import merge_plans_of_parts
+from dream_trainer.compat.pytorch import merge_plans_of_parts
 
 
 class _HashingFileSystem(FileSystem):
@@ -44,14 +38,12 @@ class _HashingFileSystem(FileSystem):
         self.entries[path.name] = FileEntry(size=file.size, xxh3=file.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Renames a file that was written here."""
         super().rename(path, new_path)
         self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
 
 
 class TensorWriter:
-    """One rank's part in writing a DCP directory. The methods are called in the order in which they are written here;
-    if all ranks know the plan, none of `plan`, `merge` and `take` is."""
+    """One rank's part in writing a DCP directory; its methods are called in the order in which they stand."""
 
     def __init__(
         self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan, is_whole: bool = True
@@ -87,15 +79,10 @@ class TensorWriter:
         return self._writer.prepare_global_plan(merged)
 
     def take(self, plan: SavePlan) -> None:
-        """Takes what this rank is to write."""
         self._known.plan, self._known.layout = plan, self._layout
 
     def write(self) -> list[WriteResult]:
-        """Writes this rank's shard; the result is for rank 0.
-
-        Raises:
-            OSError: The file system refused.
-        """
+        """Writes this rank's shard; the result is for rank 0."""
         assert self._known.plan is not None
         plan = self._planner.finish_plan(self._known.plan)
         try:
@@ -104,17 +91,12 @@ class TensorWriter:
             raise _said_by_file_system(error) or error from None
 
     def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
-        """Writes `.metadata`; on rank 0 only.
-
-        Raises:
-            OSError: The file system refused.
-        """
+        """Writes `.metadata`; on rank 0 only."""
         assert self._known.metadata is not None
         self._writer.finish(self._known.metadata, list(results))
 
     @property
     def entries(self) -> dict[str, FileEntry]:
-        """The files that this rank wrote so far."""
         return dict(self._files.entries)
 
 
@@ -127,7 +109,6 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _said_by_file_system(error: BaseException) -> OSError | None:
-    """The OSError that led to `error`."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

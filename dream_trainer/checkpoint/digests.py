@@ -1,25 +1,22 @@
-"""Digests of tensors' values, the same however they are sharded: whether weights are still those of another moment.
+"""Digests of tensors' values, the same however they are sharded: sums modulo 2^64 of bits mixed with positions.
 
-Each element's bits are mixed with its position in the whole tensor, and the results are added up modulo 2^64. A sum may
-be made in any order and of any parts, so each rank adds up its own shard, where it lies. It finds accidents, such as
-another file or another dtype; it is no protection from somebody who wants to deceive.
-"""
+They find accidents, such as another file or dtype, and do not protect from somebody who wants to deceive."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dream_trainer.checkpoint.model_state import model_parameters
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import CheckpointError
 from dream_trainer.modules.shards import local_indices
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _CHUNK = 1 << 20  # elements: the temporaries stay in the processor's cache, and are few beside a model on a device
 _MASK = (1 << 64) - 1
@@ -32,10 +29,7 @@ _Shard = tuple[tuple[int, int, int], ...]
 
 @torch.no_grad()
 def value_digests(tensors: Mapping[str, Tensor], *, world: Ranks) -> dict[str, str]:
-    """A text for each tensor, such as `"float32 (8, 8) 03f1..."`, equal where dtype, shape and all bits are.
-
-    Every rank calls this; one collective. Ranks may have different names.
-    """
+    """A text for each tensor, `"float32 (8, 8) 03f1..."`, equal where dtype, shape and all bits are; one collective."""
     own = {name: _sum_of_shard(tensor) for name, tensor in tensors.items()}
     kinds = {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()}
     shards: dict[str, dict[_Shard, int]] = {}
@@ -53,7 +47,10 @@ def _sum_of_shard(tensor: Tensor) -> tuple[_Shard, int]:
     local = local_tensor(tensor.detach())
     if not local.numel():
         return (), 0
-    rows = _rows_of_cut_dimensions(tensor) if isinstance(tensor, DTensor) else {}
+    rows: dict[int, Tensor] = {}
+    if isinstance(tensor, DTensor):
+        cut = {dim for placement in tensor.placements if (dim := shard_dim(placement)) is not None}
+        rows = {dim: local_indices(tensor, dim) for dim in sorted(cut)}
     shard = tuple(
         (int(rows[dim][0]), int(rows[dim][-1]), size) if dim in rows else (0, size - 1, size)
         for dim, size in enumerate(local.shape)
@@ -66,11 +63,6 @@ def _sum_of_shard(tensor: Tensor) -> tuple[_Shard, int]:
             positions = _in_whole(positions, local.shape, tensor.shape, on_device)
         total += _mixed(positions, bits).sum()
     return shard, int(total) & _MASK
-
-
-def _rows_of_cut_dimensions(tensor: DTensor) -> dict[int, Tensor]:
-    cut = {dim for placement in tensor.placements if (dim := shard_dim(placement)) is not None}
-    return {dim: local_indices(tensor, dim) for dim in sorted(cut)}
 
 
 def _bits(local: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -112,3 +104,45 @@ def _mixed(positions: Tensor, bits: Tensor) -> Tensor:
 def _shifted(value: Tensor, bits: int) -> Tensor:
     # A right shift brings the sign bit in, which is masked out again.
     return value.bitwise_xor_((value >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+
+
+class FrozenWeights:
+    """The frozen parameters of a run's models, as its setup made them. Making one is a collective."""
+
+    def __init__(self, models: Mapping[str, nn.Module], world: Ranks) -> None:
+        self._models, self._world = models, world
+        self._at_setup = value_digests(self._frozen(), world=world)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of those that were frozen after the setup, as checkpoints have them."""
+        return frozenset(self._at_setup)
+
+    def unchanged(self) -> dict[str, str]:
+        """The digests of those that are still frozen and still have the values of the setup; a collective."""
+        now = value_digests(self._frozen(), world=self._world)
+        return {name: digest for name, digest in now.items() if self._at_setup.get(name) == digest}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        return {name: p for name, p in model_parameters(self._models).items() if not p.requires_grad}
+
+
+def refuse_other_weights(
+    path: Path, models: Mapping[str, nn.Module], left_out: Mapping[str, Mapping[str, str]], *, world: Ranks
+) -> None:
+    """Compares the weights that a checkpoint left out with those that are there; a collective."""
+    here = {name: p for name, p in model_parameters(models).items() if name in left_out}
+    digests = value_digests(here, world=world)
+    different = [
+        f"{name} ({about['digest']} then, {digests.get(name, 'not here')} now)"
+        for name, about in left_out.items()
+        if digests.get(name) != about["digest"]
+    ]
+    if not different:
+        return
+    paths = sorted({about["path"] for about in left_out.values() if "path" in about})
+    raise CheckpointError(
+        f"Could not load {path}: it was saved without the frozen weights, and {len(different)} of those "
+        f"{len(left_out)} are not what this run has: {listed(different, 5)}. "
+        "Load the same ones in load_pretrained" + (f"; they came from {', '.join(paths)}." if paths else ".")
+    )

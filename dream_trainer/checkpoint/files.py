@@ -1,8 +1,6 @@
-"""The file-system operations that a checkpoint is made of, all in one place and all flushed to the disk.
+"""The file-system operations that a checkpoint is made of, all flushed to the disk.
 
-A rename is only as durable as what it renames: files are fsynced before it, their directory too, and the parent
-directory after it. What lists, reads and removes also takes a `StorePath`, of an object store.
-"""
+Files are fsynced before a rename, their directory too, and the parent directory after it."""
 
 from __future__ import annotations
 
@@ -14,13 +12,12 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+from xxhash import xxh3_128
 
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath, remove_directory
-
-if TYPE_CHECKING:
-    from xxhash import xxh3_128 as Xxh3
 
 _CHUNK = 1 << 20  # small enough that a chunk is still in the processor's cache when it is hashed
 _STEP_NAME = re.compile(r"step_(\d{8,})")
@@ -32,11 +29,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_path(path: str | Path) -> Path:
-    """`path`, if it lies in a file system of this machine.
-
-    Raises:
-        CheckpointError: It names an object store or a server, such as `s3://bucket/run`.
-    """
+    """`path`, if it lies in a file system of this machine; CheckpointError for a URL such as `s3://bucket/run`."""
     if _URL.match(str(path)):
         raise CheckpointError(
             f"{path} is not a path of a file system, and nothing else will do here. Copy it to or from a local or "
@@ -51,7 +44,6 @@ def step_name(step: int) -> str:
 
 
 def rank_name(rank: int) -> str:
-    """The name, without ending, of one rank's files."""
     return f"rank_{rank:05d}"
 
 
@@ -88,48 +80,26 @@ def set_aside(path: Path) -> Path:
 
 
 class NewFile(io.BufferedWriter):
-    """A file that is written once, from its beginning to its end. It is hashed meanwhile, and on the disk once closed.
-
-    Attributes:
-        digest: The xxh3 (128 bit) of what was written so far.
-        size: Bytes written so far.
-
-    Raises:
-        OSError: The file exists already, or cannot be written.
-    """
+    """A new file that is written once, hashed (xxh3, 128 bit) and counted meanwhile, and on the disk once closed."""
 
     def __init__(self, path: Path) -> None:
-        from xxhash import xxh3_128
-
         super().__init__(io.FileIO(path, "xb"))
-        self.digest: Xxh3 = xxh3_128()
+        self.digest = xxh3_128()
         self.size = 0
 
     def write(self, content: Any, /) -> int:
-        """Writes and hashes `content`."""
         count = super().write(content)
         self.digest.update(content)
         self.size += count
         return count
 
     def seek(self, *args: Any) -> NoReturn:
-        """Refuses: what was hashed cannot be written over.
-
-        Raises:
-            io.UnsupportedOperation: Always.
-        """
         raise io.UnsupportedOperation("a file that is hashed while it is written cannot be rewound")
 
     def truncate(self, *args: Any) -> NoReturn:
-        """Refuses, as `seek` does.
-
-        Raises:
-            io.UnsupportedOperation: Always.
-        """
         raise io.UnsupportedOperation("a file that is hashed while it is written cannot be cut")
 
     def close(self) -> None:
-        """Waits until the disk has the file, and closes it."""
         if self.closed:
             return
         try:
@@ -140,11 +110,6 @@ class NewFile(io.BufferedWriter):
 
 
 def write_file(path: Path, content: bytes) -> str:
-    """Writes a new file, waits until the disk has it, and returns the content's checksum.
-
-    Raises:
-        OSError: The file exists already, or cannot be written.
-    """
     with NewFile(path) as file:
         file.write(content)
     return file.digest.hexdigest()
@@ -163,8 +128,6 @@ def sync_directory(path: Path) -> None:
 
 def checksum(path: Path) -> tuple[int, str]:
     """Size in bytes and xxh3 (128 bit, hexadecimal) of a file, read in chunks of 1 MiB."""
-    from xxhash import xxh3_128
-
     digest, size = xxh3_128(), 0
     buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
@@ -175,9 +138,6 @@ def checksum(path: Path) -> tuple[int, str]:
 
 
 def content_checksum(content: bytes) -> str:
-    """xxh3 (128 bit, hexadecimal) of bytes in memory."""
-    from xxhash import xxh3_128
-
     return xxh3_128(content).hexdigest()
 
 
@@ -203,14 +163,7 @@ def remove_tree(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint: first its name, by one atomic rename, and then its files; in a store, its manifest first.
-
-    Killed in between, it leaves a temporary directory, which the next save removes, and never half a checkpoint.
-
-    Raises:
-        ValueError: The name does not contain one.
-        OSError: The file system refused the rename; the checkpoint is unchanged.
-    """
+    """Deletes a checkpoint: first its name, by one atomic rename, then its files; in a store, its manifest first."""
     named = _STEP_NAME.search(path.name)
     if named is None:
         raise ValueError(f"{path} is not named as a checkpoint. Remove it by hand.")
@@ -224,14 +177,7 @@ def discard(path: Path) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Makes a complete temporary directory visible as `final`, by one atomic rename.
-
-    A directory that has the name already is replaced: it is set aside first and discarded last. If the process is
-    killed in between, the step is there under one of the two names; `recover_replaced` gives it back its own name.
-
-    Raises:
-        OSError: The file system refused; `final` is as it was.
-    """
+    """Makes a complete temporary directory visible as `final`, which it replaces, by one atomic rename."""
     sync_directory(temporary)
     if not final.exists():
         temporary.rename(final)
@@ -249,14 +195,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def recover_replaced(root: Path) -> list[Path]:
-    """Repairs what a job left that was killed while it replaced a checkpoint; returns the checkpoints brought back.
-
-    A checkpoint that was set aside gets its name back if there is no other of its step, and is discarded otherwise.
-    Only one process may call this, and none may be writing to `root`.
-
-    Raises:
-        OSError: The file system refused.
-    """
+    """Gives checkpoints back their names that a killed job had set aside to replace; returns them."""
     recovered = []
     for entry in list(root.iterdir()) if root.is_dir() else []:
         replaced = _REPLACED_NAME.fullmatch(entry.name)
@@ -274,11 +213,7 @@ def recover_replaced(root: Path) -> list[Path]:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """What to raise for a file of a checkpoint that cannot be read.
-
-    Missing files and bad disks are damage. Anything else, such as a permission or a time-out, is not the checkpoint's
-    fault: a run must not go back to an older checkpoint because of it.
-    """
+    """The error for a file that cannot be read: only missing files and bad disks are damage, a time-out is not."""
     is_damage = isinstance(error, FileNotFoundError | IsADirectoryError) or error.errno == errno.EIO
     if is_damage:
         return DamagedCheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.")
@@ -286,12 +221,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_file(path: Path, size: int, xxh3: str) -> bytes:
-    """A small file's content, after its size and checksum were compared with what was written.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, or its size or checksum differs.
-        CheckpointError: The file system refused.
-    """
+    """A small file's content, after its size and checksum were compared with what was written."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -301,12 +231,7 @@ def read_file(path: Path, size: int, xxh3: str) -> bytes:
 
 
 def verify_file(path: Path, size: int, xxh3: str) -> None:
-    """Reads a complete file and compares it with what was written.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, or its size or checksum differs.
-        CheckpointError: The file system refused.
-    """
+    """Reads a complete file and compares it with what was written."""
     try:
         actual = checksum(path)
     except OSError as error:
@@ -315,12 +240,7 @@ def verify_file(path: Path, size: int, xxh3: str) -> None:
 
 
 def compare_sizes(directory: Path, sizes: Mapping[str, int]) -> None:
-    """Compares the sizes of files with what was written, without reading them.
-
-    Raises:
-        DamagedCheckpointError: A file is missing or has another size.
-        CheckpointError: The file system refused.
-    """
+    """Compares the sizes of files with what was written, without reading them."""
     # In a store one listing says it of all.
     seen = {path.name: path for path in directory.iterdir()} if isinstance(directory, StorePath) else {}
     for name, size in sizes.items():
@@ -336,11 +256,6 @@ def compare_sizes(directory: Path, sizes: Mapping[str, int]) -> None:
 
 
 def compare_content(path: Path, actual: tuple[int, str], written: tuple[int, str]) -> None:
-    """Compares size and checksum of a file that was read with what was written.
-
-    Raises:
-        DamagedCheckpointError: One of them differs.
-    """
     if actual[0] != written[0]:
         raise DamagedCheckpointError(
             f"{path} has {actual[0]} bytes where {written[0]} were written. Resume from another checkpoint."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import SHARED_NAME, rank_name
 from dream_trainer.checkpoint.manifest import Manifest, own_share, read_manifest
+from dream_trainer.checks import listed
 from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 
-def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Global shape and dtype of each tensor in a checkpoint, by name.
+_LISTED = 20
 
-    Raises:
-        DamagedCheckpointError: The manifest or DCP's metadata is missing, damaged or asks for code.
-    """
+
+def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Global shape and dtype of each tensor in a checkpoint, by name."""
     _, metadata = _open(path)
     return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
 
@@ -45,23 +45,10 @@ def _open(path: Path) -> tuple[Manifest, Metadata]:
 def load_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | tuple[str, ...] = ()
 ) -> None:
-    """Fills tensors in place, whatever mesh and world size they were saved from. Every rank calls this.
+    """Fills tensors in place, whatever mesh they were saved from; names, shapes and dtypes are compared before.
 
-    Names, shapes and dtypes are compared on all ranks before anything is written. Each rank reads the shard files that
-    its own shards overlap. In addition one of the ranks hashes each complete shard file.
-
-    Of a local checkpoint each host has its own part, which has to cover the shards of its ranks.
-
-    Args:
-        tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must have every name of
-            the checkpoint and no other.
-
-    Raises:
-        DamagedCheckpointError: A file is missing, damaged or asks for code; the same on every rank. If it is a shard,
-            the tensors' values are undefined: load another checkpoint into them, or stop.
-        CheckpointError: Names are missing on either side, or shapes or dtypes differ (none is cast), listed by name;
-            the same on every rank, and nothing was written.
-    """
+    Every rank calls this, with DTensors of any layout or plain tensors. Each reads the shards that its own overlap, and
+    one of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
     from dream_trainer.checkpoint.safe_dcp import read_and_verify
 
     task = f"load {path}"
@@ -71,7 +58,7 @@ def load_tensors(
     left_over = {name for name in set.intersection(*unused) if not name.startswith(optional_prefix)}
     if left_over:
         raise CheckpointError(
-            f"Could not {task}: it contains {_listed(left_over)}, which this run does not have. "
+            f"Could not {task}: it contains {listed(sorted(left_over), _LISTED)}, which this run does not have. "
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = own_share(manifest.shards, manifest.path, world)
@@ -87,7 +74,8 @@ def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
     missing = set(tensors) - set(records)
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no {_listed(missing)}. Was a layer or an optimizer added, renamed or unfrozen since?"
+            f"the checkpoint has no {listed(sorted(missing), _LISTED)}. Was a layer or an optimizer added, renamed or "
+            "unfrozen since?"
         )
     different = []
     for name, tensor in tensors.items():
@@ -95,32 +83,17 @@ def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
         if shape != tensor.shape or dtype != tensor.dtype:
             different.append(f"{name} (saved {tuple(shape)} {dtype}, here {tuple(tensor.shape)} {tensor.dtype})")
     if different:
-        raise CheckpointError(f"shapes or dtypes differ: {_listed(different)}. Nothing is cast or cut to fit.")
+        raise CheckpointError(
+            f"shapes or dtypes differ: {listed(sorted(different), _LISTED)}. Nothing is cast or cut to fit."
+        )
     return set(records) - set(tensors)
 
 
-def _listed(names: Iterable[str], limit: int = 20) -> str:
-    ordered = sorted(names)
-    rest = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + rest
-
-
 def read_shared(path: Path) -> dict[str, Any]:
-    """The state that was the same on all ranks.
-
-    Raises:
-        DamagedCheckpointError: The manifest or the file is missing or damaged.
-    """
     return _read_json(read_manifest(path), SHARED_NAME)
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state that only rank `rank` had: its JSON state and its tensors, on the CPU.
-
-    Raises:
-        DamagedCheckpointError: The manifest or a file is missing or damaged.
-        CheckpointError: Fewer ranks wrote the checkpoint.
-    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 

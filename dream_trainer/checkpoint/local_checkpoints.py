@@ -4,12 +4,8 @@
       ranks_0-7/                                     this host's part: what its ranks hold
         3f6c...-91d0...-000004/step_00001010/        a directory for each save
 
-A save's directory is named by the run's newest checkpoint at that time (the digest of its manifest), by the start of
-the job that made it, and by the save's number in it. So whoever looks for the states that follow the newest checkpoint
-finds those alone, and two hosts never take different saves for one. A host's part is written as a checkpoint is: hidden
-first, then renamed. The one before stays until the new one is whole on all hosts; so there are never more than two.
-
-Nothing here counts as a checkpoint of the run, and no failure here fails the run.
+A save's directory is named by the digest of the run's newest checkpoint, the job's start and the save's number, so that
+two hosts never take different saves for one. The one before stays until the new one is whole on all hosts.
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 
 LEFT_TO_OTHERS = 1 << 30
-"""Bytes of the directory's room that are left free, or a tenth of it where that is less: the workers of loaders share
-the same memory, and die where there is none."""
+"""Bytes that are left free, or a tenth of the room: loaders' workers share the memory, and die without any."""
 
 logger = logging.getLogger("dream_trainer")
 
@@ -75,10 +70,7 @@ class LocalCheckpoints:
     # -- at the start
 
     def find(self, newest: Manifest) -> Manifest | None:
-        """This host's part of the newest save after the run's `newest` checkpoint, or of it, that every host has whole.
-
-        None, on all ranks, where there is no such save, or where some host cannot look for it.
-        """
+        """This host's part of the newest save after `newest` that is whole on every host; None if there is none."""
         task = f"look for what {self._run} keeps"
         try:
             on_all_ranks(self._world, task, self._refuse_strangers)
@@ -116,11 +108,7 @@ class LocalCheckpoints:
             self._follows = manifest_digest(manifest) if is_own else None
 
     def begin(self) -> None:
-        """Training begins: only what it goes on from stays here.
-
-        Raises:
-            ConfigError: Hosts have the same directory, and each would remove what the others keep; on every rank.
-        """
+        """Training begins: only what it goes on from stays here; ConfigError if hosts have the same directory."""
         self._start = from_main_rank(self._world, "begin", lambda: secrets.token_hex(4))
         self._tidy(self._world)
         task = f"make {self._part}"
@@ -164,7 +152,6 @@ class LocalCheckpoints:
         write_checkpoint(save, snapshot, world=self._host, known=self._known_plan, job=job)
 
     def _bytes(self, snapshot: Snapshot) -> int:
-        """What this rank adds to its host's part."""
         from torch.distributed.tensor import DTensor
 
         own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or isinstance(tensor, DTensor)]
@@ -193,7 +180,7 @@ class LocalCheckpoints:
 
     def clear(self) -> None:
         """The run is finished: nothing of it stays on this host."""
-        if self._is_leader:
+        if self._host.is_main:
             remove_tree(self._run)
             with suppress(OSError):  # other runs', or none
                 self._of_user.rmdir()
@@ -201,7 +188,7 @@ class LocalCheckpoints:
     def _tidy(self, world: Ranks) -> None:
         """Removes all that is kept of this run here, but for the save that is whole on all hosts; a collective."""
         world.barrier()  # nobody reads or writes any more
-        if self._is_leader:
+        if self._host.is_main:
             try:
                 self._remove_all_but_kept()
             except OSError as error:
@@ -217,12 +204,7 @@ class LocalCheckpoints:
                 remove_tree(save)
 
     def _parts(self) -> list[Path]:
-        """Of this run, what lies here for some ranks."""
         return list(self._run.iterdir()) if self._run.is_dir() else []
-
-    @property
-    def _is_leader(self) -> bool:
-        return self._host.is_main
 
     def _refuse_strangers(self) -> None:
         """A shared directory of memory is open to all users, and a checkpoint of another's making is not read."""

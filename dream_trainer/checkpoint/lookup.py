@@ -35,12 +35,10 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
         return directory_size(self.path)
 
 
 def directory_size(path: Path) -> int:
-    """Bytes of the files in a directory."""
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
@@ -66,11 +64,7 @@ def _entry(path: Path, step: int, state: State) -> Entry:
 
 
 def checkpoints_root(path: Path) -> Path:
-    """The directory of a run's checkpoints.
-
-    Raises:
-        CheckpointError: It is neither.
-    """
+    """The directory of the checkpoints of a run's directory, or `path` itself if it is that."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory. Give a run's directory.")
     if is_checkpoint(path):
@@ -83,17 +77,11 @@ def checkpoints_root(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory is, or is named as, a checkpoint."""
     return path.is_dir() and (named_step(path) is not None or (path / MANIFEST_NAME).exists())
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The checkpoint that a path means: itself, or of a run the one of `step`, by default the newest whole one.
-
-    Raises:
-        ConfigError: `step` was given with a path that is a checkpoint already.
-        CheckpointError: There is none.
-    """
+    """The checkpoint that a path means: itself, or of a run the one of `step`, by default the newest whole one."""
     if is_checkpoint(path):
         if step is not None:
             raise ConfigError(f"step={step} chooses among a run's checkpoints, and {path} is one. Leave one out.")

@@ -1,13 +1,8 @@
-"""The manifest: the file that makes a directory a checkpoint, and what it says about the directory's other files.
-
-It is written last, lists every file with size and checksum, and carries a checksum of itself. A directory without a
-valid manifest does not exist for the trainer.
-"""
+"""The manifest: written last, it makes a directory a checkpoint, and lists every file with size and checksum."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,77 +22,50 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
 
-SCHEMA_VERSION = 1
-"""Incremented with every change that an older reader would misread."""
+SCHEMA_VERSION = 1  # incremented with every change that an older reader would misread
 
 MANIFEST_NAME = "manifest.json"
 
-SHARD_ENDING = ".distcp"
-"""Of the files in which DCP keeps tensors."""
+SHARD_ENDING = ".distcp"  # of the files in which DCP keeps tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """One file of a checkpoint, as it was written."""
 
-    size: int
-    """Bytes."""
-    xxh3: str
-    """xxh3 of the content, 128 bit, hexadecimal."""
+    size: int  # bytes
+    xxh3: str  # xxh3 of the content, 128 bit, hexadecimal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint contains and where it comes from."""
 
-    path: Path
-    """The checkpoint's directory; not stored, so that a checkpoint may be moved."""
-    step: int
-    """Optimizer steps completed (`global_step`)."""
-    epoch: int
-    """Epoch in which it was written, 0-based."""
-    samples_seen: int
-    """Samples consumed by all ranks since the run began."""
-    world_size: int
-    """Number of ranks that wrote it; each has rank files of its own."""
-    mesh_shape: dict[str, int]
-    """Size of each dimension of the device mesh at that time."""
-    config: dict[str, Any]
-    """The run's config as plain values."""
-    metrics: dict[str, Any]
-    """Metrics at that step; NaN and missing ones are allowed."""
-    versions: dict[str, str]
-    """Of torch and dream_trainer."""
-    wall_time: float
-    """Seconds since 1970, UTC, when it was written."""
-    files: dict[str, FileEntry]
-    """Every file but the manifest itself."""
+    path: Path  # the checkpoint's directory; not stored, so that a checkpoint may be moved
+    step: int  # optimizer steps completed (`global_step`)
+    epoch: int  # epoch in which it was written, 0-based
+    samples_seen: int  # samples consumed by all ranks since the run began
+    world_size: int  # number of ranks that wrote it; each has rank files of its own
+    mesh_shape: dict[str, int]  # size of each dimension of the device mesh at that time
+    config: dict[str, Any]  # the run's config as plain values
+    metrics: dict[str, Any]  # metrics at that step; NaN and missing ones are allowed
+    versions: dict[str, str]  # of torch and dream_trainer
+    wall_time: float  # seconds since 1970, UTC, when it was written
+    files: dict[str, FileEntry]  # every file but the manifest itself
     parent: dict[str, Any] | None = None
     """Of a branch: the `checkpoint` it began from, whose `run` and `step`, and the `words`. Not stored if None."""
-    schema_version: int = SCHEMA_VERSION
-    """Version of the directory's layout."""
+    schema_version: int = SCHEMA_VERSION  # version of the directory's layout
 
     @property
     def shards(self) -> list[str]:
-        """The files that contain tensors, by rank and number."""
         return sorted((name for name in self.files if name.endswith(SHARD_ENDING)), key=lambda name: (len(name), name))
 
     def entry(self, name: str) -> FileEntry:
-        """The entry of the file `name`.
-
-        Raises:
-            DamagedCheckpointError: The checkpoint has no such file.
-        """
         if name not in self.files:
             raise DamagedCheckpointError(f"{self.path} has no file {name!r}. Resume from another checkpoint.")
         return self.files[name]
 
     def read(self, name: str) -> bytes:
-        """Content of the file `name`, its checksum verified.
-
-        Raises:
-            DamagedCheckpointError: The file is missing or damaged.
-        """
         entry = self.entry(name)
         return read_file(self.path / name, entry.size, entry.xxh3)
 
@@ -107,11 +75,6 @@ class Manifest:
         return {name: vars(self)[name] for name in names}
 
     def verify(self, name: str) -> None:
-        """Reads the complete file `name` and compares its checksum.
-
-        Raises:
-            DamagedCheckpointError: The file is missing or damaged.
-        """
         entry = self.entry(name)
         verify_file(self.path / name, entry.size, entry.xxh3)
 
@@ -137,13 +100,7 @@ def _sealed(body: dict[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads a checkpoint's manifest and compares the sizes of its files; contents are not read.
-
-    Raises:
-        DamagedCheckpointError: The manifest is missing, empty, damaged or belongs to another step, or a file is missing
-            or has another size. The message names the file and the fault.
-        CheckpointError: There is no such directory, or its schema is newer than this reader.
-    """
+    """Reads a checkpoint's manifest and compares the sizes of its files; contents are not read."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory. Give the path of a checkpoint, such as .../step_00001000.")
     manifest = _parse(path, _body(path / MANIFEST_NAME))
@@ -157,7 +114,6 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _body(file: Path) -> dict[str, Any]:
-    """The parsed manifest, its schema version and checksum verified."""
     advice = "Resume from another checkpoint."
     try:
         text = file.read_bytes()
@@ -208,10 +164,7 @@ def _plain_name(name: str) -> str:
 
 
 def list_checkpoints(root: Path) -> list[Manifest]:
-    """The checkpoints under `root` by step: those with a valid manifest whose files have the sizes it lists.
-
-    Temporary, incomplete and damaged directories are left out. Contents are not read; `verify_checkpoint` does that.
-    """
+    """The whole checkpoints under `root` by step, as far as manifests and sizes tell; contents are not read."""
     manifests = []
     for _, path in step_directories(root):
         try:
@@ -252,22 +205,20 @@ def faults(path: Path) -> list[str]:
     return found
 
 
-def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
-    """Reads every file of a checkpoint and compares its checksum; its readers divide the files among them.
+def verify_checkpoint(path: Path, *, world: Ranks, shards: bool = True) -> Manifest:
+    """Reads every file and compares its checksum, but of `shards` only on request, since `load_tensors` hashes them.
 
-    Raises:
-        DamagedCheckpointError: Something is missing or damaged, the same on all ranks.
-        CheckpointError: There is no such checkpoint, or its schema is newer than this reader.
-    """
-    return _verify(path, world, lambda manifest: sorted(manifest.files))
+    The readers of a directory divide its files among them."""
+    task = f"verify {path}"
+    manifest = on_all_ranks(world, task, lambda: read_manifest(path))
+    own = own_share(sorted(set(manifest.files) - set(() if shards else manifest.shards)), path, world)
 
+    def verify() -> Manifest:
+        for name in own:
+            manifest.verify(name)
+        return manifest
 
-def verify_all_but_shards(path: Path, *, world: Ranks) -> Manifest:
-    """As `verify_checkpoint`, but of the shards, which are most of the bytes, only the sizes are compared.
-
-    Their checksums are compared by `load_tensors` while it reads them.
-    """
-    return _verify(path, world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
+    return on_all_ranks(world, task, verify)
 
 
 def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
@@ -275,15 +226,3 @@ def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
     paths = world.all_gather_object(str(path))
     readers = [rank for rank, other in enumerate(paths) if other == str(path)]
     return names[readers.index(world.rank) :: len(readers)]
-
-
-def _verify(path: Path, world: Ranks, names: Callable[[Manifest], list[str]]) -> Manifest:
-    manifest = on_all_ranks(world, f"verify {path}", lambda: read_manifest(path))
-    own = own_share(names(manifest), path, world)
-
-    def verify() -> Manifest:
-        for name in own:
-            manifest.verify(name)
-        return manifest
-
-    return on_all_ranks(world, f"verify {path}", verify)

@@ -1,8 +1,6 @@
 """The state of torchmetrics' metrics that training updates, in checkpoints: each rank saves its own.
 
-A metric combines the states of all ranks when it computes. So when the number of ranks has changed, each former rank's
-state goes to one of the new ranks. A rank that gets several combines them as the metric itself would.
-"""
+When the number of ranks has changed, each former rank's state goes to one rank, which combines those it gets."""
 
 from __future__ import annotations
 
@@ -22,12 +20,7 @@ State = tuple[dict[str, Any], Mapping[str, Tensor]]
 
 
 def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """The state of this rank's metrics.
-
-    Returns:
-        `{name: [{"updates": n, "states": {state: None, or length of a list}}]}` with an entry for each part of a
-        metric; copies of the tensors; and the names of metrics that are left out, since their state is not of tensors.
-    """
+    """The record of this rank's metrics, copies of their tensors, and names that are left out, having others' state."""
     described: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     left_out = []
@@ -56,12 +49,7 @@ def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def load_metric_state(metrics: Mapping[str, Any], saved: list[State]) -> list[str]:
-    """Loads into metrics the state of one former rank, or the combined state of several; without any, a new metric's.
-
-    Returns:
-        Names of metrics that no longer exist, have other states, or whose states cannot be combined. These start from
-        zero.
-    """
+    """Loads the combined state of former ranks; returns the names of metrics that start from zero instead."""
     lost = {name for described, _ in saved for name in described} - metrics.keys()
     for name, metric in metrics.items():
         states = [(described[name], tensors) for described, tensors in saved if name in described]
@@ -70,7 +58,10 @@ def load_metric_state(metrics: Mapping[str, Any], saved: list[State]) -> list[st
             [entry["states"].keys() for entry in described] == [part.metric_state.keys() for part in metric_parts]
             for described, _ in states
         )
-        if states and not (fits and all(len(states) == 1 or _joins(part) for part in metric_parts)):
+        joins = len(states) == 1 or all(
+            part._reductions[key] in _ways() for part in metric_parts for key in part.metric_state
+        )
+        if states and not (fits and joins):
             lost.add(name)
             continue
         for number, part in enumerate(metric_parts if states else ()):
@@ -90,7 +81,7 @@ def _load_part(part: Any, prefix: str, states: list[State]) -> None:
                 values.append([tensors[f"{prefix}{key}.{index}"].to(part.device) for index in range(length)])
         value = values[0]
         for other in values[1:]:
-            value = _joined(part, key, value, other)
+            value = _ways()[part._reductions[key]](value, other)
         setattr(part, key, value)
     part._update_count = sum(described["updates"] for described, _ in states)
 
@@ -99,8 +90,9 @@ def _entries(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _ways(utilities: Any) -> dict[Any, Callable[[Any, Any], Any]]:
+def _ways() -> dict[Any, Callable[[Any, Any], Any]]:
     """How two ranks' states are combined, by the function with which a metric reduces them."""
+    utilities = sys.modules["torchmetrics"].utilities.data
     return {
         utilities.dim_zero_sum: torch.add,
         utilities.dim_zero_max: torch.maximum,
@@ -109,12 +101,3 @@ def _ways(utilities: Any) -> dict[Any, Callable[[Any, Any], Any]]:
             one + other if isinstance(one, list) else torch.cat([torch.atleast_1d(one), torch.atleast_1d(other)])
         ),
     }
-
-
-def _joins(part: Any) -> bool:
-    ways = _ways(sys.modules["torchmetrics"].utilities.data)
-    return all(part._reductions[key] in ways for key in part.metric_state)
-
-
-def _joined(part: Any, key: str, one: Any, other: Any) -> Any:
-    return _ways(sys.modules["torchmetrics"].utilities.data)[part._reductions[key]](one, other)

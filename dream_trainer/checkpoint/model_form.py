@@ -1,19 +1,18 @@
 """What training may change of models beside values: which parameters learn, modes of modules, and shapes of buffers.
 
-A checkpoint has them as they are, and what of them has changed since the setup of the run that wrote it. A resume
-restores what training had changed. Where the setups differ, this run's holds, since its code was edited.
-"""
+A resume restores what training had changed since its setup. Where the setups differ, this run's holds."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import gathered_twins
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.modules.sharding import fsdp_modules
@@ -36,12 +35,7 @@ class ModelForm:
         self._learned, self._trained, self._shapes = _learning(models), _modes(models), _shapes(models)
 
     def state(self, models: Mapping[str, nn.Module], world: Ranks) -> dict[str, Any]:
-        """For a checkpoint; a collective.
-
-        Returns:
-            `{"frozen", "evaluating"}`: names of parameters and modules; `{"thawed", "switched", "reshaped"}`: those
-            whose `requires_grad` or mode has changed since the setup, and buffers that have another shape.
-        """
+        """The form, and what of it has changed since the setup, as lists of names for a checkpoint; a collective."""
         learned, trained = _learning(models), _modes(models) if world.stages == 1 else {}
         own = {
             "frozen": [name for name, learns in learned.items() if not learns],
@@ -61,7 +55,6 @@ class ModelForm:
         return {*saved.get("reshaped", ()), *_changed(_shapes(models), self._shapes)}
 
     def restore(self, models: Mapping[str, nn.Module], saved: Mapping[str, Any], world: Ranks) -> None:
-        """Gives parameters and modules back what training had changed, and logs it."""
         if not saved:
             return
         parameters, modules = model_parameters(models), _modules(models) if world.stages == 1 else {}
@@ -80,8 +73,22 @@ class ModelForm:
         for name in modes:
             modules[name].training = name not in evaluating
         if world.is_main:
-            _say_what_was_restored([name for name in differing if name in thawed], frozen, modes, evaluating)
-            _say_what_was_left([name for name in differing if name not in thawed], frozen)
+            restored = {
+                "trainable": [name for name in differing if name in thawed - frozen],
+                "frozen": [name for name in differing if name in thawed & frozen],
+                "in training mode": [name for name in modes if name not in evaluating],
+                "in eval mode": [name for name in modes if name in evaluating],
+            }
+            left = {
+                "frozen in the checkpoint and trainable here": [name for name in differing if name in frozen - thawed],
+                "trainable in the checkpoint and frozen here": [n for n in differing if n not in frozen | thawed],
+            }
+            if told := _told(restored):
+                logger.info("as training had changed it before the checkpoint, %s", told)
+            if told := _told(left):
+                logger.warning(
+                    "requires_grad is as this run's setup has it, and was not so in the checkpoint: %s", told
+                )
 
 
 def _learning(models: Mapping[str, nn.Module]) -> dict[str, bool]:
@@ -110,30 +117,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     return [name for name, value in now.items() if name in before and before[name] != value]
 
 
-def _say_what_was_restored(
-    parameters: Collection[str], frozen: Collection[str], modules: Collection[str], evaluating: Collection[str]
-) -> None:
-    told = {
-        "trainable": [name for name in parameters if name not in frozen],
-        "frozen": [name for name in parameters if name in frozen],
-        "in training mode": [name for name in modules if name not in evaluating],
-        "in eval mode": [name for name in modules if name in evaluating],
-    }
-    if parameters or modules:
-        listed = "; ".join(f"{what}: {_listed(names)}" for what, names in told.items() if names)
-        logger.info("as training had changed it before the checkpoint, %s", listed)
-
-
-def _say_what_was_left(parameters: Collection[str], frozen: Collection[str]) -> None:
-    told = {
-        "frozen in the checkpoint and trainable here": [name for name in parameters if name in frozen],
-        "trainable in the checkpoint and frozen here": [name for name in parameters if name not in frozen],
-    }
-    if parameters:
-        listed = "; ".join(f"{what}: {_listed(names)}" for what, names in told.items() if names)
-        logger.warning("requires_grad is as this run's setup has it, and was not so in the checkpoint: %s", listed)
-
-
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(name.removeprefix("models.") for name in list(names)[:_LISTED]) + more
+def _told(names_by_form: Mapping[str, Sequence[str]]) -> str:
+    """The forms that some parameters or modules have, each with their names; "" if there are none."""
+    short = {form: [name.removeprefix("models.") for name in names] for form, names in names_by_form.items()}
+    return "; ".join(f"{form}: {listed(names, _LISTED)}" for form, names in short.items() if names)

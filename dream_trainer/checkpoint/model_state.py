@@ -1,16 +1,13 @@
 """Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into.
 
-Names are those of `state_dict()` under `models.<name>.`, so they do not depend on sharding, compilation or activation
-checkpointing. A tensor with several names (tied weights) is stored once, under the first, be that another stage's of a
-pipeline; loading is in place, so what is tied stays tied.
-"""
+Names are those of `state_dict()` under `models.<name>.`; a tied tensor is stored once, under its first name."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,38 +18,36 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.modules.cut_models import names_in_whole
 
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 
 def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of all models, detached and sharing memory with them.
-
-    FSDP2 modules are resharded by this, as by `state_dict()`.
-
-    Returns:
-        `models.<name>.<fqn>` to the tensor: a DTensor where the parameter is one.
-
-    Raises:
-        CheckpointError: A model's `state_dict()` creates new tensors, so nothing could be loaded into them in place.
-    """
+    """Parameters and persistent buffers of all models by `models.<name>.<fqn>`, detached, sharing memory with them."""
     return {name: tensor.detach() for name, tensor in _stored(models)}
+
+
+def stored_in_place(model: nn.Module, called: str) -> dict[str, Tensor]:
+    """The `state_dict()` of a model without extra state: its parameters and buffers themselves, under all names."""
+    owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = model.state_dict(keep_vars=True)
+    state = {name: value for name, value in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
+    for name, value in state.items():
+        if id(value) not in owned:
+            raise CheckpointError(
+                f"state_dict() of {called} gives {name!r}, which is not one of its parameters or buffers; it cannot be "
+                "loaded in place. Return such values from get_extra_state() instead."
+            )
+    return state
 
 
 def _stored(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that is stored, as the module holds it, under its first name."""
     for model_name, model in models.items():
-        state = model.state_dict(keep_vars=True)
-        owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         seen: set[int] = set()
         whole = names_in_whole(model)
-        for fqn, value in state.items():
-            if fqn.rpartition(".")[2] == _EXTRA_STATE or id(value) in seen:
+        for fqn, value in stored_in_place(model, f"model {model_name!r}").items():
+            if id(value) in seen:
                 continue
-            if id(value) not in owned:
-                raise CheckpointError(
-                    f"state_dict() of model {model_name!r} gives {fqn!r}, which is not one of its parameters or "
-                    "buffers; it could not be loaded in place. Return such values from get_extra_state() instead."
-                )
             seen.add(id(value))
             yield f"models.{model_name}.{whole[fqn][0] if fqn in whole else fqn}", value
 
@@ -67,25 +62,13 @@ def model_parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
     return {name: tensor for name, tensor in _stored(models) if isinstance(tensor, nn.Parameter)}
 
 
-@runtime_checkable
-class _Configured(Protocol):
-    """A model with a config, as those of transformers have."""
-
-    config: Any
-
-
-@runtime_checkable
-class _AsDict(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
     """Each model's `config` as a dict, where it is a dataclass or has a `to_dict()`: saved for exports."""
     configs: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
-        config = model.config if isinstance(model, _Configured) else None
+        config: Any = getattr(model, "config", None)
         try:
-            if isinstance(config, _AsDict):
+            if hasattr(config, "to_dict"):
                 values = config.to_dict()
             elif is_dataclass(config) and not isinstance(config, type):
                 values = to_dict(config)
@@ -120,11 +103,6 @@ def model_extra_state(models: Mapping[str, nn.Module]) -> dict[str, dict[str, An
 
 
 def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Gives each module's extra state back through its `set_extra_state()`.
-
-    Raises:
-        CheckpointError: The modules with extra state are not those of the checkpoint; nothing was set.
-    """
     current = {(name, fqn) for name, values in model_extra_state(models).items() for fqn in values}
     saved = {(name, fqn) for name, values in extra_state.items() for fqn in values}
     if current != saved:
@@ -138,14 +116,10 @@ def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping
 
 
 def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, Tensor]:
-    """The unsharded tensors whose values on this rank differ from rank 0's: BatchNorm statistics, for instance.
+    """The unsharded tensors whose values on this rank differ from rank 0's, as BatchNorm's; one collective.
 
-    `model_tensors` stores one rank's value of a plain tensor. Those that differ are saved with the rank's own state
-    instead, and `load_rank_buffers` restores them if the layout is the same. All persistent plain buffers are compared,
-    and the plain parameters of sharded models (nothing synchronises FSDP2's `ignored_params`).
-
-    Every rank calls this; one collective of checksums.
-    """
+    They are saved with the rank's own state. Plain buffers are compared, and plain parameters of sharded models, since
+    nothing synchronises FSDP2's `ignored_params`."""
     candidates = _unsharded(models)
     differing = differing_names(candidates, world=world)
     return {name: tensor for name, tensor in candidates.items() if name in differing} if world.rank else {}
@@ -183,11 +157,7 @@ def value_checksum(tensor: Tensor) -> str:
 def load_rank_buffers(
     models: Mapping[str, nn.Module], buffers: Mapping[str, Tensor], reshaped: Collection[str] = ()
 ) -> None:
-    """Restores on this rank what `rank_buffers` returned, after the common values were loaded.
-
-    Raises:
-        CheckpointError: A name is not among the models', or a shape or dtype differs; nothing was written.
-    """
+    """Restores on this rank what `rank_buffers` returned, after the common values were loaded."""
     targets = _unsharded(models)
     saved = {name: value for name, value in buffers.items() if name.startswith("models.")}
     for name, value in saved.items():

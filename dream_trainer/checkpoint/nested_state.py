@@ -1,9 +1,7 @@
-"""Nested state of lists, tuples and dicts: its tensors by their path, and the rest for typed JSON.
+"""Nested state of lists, tuples and dicts: its tensors by path, such as `("GG", 0)`, and the rest for typed JSON.
 
-A path is the keys and indices that lead to a tensor: `("GG", 0)`. The first level of 0.1's format is kept: a tensor
-under a string key is listed in `tensors` and is not among `values`. Deeper tensors are listed in `nested`, and `values`
-has None in their place. A model's parameter, as a key or as a value, is stored as its name.
-"""
+Tensors under a string key of the first level are in `tensors`, as in 0.1's format. Deeper ones are in `nested`, with
+None in their place in `values`. A model's parameter, as a key or a value, is stored as its name."""
 
 from __future__ import annotations
 
@@ -33,14 +31,12 @@ def split_state(
 
 
 def paths_in(record: Mapping[str, Any]) -> list[TensorPath]:
-    """The paths of a record's tensors."""
     return [(key,) for key in record["tensors"]] + [tuple(path) for path in record.get("nested", ())]
 
 
 def joined_state(
     record: Mapping[str, Any], tensors: Mapping[TensorPath, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> dict[Any, Any]:
-    """The state that `split_state` was given, with other tensors."""
     values = dict(record["values"]) | dict.fromkeys(record["tensors"])
     joined: dict[Any, Any] = _with_tensors(values, tensors, parameters, ())
     return joined
@@ -52,7 +48,6 @@ def path_text(path: TensorPath) -> str:
 
 
 def parameter_in(path: TensorPath) -> str | None:
-    """The name of the parameter that is a key on a path."""
     return next((part[1] for part in path if _is_parameter(part)), None)
 
 

@@ -1,17 +1,7 @@
 """Optimizers' state, keyed by the names of the parameters it belongs to.
 
-With keys by position, as in `optimizer.state_dict()`, one added parameter would shift every state to its neighbour.
-DCP's `get_optimizer_state_dict` uses names, but it steps an optimizer that never stepped, which leaves Adam's bias
-correction one step off. Here nothing is stepped: tensors are read where they are, and allocated from the checkpoint's
-metadata.
-
-An optimizer whose class overrides `state_dict` or `load_state_dict` keeps state elsewhere, so these are called. Its
-parameters keep their order then, which is compared by name. Optimizers in an optimizer's attributes, as SAM's base,
-are saved with it.
-
-State of a sharded parameter that is not a DTensor is the rank's own if ranks differ in it. It is saved for each rank,
-and loaded where the ranks have the same parts of the parameters.
-"""
+DCP's `get_optimizer_state_dict` steps an optimizer that never stepped: Adam's bias correction is then one step off.
+Plain state of a sharded parameter is saved for each rank if ranks differ in it."""
 
 from __future__ import annotations
 
@@ -34,29 +24,19 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 
-OPTIMIZER_PREFIX = "optimizers."
-"""Tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`."""
+OPTIMIZER_PREFIX = "optimizers."  # tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`
 
-RANK_PREFIX = "ranks."
-"""Names of state that each rank has of its own begin with `ranks.<rank>.`."""
+RANK_PREFIX = "ranks."  # names of state that each rank has of its own begin with `ranks.<rank>.`
 
-WHOLE = ""
-"""The part of an optimizer's state that belongs to no single parameter."""
+WHOLE = ""  # the part of an optimizer's state that belongs to no single parameter
 
 
 class OptimizerState(NamedTuple):
-    """What a checkpoint has of an optimizer.
+    """What a checkpoint has of an optimizer: tensors by name, values for typed JSON, and records of this rank alone."""
 
-    Attributes:
-        tensors: `optimizers.<name>.<parameter>.<key>` to the state tensor; with `ranks.<rank>.` before it, this rank's.
-        values: For typed JSON: `{"class", "groups": [{"parameters", "options"}], "state": {parameter: record}}`, and
-            `"whole"`, `"each_rank"` and `"inner"` where there is something.
-        own: Records of this rank alone, by the optimizer's name and the parameter.
-    """
-
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
-    own: dict[str, dict[str, Any]]
+    tensors: dict[str, Tensor]  # by `optimizers.<name>.<parameter>.<key>`; this rank's own after `ranks.<rank>.`
+    values: dict[str, Any]  # "class", "groups", "state", and if there is something "whole", "each_rank", "inner"
+    own: dict[str, dict[str, Any]]  # by the optimizer's name and the parameter
 
 
 class _Part(NamedTuple):
@@ -69,14 +49,7 @@ class _Part(NamedTuple):
 
 
 def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, world: Ranks) -> OptimizerState:
-    """An optimizer's state: its tensors as they are, and everything else for typed JSON.
-
-    An optimizer that never stepped has no tensors and is restored as one that never stepped. Every rank calls this.
-
-    Raises:
-        CheckpointError: A parameter has no name, or the state is of a type that cannot be saved; the same on every
-            rank.
-    """
+    """An optimizer's state: its tensors as they are, and everything else for typed JSON; every rank calls this."""
     needs_digests = world.world_size > 1
     groups, parts = on_all_ranks(
         world, f"save optimizer {name!r}", lambda: _collect(name, optimizer, fqns, needs_digests=needs_digests)
@@ -240,11 +213,7 @@ def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
 
 
 def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One optimizer's values of what the stages of a pipeline have: the second results of `optimizer_state` by rank.
-
-    Raises:
-        CheckpointError: The stages have different numbers of parameter groups; the same on every rank.
-    """
+    """One optimizer's values of what the stages of a pipeline have."""
     counts = {len(of_rank["groups"]) for of_rank in values}
     if len(counts) > 1:
         raise CheckpointError(
@@ -273,5 +242,4 @@ def of_one_stage(values: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 
 def has_own_of_ranks(values: Mapping[str, Any]) -> bool:
-    """Whether some of an optimizer's state is each rank's own."""
     return bool(values.get("each_rank")) or any(map(has_own_of_ranks, values.get("inner", {}).values()))

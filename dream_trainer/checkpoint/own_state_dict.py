@@ -1,8 +1,6 @@
 """Optimizers whose class has a `state_dict` of its own: what it gave goes back through its `load_state_dict`.
 
-PyTorch's `load_state_dict` casts state to the type of its parameter, and one by hand may forget something, without a
-word. So what the optimizer has afterwards is compared with what it was given.
-"""
+What the optimizer has afterwards is compared with that, since casts and forgetful methods raise no error."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from dream_trainer.checkpoint.nested_state import first_difference, path_text
 from dream_trainer.errors import CheckpointError
 
 MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Options of groups that checkpoints leave out: the parameters themselves; the names that an optimizer built from named
-parameters keeps for them; and which implementation runs: that depends on the machine, and the state is the same under
-each."""
+"""Options of groups that checkpoints leave out: parameters, their names, and the machine's implementation."""
 
 _GROUPS = "param_groups"
 
@@ -32,11 +28,7 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def load_own_state(name: str, optimizer: Optimizer, make: Callable[[], dict[str, Any]], *, with_options: bool) -> None:
-    """Gives an optimizer the state that its `state_dict` gave, with the parameters of this process.
-
-    Raises:
-        CheckpointError: The optimizer does not have it afterwards; the message has the first place.
-    """
+    """Gives an optimizer the state that its `state_dict` gave, with the parameters of this process."""
     before, here = optimizer.param_groups, optimizer.state_dict()
     given, taken = make(), make()
     for state in (given, taken):

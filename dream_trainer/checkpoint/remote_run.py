@@ -37,11 +37,7 @@ def newest_in_both(root: Path, stage: Path) -> Manifest | None:
 
 
 class RemoteRun:
-    """The run's directory in a store: claimed by `begin`, and given back by `end`.
-
-    Attributes:
-        directory: Of the checkpoints, in the store.
-    """
+    """The run's directory in a store: claimed by `begin`, and given back by `end`."""
 
     def __init__(
         self, run: StorePath, run_dir: Path, retention: Retention, world: Ranks, connect: Callable[[], Store | None]
@@ -57,11 +53,7 @@ class RemoteRun:
         self._sent: dict[str, tuple[int, int]] = {}  # the run's files, with size and time of change
 
     def begin(self, stage: Path) -> Sender:
-        """Claims the run and begins to send, first what waits in `stage`; every rank calls it.
-
-        Raises:
-            CheckpointError: Another live job has it, or the store refused; the same on every rank.
-        """
+        """Claims the run and begins to send, first what waits in `stage`; every rank calls it."""
         world, task = self._world, f"claim {self._run}"
         self._ownership = on_all_ranks(world, task, self._claim)
         name = from_main_rank(world, task, lambda: self._ownership.token if self._ownership else "")
@@ -85,16 +77,12 @@ class RemoteRun:
         try:
             ownership = Ownership(self._run, self._run_dir)
             if not ownership.goes_on_here:
-                self._fetch_files()
+                for entry in self._run.iterdir():  # what it wrote about itself elsewhere goes on here
+                    if not entry.is_dir():
+                        (self._run_dir / entry.name).write_bytes(entry.read_bytes())
         except OSError as error:
             raise CheckpointError(f"the store cannot be used: {error}") from None
         return ownership
-
-    def _fetch_files(self) -> None:
-        """The run was somewhere else last: what it wrote about itself goes on here."""
-        for entry in self._run.iterdir():
-            if not entry.is_dir():
-                (self._run_dir / entry.name).write_bytes(entry.read_bytes())
 
     def _send_files(self) -> None:
         """Sends the run's own files, such as `run.json` and `metrics.jsonl`, where they have changed."""
@@ -108,7 +96,6 @@ class RemoteRun:
                 self._sent[path.name] = state
 
     def look_again(self) -> None:
-        """Checkpoints in the store were renamed."""
         if self._sender is not None:
             self._sender.look_again()
 

@@ -27,13 +27,7 @@ from dream_trainer.errors import CheckpointError
 
 
 class Prepared(NamedTuple):
-    """An optimizer that is to be restored.
-
-    Attributes:
-        tensors: The allocated ones by name, for `load_tensors`.
-        finish: To be called when they are filled. CheckpointError if the optimizer's own `load_state_dict` does not
-            bring back what its `state_dict` gave.
-    """
+    """The allocated tensors by name, for `load_tensors`, and what to call when they are filled."""
 
     tensors: dict[str, Tensor]
     finish: Callable[[], None]
@@ -52,14 +46,8 @@ def prepare_optimizer_state(
 ) -> Prepared:
     """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills.
 
-    State the optimizer already has is dropped. State of the parameter's shape gets its layout (DTensor) and device;
-    other state is a plain tensor, placed as PyTorch's own `load_state_dict` would, or a DTensor where it was one.
-
-    Raises:
-        CheckpointError: The optimizer's class, parameters or their grouping are not those of the checkpoint, listed by
-            name, or the checkpoint lacks a state tensor, or its state cannot be divided as this mesh needs it; nothing
-            was changed.
-    """
+    State of the parameter's shape gets its layout and device; other state is placed as `load_state_dict` would, or as
+    the DTensor that it was. An error leaves everything unchanged."""
     check_parameters(optimizer, fqns)
     _refuse_other_class(name, optimizer, values)
     options = _options_by_group(name, optimizer, fqns, values["groups"])

@@ -1,59 +1,37 @@
-"""Retention: which checkpoints of a run stay once a newer one is on the disk.
-
-Only valid checkpoints count and only valid ones are removed; a damaged or unfinished directory is evidence and stays.
-The newest is always kept, whatever the policy.
-"""
+"""Which checkpoints of a run stay once a newer one is on the disk: always the newest, and only valid ones go."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from dream_trainer.best_value import is_value, mode_by_name, mode_of
 from dream_trainer.checkpoint import files
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
+from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
+from dream_trainer.config.parameter_class import PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class Retention:
-    """Which checkpoints to keep, beside the newest: those that any of the rules names. Without a rule, all of them.
+    """Which checkpoints to keep, beside the newest: those that any of the rules names. Without a rule, all of them."""
 
-    Raises:
-        ConfigError: A value cannot work.
-    """
-
-    keep_last: int | None = None
-    """Number of newest checkpoints to keep."""
-    keep_every_n_steps: int | None = None
-    """Steps divisible by this are kept for ever."""
-    keep_best: int | None = None
-    """Number of best checkpoints by `metric` to keep."""
+    keep_last: PositiveInt | None = None
+    keep_every_n_steps: PositiveInt | None = None
+    keep_best: PositiveInt | None = None  # by `metric`; checkpoints without it, or with NaN, are never best
     metric: str | None = None
-    """Name of a validation metric, such as "val/loss"; checkpoints without it, or with NaN, are never best."""
     mode: Mode = "min"
-    """Whether the smallest or the largest value is best."""
 
     def __post_init__(self) -> None:
-        for name, value in {
-            "keep_last": self.keep_last,
-            "keep_every_n_steps": self.keep_every_n_steps,
-            "keep_best": self.keep_best,
-        }.items():
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(
-                    f"{name}={value!r} is not a positive integer. Use one, or None to leave the rule out."
-                )
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f'mode={self.mode!r} is not understood. Use "min" or "max".')
-        if self.keep_best is not None and not self.metric:
-            raise ConfigError(f'keep_best={self.keep_best} does not say by which metric. Name one, such as "val/loss".')
+        refuse(
+            self.keep_best is not None and not self.metric,
+            f'keep_best={self.keep_best} does not say by which metric. Name one, such as "val/loss".',
+        )
 
     @classmethod
     def of(cls, parameters: CheckpointParameters) -> Retention:
-        """The rules of a run's config."""
         return cls(
             keep_last=parameters.keep_last,
             keep_every_n_steps=parameters.keep_every_n_steps,
@@ -64,16 +42,11 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is ever removed."""
         return self.keep_last is None and self.keep_every_n_steps is None and self.keep_best is None
 
 
 def mode_of_run(manifests: Sequence[Manifest], metric: str) -> Mode:
-    """Whether the smallest or the largest value of a metric is best, as the run's config and the metric's name say.
-
-    Raises:
-        ConfigError: Neither says, or they contradict each other.
-    """
+    """Whether the smallest or the largest value of a metric is best, as the run's config and the metric's name say."""
     parameters = manifests[-1].config.get("checkpoint_parameters", {}) if manifests else {}
     by_run: Mode | None = parameters.get("best_mode") if parameters.get("best_metric") == metric else None
     by_name = mode_by_name(metric)
@@ -89,7 +62,6 @@ def best_checkpoint(manifests: Iterable[Manifest], metric: str, mode: Mode) -> M
 
 
 def _by_merit(manifests: Iterable[Manifest], metric: str, mode: Mode) -> list[Manifest]:
-    """Those that have a value of `metric`, the best first."""
     sign = 1 if mode == "min" else -1
     valued = [manifest for manifest in manifests if is_value(manifest.metrics.get(metric))]
     return sorted(valued, key=lambda manifest: (sign * manifest.metrics[metric], manifest.step))
@@ -113,17 +85,7 @@ def kept(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
 
 
 def retire(root: Path, retention: Retention) -> list[Path]:
-    """Removes the checkpoints under `root` that the policy lets go, the oldest first.
-
-    One rank calls it, after the new checkpoint is published. It may be killed at any point: each directory disappears
-    from the list in one step, and the next call goes on.
-
-    Returns:
-        The paths that were removed.
-
-    Raises:
-        OSError: The file system refused; what was not yet removed is as it was.
-    """
+    """Removes the checkpoints that the policy lets go, the oldest first, on one rank; returns their paths."""
     if retention.keeps_all:
         return []
     manifests = list_checkpoints(root)

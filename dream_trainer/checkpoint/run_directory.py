@@ -1,10 +1,7 @@
 """A job's claim on its run directory: all ranks see the same one, and no other live job writes to it.
 
-The claim is a lock held on an open file, not the file's existence, so a killed job leaves nothing that blocks its
-restart. Trainers of one process share a claim, and the trainings there are counted, since only one of them knows where
-the run is. Rank 0 holds the lock and writes a token into the file; a rank that does
-not read the same token there has another directory under that name, such as a disk of its own.
-"""
+The claim is a lock on an open file, so a killed job leaves nothing that blocks its restart. Rank 0 writes a token into
+the file; a rank that reads another one has another directory under that name, such as a disk of its own."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ _trainings: dict[Path, int] = {}  # on every rank
 
 
 def claim(run_dir: Path, world: Ranks) -> None:
-    """Claims `run_dir` for this job until `release`; every rank calls it.
-
-    Raises:
-        CheckpointError: Another live job has it, or some rank sees another directory; the same on every rank.
-    """
+    """Claims `run_dir` for this job until `release`; every rank calls it."""
     task = f"claim the run directory {run_dir}"
     token = on_all_ranks(world, task, lambda: _lock(run_dir) if world.is_main else None)
     token_of_rank_0 = world.all_gather_object(token)[0]
@@ -87,11 +80,7 @@ def is_claimed(run_dir: Path) -> bool | None:
 
 @contextmanager
 def without_jobs(checkpoints: Path) -> Iterator[None]:
-    """Keeps jobs from starting to write to a run; a run in an object store is only checked for a job.
-
-    Raises:
-        CheckpointError: A live job writes to the run.
-    """
+    """Keeps jobs from starting to write to a run; a run in an object store is only checked for a job."""
     if isinstance(checkpoints, StorePath):
         if is_owned(checkpoints.parent):
             raise _in_use(checkpoints.parent)
@@ -116,7 +105,6 @@ def _in_use(run_dir: Path) -> CheckpointError:
 
 
 def _lock(run_dir: Path) -> str:
-    """Takes the lock and returns the token written beside it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = (run_dir / LOCK_NAME).resolve()
     if path in _held:
@@ -164,22 +152,14 @@ def _expect(run_dir: Path, token: str) -> None:
 
 
 def linked_checkpoints(link: Path, elsewhere: Path | None, world: Ranks) -> Path:
-    """The directory of a run's checkpoints, to which `link` leads from now on; every rank calls it.
-
-    Raises:
-        CheckpointError: They cannot lie there; the same on every rank.
-    """
+    """The directory of a run's checkpoints, to which `link` leads from now on; every rank calls it."""
     directory = link.resolve() if elsewhere is None else elsewhere
     on_all_ranks(world, "find the checkpoints", lambda: link_checkpoints(link, directory) if world.is_main else None)
     return directory
 
 
 def link_checkpoints(link: Path, directory: Path) -> None:
-    """Makes `link` lead to `directory`, which is made if it is not there; rank 0 alone calls it.
-
-    Raises:
-        CheckpointError: The run has checkpoints in another place, which would be lost sight of, or that place is gone.
-    """
+    """Makes `link` lead to `directory`, which is made if it is not there; rank 0 alone calls it."""
     directory = directory.absolute()
     if link.is_symlink() and not link.exists():
         raise CheckpointError(

@@ -1,11 +1,7 @@
 """Reading DCP's files without running anybody's code.
 
-DCP pickles its `.metadata`, and in its shards the values that are not tensors; an ordinary reader would run whatever
-code a stranger put there. Here `.metadata` is unpickled by a reader that knows a short list of record types, and
-refuses everything else with an error that names it. Only tensors are stored, so a shard with anything else is refused
-before it is opened, and PyTorch reads tensors with `weights_only=True`. The checksum of each complete shard is
-compared, before its first byte is used or while it is read.
-"""
+`.metadata` is unpickled by a reader that knows a short list of record types. A shard with anything but tensors is not
+opened, and PyTorch reads tensors with `weights_only=True`."""
 
 from __future__ import annotations
 
@@ -58,12 +54,6 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def parse_metadata(content: bytes, file: Path) -> Metadata:
-    """DCP's metadata from the content of a `.metadata` file.
-
-    Raises:
-        DamagedCheckpointError: It refers to something that metadata does not consist of, is damaged, or lists entries
-            that are not tensors.
-    """
     try:
         metadata = MetadataUnpickler(content, file).load()
     except CheckpointError:
@@ -91,16 +81,9 @@ class SafeReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata given; the file is not read again."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what `plan` needs, file by file.
-
-        Raises:
-            DamagedCheckpointError: The metadata leads elsewhere, or a file is missing or asks for code.
-            CheckpointError: A file cannot be read as tensors of these shapes.
-        """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._location(item.storage_index).relative_path, []).append(item)
@@ -139,10 +122,7 @@ class SafeReader(FileSystemReader):
 
 
 class VerifyingReader(SafeReader):
-    """A `SafeReader` that compares a file's checksum before it reads from it for the first time.
-
-    For tools that read tensors one by one and use each at once. `read_and_verify` is faster.
-    """
+    """A `SafeReader` that compares a file's checksum before it first reads from it, for reading tensor by tensor."""
 
     def __init__(self, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(manifest, metadata)
@@ -162,11 +142,6 @@ class TensorPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuses: bytes entries are pickles.
-
-        Raises:
-            DamagedCheckpointError: Always.
-        """
         raise DamagedCheckpointError(
             f"The entry {read_item.dest_index.fqn!r} is a pickle, not a tensor. It is not loaded."
         )
@@ -175,18 +150,7 @@ class TensorPlanner(DefaultLoadPlanner):
 def read_tensors(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], reader: SafeReader | None = None
 ) -> None:
-    """Fills `tensors` (DTensors of any layout, or plain) in place from a checkpoint's DCP shards. No communication.
-
-    Each rank reads the pieces that its own shards overlap. Names and shapes must be the checkpoint's.
-
-    Args:
-        reader: A reader of this checkpoint to use again, if the checkpoint is read in several calls: a
-            `VerifyingReader` compares each file once. None creates one.
-
-    Raises:
-        DamagedCheckpointError: A shard is missing, damaged or asks for code.
-        CheckpointError: A shard cannot be read, or the shards do not cover what is asked for.
-    """
+    """Fills `tensors` in place from a checkpoint's shards, by a reader that may be used again; no communication."""
     planner, reader = TensorPlanner(), reader or VerifyingReader(manifest, metadata)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -211,14 +175,7 @@ def _refuse_gaps(plan: LoadPlan, tensors: Mapping[str, Tensor], manifest: Manife
 def read_and_verify(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
 ) -> None:
-    """As `read_tensors`, but hashes `shards` in a thread meanwhile, so that this takes no extra time.
-
-    An error of PyTorch about damaged bytes is raised only if all checksums match.
-
-    Raises:
-        DamagedCheckpointError: A shard is missing, damaged or asks for code. The tensors' values are undefined then.
-        CheckpointError: A shard cannot be read.
-    """
+    """As `read_tensors`, but hashes `shards` in a thread meanwhile. A wrong checksum counts over PyTorch's errors."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") as thread:
         verified = [thread.submit(manifest.verify, name) for name in shards]
         try:

@@ -1,10 +1,7 @@
 """Saver: when a run is saved, one save at a time, and what happens to one that fails.
 
-    due, or asked for -> (the last save is finished) -> settle -> snapshot -> a thread writes it -> collected
-
 It acts between windows, on all ranks at the same step. What only one rank knows, its clock and its thread, is exchanged
-with the pulse (`flags`, `heard`), so that all ranks collect an outcome at the same step too.
-"""
+with the pulse (`flags`, `heard`)."""
 
 from __future__ import annotations
 
@@ -46,21 +43,13 @@ logger = logging.getLogger("dream_trainer")
 class Moment(NamedTuple):
     """How far a run is, between two windows."""
 
-    step: int
-    """Optimizer steps completed."""
+    step: int  # optimizer steps completed
     has_pending_work: bool
     """Whether something is still to be done after its last window: a validation, or the end of an epoch."""
 
 
 class Saver(Saving):
-    """One run's saves.
-
-    Args:
-        snapshot: Returns the state at this moment; a collective. It gets the metrics of a validation of this step, and
-            where to copy tensors to (None: they are not copied). CheckpointError if the state cannot be saved.
-        warm: What to run in a thread after the first step, so that the first save takes no longer than later ones; a
-            collective. CheckpointError if the state cannot be saved.
-    """
+    """One run's saves; `snapshot` and `warm` are collectives, and raise CheckpointError for what cannot be saved."""
 
     def __init__(
         self,
@@ -117,7 +106,6 @@ class Saver(Saving):
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk on this rank."""
         return self._writer.is_busy
 
     @property
@@ -125,21 +113,13 @@ class Saver(Saving):
         return not self._only_when_called and any(trainings(d) != known for d, known in self._known_trainings.items())
 
     def claim(self, directory: Path) -> None:
-        """Claims the run's directory, or that of its checkpoints, for this job until `release`; every rank calls it.
-
-        Raises:
-            CheckpointError: Another live job has it, or ranks see different ones; the same on every rank.
-        """
+        """Claims the run's directory, or that of its checkpoints, for this job until `release`; every rank calls it."""
         claim(directory, self._world)
         self._claimed.append(directory)
         self._known_trainings[directory] = trainings(directory)
 
     def send_to(self, remote: RemoteRun) -> None:
-        """Has checkpoints sent to an object store from now on, and first those that wait on the disk; a collective.
-
-        Raises:
-            CheckpointError: Another live job has the run there, or the store does not answer; the same on every rank.
-        """
+        """Has checkpoints sent to an object store from now on, first those that wait on the disk; a collective."""
         self._remote = remote
         with self._patience():
             self._writer.sender = remote.begin(self._writer.directory)
@@ -278,18 +258,11 @@ class Saver(Saving):
         return now
 
     def _write(self, now: Moment, on_error: OnSaveError) -> None:
-        """Takes a snapshot, and writes it or begins to write it."""
         self._refuse_if_overtaken()
-        started = self._clock()  # the device has finished the step: the time from here on is the save's
         replace = self._saved is not None and self._saved.step == now.step
-        try:
-            self._leave_branch()
-            snapshot = self._take_snapshot(now.step)
-        except CheckpointError as error:
-            self._failed(error, on_error)
+        snapshot = self._take_snapshot(now.step, on_error)
+        if snapshot is None:
             return
-        finally:
-            self.seconds += self._clock() - started
         self._saved, self._has_checkpoint, self._writes_local = now, True, False
         self._ranks_writing = 1
         self._writer.start(snapshot, replace=replace)
@@ -302,23 +275,28 @@ class Saver(Saving):
         now = self._settle()
         if self._saved is not None and self._saved.step == now.step:
             return
-        started = self._clock()
-        try:
-            snapshot = self._take_snapshot(now.step)
-        except CheckpointError as error:
-            self._failed(error, self._parameters.on_save_error)
+        snapshot = self._take_snapshot(now.step, self._parameters.on_save_error, is_local=True)
+        if snapshot is None:
             return
-        finally:
-            self.seconds += self._clock() - started
         self._writes_local = True
         self._ranks_writing = 1
         self._writer.start_local(snapshot)
         if self._writer.copies is None:
             self._finish(self._parameters.on_save_error)
 
-    def _take_snapshot(self, step: int) -> Snapshot:
+    def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool = False) -> Snapshot | None:
+        """The state now, or None if it cannot be saved and training goes on."""
+        started = self._clock()  # the device has finished the step: the time from here on is the save's
         validated_at, metrics = self._validation
-        return self._snapshot(metrics if validated_at == step else {}, self._writer.copies)
+        try:
+            if not is_local:
+                self._leave_branch()
+            return self._snapshot(metrics if validated_at == step else {}, self._writer.copies)
+        except CheckpointError as error:
+            self._failed(error, on_error)
+            return None
+        finally:
+            self.seconds += self._clock() - started
 
     def _finish(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""

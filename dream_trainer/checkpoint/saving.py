@@ -10,17 +10,10 @@ from dream_trainer.errors import StepError
 
 
 class Saving:
-    """What the loop calls between windows, on all ranks at the same step. This class never saves; `Saver` does.
+    """What the loop calls between windows, on all ranks at the same step. This class never saves; `Saver` does."""
 
-    Attributes:
-        seconds: Seconds for which training waited for saves, in this process.
-        local: What each host keeps of the newest state; None for nothing.
-        lacks_checkpoint: Whether a resume found no checkpoint where one was possible, so that the weights are those
-            that setup left.
-    """
-
-    seconds: float = 0.0
-    lacks_checkpoint: bool = False
+    seconds: float = 0.0  # for which training waited for saves, in this process
+    lacks_checkpoint: bool = False  # a resume found none where one was possible
     local: LocalCheckpoints | None = None
 
     @property
@@ -43,8 +36,7 @@ class Saving:
         """Saves a checkpoint when one is due."""
 
     def flags(self) -> tuple[bool, bool, bool]:
-        """For the pulse: whether a save is due by rank 0's clock, whether this rank is writing one, and whether that
-        failed."""
+        """For the pulse: whether a save is due by rank 0's clock, this rank is writing one, and that failed."""
         return False, False, False
 
     def heard(self, saving: int, failed: int) -> None:
@@ -57,47 +49,25 @@ class Saving:
         """Saves `step`, after which training raised, in a world of one: that step's state is still complete."""
 
     def save(self) -> None:
-        """Saves now, in place of a checkpoint of this step if there is one, and waits until that is on the disk.
-
-        Raises:
-            CheckpointError: Some rank could not write; the same on every rank.
-            StepError: There is nothing to save yet.
-        """
+        """Saves now, in place of a checkpoint of this step if there is one, and waits for the disk."""
         raise StepError("save_checkpoint() was called before the trainer is set up. Call it in post_setup or later.")
 
     def finish(self) -> None:
-        """Waits for the save that is running, if there is one.
-
-        Raises:
-            CheckpointError: Some rank could not write; the same on every rank.
-        """
+        """Waits for the save that is running, if there is one."""
 
     def goes_on_from(
         self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool, is_local: bool = False
     ) -> None:
-        """A checkpoint was loaded: what this run saved after it belongs to a branch that it leaves once it trains on or
-        saves; where it is another run's, once it saves."""
+        """A checkpoint was loaded; what this run saved after it is a branch that it leaves when it goes on."""
 
     def begin_training(self) -> None:
-        """Training goes on from where the run is; a collective.
-
-        Raises:
-            CheckpointError: Another trainer of this process has trained the run since; the same on every rank.
-        """
+        """Training goes on from where the run is; a collective."""
 
     def wait_until_sent(self) -> None:
-        """Waits until the object store has everything, if there is one; every rank calls it while nothing is written.
-
-        Raises:
-            CheckpointError: The store does not answer, or another job has the run; the same on every rank.
-        """
+        """Waits until the object store has everything; every rank calls it while nothing is written."""
 
     def close(self) -> None:
-        """Waits for everything that threads are doing.
-
-        Raises:
-            CheckpointError: It could not be written; the same on every rank.
-        """
+        """Waits for everything that threads are doing."""
 
     def release(self) -> None:
         """Releases the run directory, when nobody writes to it any more."""

@@ -1,11 +1,8 @@
-"""Sender: brings a run's checkpoints from the local disk, where they are written first, to an object store.
+"""Sender: a thread of each rank brings a run's checkpoints from the local disk to an object store.
 
     written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
 
-A thread of each rank does it while training goes on. Before the manifest is there, the checkpoint does not exist in the
-store; it is written last, where there is none. While the store does not answer, checkpoints wait on the disk, and each
-thread tries again. The threads meet in the job's store of notes and in no collective, so that a slow line times nobody
-out.
+The threads meet in the job's store of notes and in no collective, so that a slow line times nobody out.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ from dream_trainer.stores.store_path import StorePath
 if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store
 
-PATIENCE_SECONDS = 60.0
-"""How long the end of a run, or its start, waits for a store that does not answer."""
+PATIENCE_SECONDS = 60.0  # how long the end of a run, or its start, waits for a store that does not answer
 
 _LONGEST_PAUSE = 15.0
 _LOOK_SECONDS = 0.1
@@ -85,16 +81,11 @@ class Sender:
         self._stored = None
 
     def refuse_if_lost(self) -> None:
-        """Raises CheckpointError if another job has taken the run."""
         if self._fatal is not None:
             raise self._fatal
 
     def finish(self) -> None:
-        """Waits until everything is sent.
-
-        Raises:
-            CheckpointError: The store has not answered for too long, or another job has taken the run.
-        """
+        """Waits until everything is sent; CheckpointError if the store does not answer, or another job has the run."""
         with self._changed:
             self._answered = time.monotonic()
             while self._waiting:
@@ -264,19 +255,15 @@ class Sender:
         while not self._notes.check([key]):
             if self._ended.wait(_LOOK_SECONDS):
                 return None
-            trouble = self._trouble_of(by)
+            about = f"sender/trouble of {by}"
+            trouble = self._notes.get(about).decode() if self._notes.check([about]) else ""
             if trouble:
                 self._has_trouble(f"rank {by}: {trouble}")
             else:
                 self._answers()
         return self._notes.get(key).decode()
 
-    def _trouble_of(self, rank: int) -> str:
-        key = f"sender/trouble of {rank}"
-        return self._notes.get(key).decode() if self._notes.check([key]) else ""
-
 
 def _rank_of(name: str) -> int:
-    """The rank that wrote a file of a checkpoint."""
     match = _OF_A_RANK.fullmatch(name)
     return int(match[1] or match[2]) if match else 0

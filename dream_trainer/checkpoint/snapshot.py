@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 class Snapshot:
     """One rank's part of a checkpoint. What is not a tensor is serialised already, so that nobody can change it."""
 
-    step: int
-    """Optimizer steps completed."""
+    step: int  # optimizer steps completed
     tensors: Mapping[str, Tensor]
     """State that is sharded (DTensor) or the same on all ranks (plain), by name. Ranks may have different names. Of a
     plain tensor any one rank's value is saved."""
-    shared: bytes
-    """State that is the same on all ranks, as typed JSON; rank 0's is written."""
-    rank_state: bytes
-    """State that only this rank has, as typed JSON."""
+    shared: bytes  # state that is the same on all ranks, as typed JSON; rank 0's is written
+    rank_state: bytes  # state that only this rank has, as typed JSON
     rank_tensors: Mapping[str, Tensor]
     """Plain tensors that only this rank has; also those whose value differs from rank 0's, under their name in
     `tensors`."""
@@ -40,14 +37,8 @@ class Snapshot:
 
 @dataclass
 class KnownPlan:
-    """The plan of the last save on one rank, for the next one.
+    """The last save's plan on one rank, so that the same tensors are not planned again (tools/bench/planning.py)."""
 
-    Attributes:
-        layout: How each tensor lay, by name.
-        plan: What this rank writes.
-        metadata: On rank 0, what is said of all tensors.
-    """
-
-    layout: dict[str, tuple[Any, ...]] | None = None
+    layout: dict[str, tuple[Any, ...]] | None = None  # how each tensor lay, by name
     plan: SavePlan | None = None
-    metadata: Metadata | None = None
+    metadata: Metadata | None = None  # on rank 0, of all tensors

@@ -22,14 +22,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 class SnapshotWriter:
-    """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept.
-
-    Attributes:
-        directory: Of the run's checkpoints.
-        copies: Where snapshots are copied to; None for nowhere.
-        local: What each host keeps of the newest state; None for nothing.
-        sender: What brings checkpoints from the directory to an object store; None where they stay.
-    """
+    """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept."""
 
     def __init__(
         self,
@@ -40,9 +33,9 @@ class SnapshotWriter:
         local: LocalCheckpoints | None = None,
     ) -> None:
         self.directory = directory
-        self.copies = copies
-        self.local = local
-        self.sender: Sender | None = None
+        self.copies = copies  # None: snapshots are not copied
+        self.local = local  # what each host keeps of the newest state
+        self.sender: Sender | None = None  # brings checkpoints to an object store
         self._retention = retention
         self._world = world
         self._writing: Background[Path | None] = Background("checkpoint writer")
@@ -52,7 +45,6 @@ class SnapshotWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank writes."""
         return self._writing.is_busy
 
     @property
@@ -62,7 +54,6 @@ class SnapshotWriter:
 
     @property
     def is_collected(self) -> bool:
-        """Whether no snapshot is being written, and no outcome waits to be collected."""
         return self._writing.is_collected
 
     def warm(self, work: Callable[[], None]) -> None:
@@ -70,7 +61,6 @@ class SnapshotWriter:
         self._warming.start(work)
 
     def wait_until_warm(self) -> None:
-        """Waits for what `warm` began, if anything."""
         self._warming.collect()
 
     def start(self, snapshot: Snapshot, *, replace: bool) -> None:
@@ -79,24 +69,14 @@ class SnapshotWriter:
         self._writing.start(partial(self._write, snapshot, replace=replace))
 
     def start_local(self, snapshot: Snapshot) -> None:
-        """Begins to write a snapshot that this host alone keeps; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
         self._writing.start(partial(self._keep, snapshot))
 
     def collect(self) -> Path | None:
-        """Waits until the snapshot is on the disk, and returns its directory; None if no checkpoint was to be written.
-
-        Raises:
-            CheckpointError: Some rank could not write; the same on every rank.
-        """
+        """Waits until the snapshot is on the disk; returns its directory, None if no checkpoint was to be written."""
         return self._writing.collect()
 
     def wait_until_sent(self) -> None:
-        """Waits until the object store has everything, if there is one; every rank calls it while nothing is written.
-
-        Raises:
-            CheckpointError: The store did not answer for too long, or another job has the run; the same on every rank.
-        """
         if self.sender is not None:
             on_all_ranks(self._world, "send checkpoints", self.sender.finish)
 
@@ -107,14 +87,12 @@ class SnapshotWriter:
             self.copies.wait_before_update()
 
     def _keep(self, snapshot: Snapshot) -> None:
-        """Runs in the thread."""
         if self.copies is not None:
             self.copies.wait()
         if self.local is not None:
             self.local.write(snapshot)
 
     def _write(self, snapshot: Snapshot, *, replace: bool) -> Path:
-        """Runs in the thread."""
         if self.copies is not None:
             self.copies.wait()
         if self.sender is not None:
@@ -148,17 +126,14 @@ class Background(Generic[T]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last task has ended with an exception that nobody has collected."""
         return not self.is_busy and self._error is not None
 
     @property
     def is_collected(self) -> bool:
-        """Whether there is neither a task nor an outcome."""
         return self._thread is None
 
     def start(self, task: Callable[[], T]) -> None:
@@ -169,11 +144,7 @@ class Background(Generic[T]):
         self._thread.start()
 
     def collect(self) -> T | None:
-        """Waits for the task and returns what it returned; None if there is none.
-
-        Raises:
-            BaseException: What the task raised, with its own traceback.
-        """
+        """Waits for the task and returns what it returned, or raises what it raised; None if there is none."""
         if self._thread is None:
             return None
         self._thread.join()

@@ -1,8 +1,4 @@
-"""Host copies of a snapshot's tensors, so that training goes on while the snapshot is written.
-
-Asynchronous checkpointing has two phases, as in PyTorch's `async_save`: a short copy from the device to the host, and a
-long write that nobody waits for. The memory is allocated once, pinned where there is an accelerator.
-"""
+"""Host copies of a snapshot's tensors, in memory that is allocated once, so that training goes on during the write."""
 
 from __future__ import annotations
 
@@ -17,12 +13,7 @@ _WITH_STREAMS = ("cuda", "xpu")
 
 
 class HostCopies:
-    """Memory of the host that every save reuses. One snapshot at a time.
-
-    Args:
-        device: Where this rank computes. On the CPU the copies are made at once; elsewhere on a stream of their own,
-            while the next forward and backward run.
-    """
+    """Memory of the host that every save reuses, one snapshot at a time. On devices copies have their own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,14 +27,10 @@ class HostCopies:
             self._memory_for(name, local_tensor(tensor)).zero_()
 
     def copy(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str]) -> dict[str, Tensor]:
-        """Copies this rank's part of `tensors`, and returns the copies with the same layout.
+        """Copies this rank's part of `tensors`, with the same layout.
 
-        Until `wait_before_update` nothing may change the originals, except those in `at_once`.
-
-        Args:
-            at_once: Names of those that a forward may change, such as the statistics of batch norm: they are copied in
-                order with the device's other work.
-        """
+        Until `wait_before_update` nothing may change the originals. Those in `at_once`, which a forward may change, are
+        copied in order with the device's other work."""
         later = [name for name, tensor in tensors.items() if tensor.device == self._device and name not in at_once]
         copies: dict[str, Tensor] = {}
         for name in tensors if self._stream is None else tensors.keys() - later:
@@ -62,7 +49,6 @@ class HostCopies:
             torch.accelerator.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
-        """Waits until the copies are made; called in the writing thread."""
         if self._copied is not None:
             self._copied.synchronize()
 

@@ -1,9 +1,6 @@
 """How an optimizer's state tensors lie: what a checkpoint notes of it, and memory to load them into.
 
-A tensor of its parameter's shape lies as its parameter does, and any other is plain: nothing is noted then. Of other
-DTensors the dimension that each mesh dimension cuts is noted by the mesh dimension's name, so that they come back as
-DTensors on a mesh of another size.
-"""
+Nothing is noted of a tensor of its parameter's shape and layout, and of other plain ones."""
 
 from __future__ import annotations
 
@@ -26,14 +23,12 @@ PLAIN = "plain"
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
 def mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh | None:
-    """That of the first sharded parameter; None if all are plain."""
     from torch.distributed.tensor import DTensor
 
     return next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
@@ -50,11 +45,7 @@ def place_of(parameter: nn.Parameter) -> list[Any] | None:
 
 
 def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
-    """How a state tensor lies, if that does not follow from its parameter.
-
-    Raises:
-        CheckpointError: It is a DTensor of another mesh, or a sum that is still to be made.
-    """
+    """How a state tensor lies, if that does not follow from its parameter."""
     from torch.distributed.tensor import DTensor
 
     has_its_shape = parameter is not None and tensor.shape == parameter.shape
@@ -78,7 +69,6 @@ def allocate(
     like: Tensor | None,
     mesh: DeviceMesh | None,
 ) -> Tensor:
-    """Memory for a state tensor."""
     if isinstance(noted, Mapping) and mesh is not None:
         from torch.distributed.tensor import Replicate, Shard, empty
 

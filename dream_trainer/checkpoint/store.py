@@ -1,19 +1,13 @@
 """Writing a checkpoint so that it is either complete or does not exist. Reading it back: loading.py.
 
-    <run_dir>/checkpoints/
-      step_00001000/
-        .metadata, __0_0.distcp, __1_0.distcp     tensors, by DCP: one shard file per rank
-        shared.json                               state that is the same on all ranks
-        rank_00000.json, rank_00000.safetensors   state of one rank: random states, loader position, ...
-        manifest.json                             written last: step, config, sizes and checksums
-      .step_00002000.tmp-5f3a...                  being written, or left by a killed job
-
-      .step_00001000.replaced-8d2c...             for a moment, while another takes its place
-
-Everything is written to a hidden temporary directory beside the others, fsynced, and hashed meanwhile. When every rank
-has reported its files' sizes and checksums, rank 0 writes the manifest and renames the directory. That is one atomic
-operation: before it the checkpoint does not exist, and after it the checkpoint is complete. Nothing of an earlier
-checkpoint is touched.
+<run_dir>/checkpoints/
+  step_00001000/
+    .metadata, __0_0.distcp, __1_0.distcp     tensors, by DCP: one shard file per rank
+    shared.json                               state that is the same on all ranks
+    rank_00000.json, rank_00000.safetensors   state of one rank: random states, loader position, ...
+    manifest.json                             written last: step, config, sizes and checksums
+  .step_00002000.tmp-5f3a...                  being written, or left by a killed job
+  .step_00001000.replaced-8d2c...             for a moment, while another takes its place
 """
 
 from __future__ import annotations
@@ -37,13 +31,7 @@ from dream_trainer.checkpoint.files import (
     sync_directory,
     write_file,
 )
-from dream_trainer.checkpoint.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    encode_manifest,
-    verify_checkpoint,
-)
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, encode_manifest, verify_checkpoint
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.distributed.outcomes import (
     dealt_by_main_rank,
@@ -59,8 +47,6 @@ from dream_trainer.version import __version__
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from dream_trainer.checkpoint.dcp_writer import TensorWriter
-
 
 def write_checkpoint(
     root: Path,
@@ -71,25 +57,10 @@ def write_checkpoint(
     known: KnownPlan | None = None,
     job: Ranks | None = None,
 ) -> Path:
-    """Writes a checkpoint and publishes it. Every rank calls this; it returns when the checkpoint is on the disk.
+    """Writes a checkpoint and publishes it; every rank calls this, and `world` may be a host's of `job`.
 
-    It may run in a thread of its own: it changes no global state, and communicates over `world` only.
-
-    What killed jobs left under `root` is removed, so no two jobs may write to one `root`. If there is a checkpoint of
-    the step already and its checksums match, its path is returned and nothing is written; a damaged one is replaced.
-
-    Args:
-        job: All ranks, where `world` are those of one host, which write what this host's ranks hold, and so need to go
-            on; None: `world` are all.
-
-    Returns:
-        The checkpoint's directory, `<root>/step_<step>`.
-
-    Raises:
-        CheckpointError: Some rank could not write, or has state that cannot be written, or a newer dream_trainer wrote
-            a checkpoint of that step; the same on every rank. The temporary directory was removed, and earlier
-            checkpoints are unchanged.
-    """
+    It may run in its own thread. A whole checkpoint of the step is left as it is, and a damaged one replaced. An error
+    removes the temporary directory and leaves earlier checkpoints unchanged."""
     # Imported where used: DCP loads a good part of torch.distributed.
     from dream_trainer.checkpoint.dcp_writer import TensorWriter
 
@@ -107,7 +78,9 @@ def write_checkpoint(
             is_whole=job is None,
         )
         if not all(from_all_ranks(world, task, writer.knows_plan)):
-            _plan(writer, world, task)
+            # Only rank 0 sees the plans of all: their number grows with that of ranks.
+            plans = to_main_rank(world, task, writer.plan)
+            writer.take(dealt_by_main_rank(world, task, lambda: writer.merge(plans or [])))
 
         def write() -> tuple[list[WriteResult], dict[str, FileEntry]]:
             entries = _write_small_files(temporary, snapshot, world, job or world)
@@ -143,12 +116,6 @@ def _offered(snapshot: Snapshot, world: Ranks) -> dict[str, Tensor]:
         offered = set().union(*world.all_gather_object({name for name in snapshot.tensors if name in of_some - own}))
         own &= offered
     return {name: tensor for name, tensor in snapshot.tensors.items() if name not in own}
-
-
-def _plan(writer: TensorWriter, world: Ranks, task: str) -> None:
-    """Lets rank 0 say what each rank writes. Only it sees the plans of all: their number grows with that of ranks."""
-    plans = to_main_rank(world, task, writer.plan)
-    writer.take(dealt_by_main_rank(world, task, lambda: writer.merge(plans or [])))
 
 
 def _tidy(final: Path) -> bool:

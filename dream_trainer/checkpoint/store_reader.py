@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from xxhash import xxh3_128
 
 from dream_trainer.checkpoint.files import compare_content
 from dream_trainer.checkpoint.manifest import Manifest
@@ -25,12 +26,7 @@ _PART = 32 << 20
 def read_from_store(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
 ) -> None:
-    """As `read_and_verify`. Of a shard that this rank verifies all is fetched, once; of another what it needs.
-
-    Raises:
-        DamagedCheckpointError: A shard is missing, damaged or asks for code. The tensors' values are undefined then.
-        CheckpointError: The store did not answer, or a shard cannot be read.
-    """
+    """As `read_and_verify`. Of a shard that this rank verifies all is fetched, once; of another what it needs."""
     files = _HashedFiles(manifest, shards)
     try:
         read_tensors(manifest, metadata, tensors, _StoreReader(manifest, metadata, files))
@@ -58,8 +54,6 @@ class _Forward:
     """A file read in order; what is passed over is fetched only where the whole is hashed."""
 
     def __init__(self, stream: io.RawIOBase, *, hashes: bool) -> None:
-        from xxhash import xxh3_128
-
         self._stream = stream
         self._digest = xxh3_128() if hashes else None
         self._position = 0
@@ -109,7 +103,6 @@ class _HashedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """A file for DCP to read from."""
         path = cast(Path, path)
         with path.open("rb") as stream:
             file = _Forward(cast(io.RawIOBase, stream), hashes=path.name in self._to_verify)

@@ -212,7 +212,6 @@ class OneCheckpoint:
     """Print JSON."""
 
     def find(self) -> Path:
-        """The checkpoint's directory."""
         from dream_trainer.checkpoint.lookup import find_checkpoint
 
         return find_checkpoint(as_path(self.checkpoint), self.step)

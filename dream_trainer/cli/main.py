@@ -1,8 +1,6 @@
 """The command `dream-trainer`: work on runs without training.
 
-A command is a dataclass whose `run()` returns the exit code; tyro makes the parser and the help texts from its fields.
-Commands import what needs torch inside of functions, so that `--help` is quick.
-"""
+A command is a dataclass with a `run()`, of which tyro makes the parser. It imports torch late: `--help` is quick."""
 
 from __future__ import annotations
 

@@ -111,8 +111,7 @@ def read_log(file: Path) -> list[dict[str, float]]:
 
 
 def panels(runs: Mapping[str, Sequence[Record]], chosen: Sequence[str], x: str) -> dict[str, list[Curve]]:
-    """The curves of the chosen metrics by the titles of their panels. Default: losses, validations with their
-    counterparts in training, learning rates, gradient norms and throughput."""
+    """Curves by the titles of their panels. Default: losses, validations, learning rates, norms and throughput."""
     logged = dict.fromkeys(name for records in runs.values() for record in records for name in record)
     metrics = [name for name in logged if name not in Stamp._fields]
     for pattern in chosen:

@@ -70,7 +70,6 @@ class RunConfig:
 
 
 def _trained(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config, and its fields by dotted names with the values that trained."""
     from dream_trainer.trainer.run_record import read_config, read_record, trained_fields
 
     config = read_config(path)

@@ -73,7 +73,6 @@ class Runs:
         return 0
 
     def _mode(self, runs: Sequence[ListedRun]) -> str | None:
-        """Whether lower or higher values of the metric are better."""
         names = sorted({name for run in runs for name in (*run.record.best, *run.last)})
         if self.metric is None or not names:
             return None
@@ -144,7 +143,6 @@ def _cells(run: ListedRun, *, with_branch: bool) -> dict[str, str]:
 
 
 def _sections() -> set[str]:
-    """The parts of a config that are not the script's own."""
     from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 
     return {field.name for field in fields(DreamTrainerConfig)}
@@ -180,7 +178,6 @@ def _ends(names: Sequence[str]) -> list[str]:
 
 
 def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
-    """The field or metric that is or ends in `column`."""
     names = list(dict.fromkeys(name for values in cells for name in values))
     ends = [name for name in names if name.endswith(f".{column}") and ("branch." in column or ".branch." not in name)]
     found = [column] if column in names else ends

@@ -1,7 +1,4 @@
-"""FlexAttention and the kernel for sequences of many lengths, both of which PyTorch calls prototypes.
-
-`tests/compat/test_attention.py` and, on a GPU, `tests/gpu/test_packed_attention.py` exercise them.
-"""
+"""FlexAttention and the kernel for sequences of many lengths, both of which PyTorch calls prototypes."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ def keys_are_elsewhere() -> bool:
 
 
 def attend_elsewhere(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Stands in a graph for attention under a mask over keys that other ranks have, until the graph is changed.
-
-    The compiler calls it to know what it gives, and would refuse PyTorch's attention, whose mask has to fit its keys.
-    """
+    """Stands in a graph for attention under a mask over keys that other ranks have, until the graph is changed."""
     return query + 0 * (key.sum() + value.sum())
 
 
@@ -66,7 +60,6 @@ def causal_to_the_last_key(queries: int, keys: int) -> CausalBias:
 
 
 def same_document_mask(documents: Tensor, causal: bool) -> BlockMask:
-    """FlexAttention's mask for packed rows."""
     num_rows, length = documents.shape
 
     def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

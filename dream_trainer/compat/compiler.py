@@ -1,8 +1,4 @@
-"""The private and moving names of PyTorch's compiler, each behind a function of ours; pytorch.py has all others.
-
-None of them imports the compiler: what was never compiled costs nothing. `tests/compat/test_compiler.py`
-exercises each one.
-"""
+"""The private and moving names of PyTorch's compiler; none imports it unless its docstring says so."""
 
 from __future__ import annotations
 
@@ -31,11 +27,7 @@ class CompiledInside:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of `module` run compiled: by `module.compile()` or because it is a `torch.compile(...)`.
-
-    Hooks of its own then run as ever. Those of modules inside it do not, or break the graph if they are there when it
-    is traced.
-    """
+    """Whether calls of `module` run compiled: by `module.compile()` or because it is a `torch.compile(...)`."""
     has_compiled_call = module._compiled_call_impl is not None or compiled_original(module) is not None
     return has_compiled_call or isinstance(module, CompiledInside)
 
@@ -46,37 +38,26 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_no_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function that whatever is compiled around it calls as it is; `reason` is what the compiler says of
-    it. Imports the compiler."""
+    """Decorates a function that the compiler calls as it is, for this reason. Imports the compiler."""
     return partial(torch.compiler.disable, reason=reason)
 
 
 class Call:
-    """A call in a graph that the compiler has traced.
-
-    Attributes:
-        function: What is called, as a function mode would see it in Python.
-        args: Values like its arguments: tensors without data.
-        kwargs: As `args`.
-        result: Like what it gives.
-        stack: Where the model makes it, as a traceback has it.
-        is_in_function: Whether it is in the forward or backward of a `torch.autograd.Function`.
-    """
+    """A call in a graph that the compiler has traced, as a function mode would see it in Python."""
 
     def __init__(self, node: torch.fx.Node, is_in_function: bool) -> None:
         from torch.fx.node import map_arg
 
         self._node, self.is_in_function = node, is_in_function
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta.get("example_value"))
-        self.args: tuple[Any, ...] = tuple(args)
+        self.args: tuple[Any, ...] = tuple(args)  # like its arguments: tensors without data
         self.kwargs: dict[str, Any] = dict(kwargs)
         self.function: Any = _as_in_python(node, isinstance(next(iter(args), None), torch.Tensor))
-        self.result: Any = node.meta.get("example_value")
+        self.result: Any = node.meta.get("example_value")  # like what it gives
         self.stack = node.stack_trace or ""
 
     @property
     def is_flex_attention(self) -> bool:
-        """Whether it is FlexAttention."""
         return isinstance(self.function, torch._ops.HigherOrderOperator) and self.function.name() == "flex_attention"
 
     @property
@@ -88,7 +69,6 @@ class Call:
         return isinstance(self.function, FunctionType) and not is_pytorchs
 
     def replace(self, function: Callable[..., Any]) -> None:
-        """Has the graph call `function` in its place."""
         self._node.target = function
 
 
@@ -137,8 +117,7 @@ def changing_backend(
 
 @contextmanager
 def own_errors(kind: type[Exception], of_shapes: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, an error of this kind that a backend raised is raised as it was, without the compiler's around it; and
-    what `of_shapes` gives for the text of one of shapes in attention that do not fit."""
+    """Inside, errors of `kind` come without the compiler's around them, and those of attention's shapes changed."""
     from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 
     try:
@@ -172,8 +151,7 @@ class _Limits(logging.Filter):
 
 @contextmanager
 def too_often_is_told() -> Iterator[None]:
-    """Inside, a function that must be compiled whole, and has as many graphs as it may, raises CompiledTooOften, of
-    which the compiler logs nothing."""
+    """Inside, a function with as many graphs as it may have raises CompiledTooOften, of which nothing is logged."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     log, limits = logging.getLogger("torch._dynamo.convert_frame"), _Limits()

@@ -1,9 +1,5 @@
-"""Forked processes that are sure to start: Python before 3.11.10 may leave one hanging before it runs a line of code.
-
-The forked process waits for the lock of Python's list of threads, and makes a new one only afterwards
-(github.com/python/cpython/issues/112275). Whoever held it at the fork, such as a thread of gloo's that lets go of a
-tensor, is not there to give it back. So a process says that it runs, and one that does not is forked again.
-"""
+"""Forked processes that are sure to start: Python before 3.11.10 may leave one hanging before it runs a line of code
+(github.com/python/cpython/issues/112275). So a process says that it runs, and one that does not is forked again."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from multiprocessing.process import BaseProcess
 
 import torch.multiprocessing
 
-START_SECONDS = 5.0
-"""How long a process may take from its fork to its first line: thousands of times what it does take."""
+START_SECONDS = 5.0  # how long a process may take from its fork to its first line: thousands of times what it does take
 
 _IS_NEEDED = sys.version_info < (3, 11, 10)
 

@@ -1,15 +1,10 @@
 """Parameter groups of `fully_shard` that code may use in ways that PyTorch does not provide for.
 
-- Ranks may use different parameters in a backward. A sharded group reduces only the gradients that are there, so it
-  brings zeros for what its rank did not use. A group of replicas reduces nothing by itself, since a rank may leave out
-  whole blocks: its gradients stay this rank's own until `step` averages them (`dream_trainer.trainer.step.gradients`).
-- Code may read parameters outside of their block (touched_shards.py). Their group is held to the end of the step, and
-  the shards get what is written to the gathered parameters.
-- A graph may need a weight again after it was given back (saved_weights.py).
+- Ranks may use different parameters in a backward: a sharded group brings zeros for what its rank did not use, and
+  gradients of replicas stay this rank's own until `step` averages them.
+- Code may read parameters outside of their block (touched_shards.py), which holds their group to the end of the step.
+- A graph may need a weight again after it was given back (`SavedWeights`).
 - A group may lie in a block that is run again, and several backwards may be one for their gradients.
-
-This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_uneven_use.py`,
-`tests/trainer/test_touched_shards.py` and `tests/compat/test_fully_shard.py` exercise them.
 """
 
 from __future__ import annotations
@@ -29,9 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients
-from dream_trainer.compat.pytorch import local_tensor, whole_of, write_count
-from dream_trainer.compat.saved_weights import SavedWeights
+from dream_trainer.compat.pytorch import after_accumulation, changes_gradients, local_tensor, whole_of, write_count
 from dream_trainer.errors import StepError
 from dream_trainer.nested import map_tensors
 
@@ -44,11 +37,7 @@ _NOTHING = nullcontext()
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[None]:
-    """Inside, selective checkpointing takes no note of operations.
-
-    In a block that it runs again, what `fully_shard` wraps gathers in one run and finds its parameters gathered in
-    another. PyTorch counts all operations, and from 2.13 on wants equally many.
-    """
+    """Inside, selective checkpointing takes no note of operations: a second run may find parameters gathered."""
     return _NOTHING if _get_current_dispatch_mode() is None else _unseen()
 
 
@@ -100,10 +89,7 @@ def write_rows(parameter: Any, values: Tensor) -> None:
 
 
 class DifferentiableGroup(FSDPParamGroup):
-    """A group whose gradients may be differentiated again, as penalties on gradients are.
-
-    The graph of such a gradient refers to the gathered parameters, so these stay gathered until the step.
-    """
+    """A group whose gradients may be differentiated again, for which gathered parameters stay so until the step."""
 
     _local_gradients: LocalGradients
     _state: FSDPState
@@ -116,10 +102,7 @@ class DifferentiableGroup(FSDPParamGroup):
     _writes: list[int]  # to gathered parameters, up to their gathering
 
     def hold_touched(self) -> None:
-        """Gathers what code outside of the group's forward reads, and keeps it; a collective if it is not gathered.
-
-        Modules go on showing shards, so that each operation on them is noticed.
-        """
+        """Gathers what code outside of the group's forward reads, and keeps it; modules go on showing shards."""
         self.is_held = True
         self._refresh()
         self.hold()
@@ -132,7 +115,6 @@ class DifferentiableGroup(FSDPParamGroup):
             super()._to_sharded()  # type: ignore[no-untyped-call]
 
     def is_in_half_precision(self, parameter: Any) -> bool:
-        """Whether one of its parameters is gathered in another type than it has."""
         whole, shard = parameter._unsharded_param, parameter._sharded_local_tensor
         return (
             whole.dtype != shard.dtype and whole.is_floating_point() and gathered_dtype(parameter.sharded_param) is None
@@ -146,14 +128,12 @@ class DifferentiableGroup(FSDPParamGroup):
         return self._full[parameter]
 
     def write_full_precision(self, parameter: Any) -> None:
-        """Gives the shard what was written to the whole parameter in its own type."""
         with torch.no_grad():
             write_rows(parameter, self._full[parameter])
         self.is_stale = self.is_unsharded
 
     @property
     def saved_weights(self) -> SavedWeights:
-        """What forwards are in."""
         saved: SavedWeights = self._local_gradients.saved
         return saved
 
@@ -173,7 +153,6 @@ class DifferentiableGroup(FSDPParamGroup):
             super()._to_sharded()  # type: ignore[no-untyped-call]
 
     def let_touched_go(self) -> None:
-        """Gives back what is held, and keeps the gradients that came to it."""
         self.is_held = False
         self.write_back(also_unseen=True)
         self._full.clear()
@@ -185,7 +164,7 @@ class DifferentiableGroup(FSDPParamGroup):
         return [write_count(p._unsharded_param) for p in self.fsdp_params]
 
     def reshard(self) -> None:
-        """As in PyTorch, but for what is held. What code wrote to gathered parameters is kept."""
+        """What code wrote to gathered parameters is kept, and what is held stays."""
         if not self.is_held:
             self.write_back(also_unseen=False)
             for parameter in self.fsdp_params if self.is_unsharded else ():
@@ -220,12 +199,11 @@ class DifferentiableGroup(FSDPParamGroup):
         self._writes = now
 
     def unshard(self, async_op: bool = False) -> None:
-        """As in PyTorch."""
         with unseen_by_checkpoints():
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        """As in PyTorch; also notes which memory is filled, and with which values."""
+        """Also notes which memory is filled, and with which values."""
         if self._all_gather_result is None:
             return
         with unseen_by_checkpoints():
@@ -248,7 +226,7 @@ class DifferentiableGroup(FSDPParamGroup):
             state._pre_backward(cast("Tensor", None))  # as if the gradient of the output had come
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch; also has graphs gather again the weights that they save."""
+        """Also has graphs gather again the weights that they save."""
         self._refresh()
         with unseen_by_checkpoints():
             given = super().pre_forward(*args, **kwargs)
@@ -259,7 +237,7 @@ class DifferentiableGroup(FSDPParamGroup):
         return given
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-        """As in PyTorch, also for tensors in containers of users' own classes."""
+        """Also for tensors in containers of users' own classes."""
         given: list[Tensor] = []  # one that is given twice, too: a second run is given its copies, and must not differ
 
         def note(tensor: Tensor) -> Tensor:
@@ -275,7 +253,6 @@ class DifferentiableGroup(FSDPParamGroup):
         return new_args, new_kwargs
 
     def post_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch."""
         if self._is_in_saved:
             self._is_in_saved = False
             self.saved_weights.end()
@@ -285,7 +262,7 @@ class DifferentiableGroup(FSDPParamGroup):
         return output
 
     def pre_backward(self, *args: Any, **kwargs: Any) -> None:
-        """As in PyTorch; also notes a backward that keeps its graph."""
+        """Also notes a backward that keeps its graph."""
         if torch.is_grad_enabled():  # in a backward, only under `create_graph=True`
             self._local_gradients.graphs[self] = None
             self.reshard_after_backward = False
@@ -309,7 +286,7 @@ class SharedGroup(DifferentiableGroup):
     _number: int  # among the groups
 
     def unshard(self, async_op: bool = False) -> None:
-        """As in PyTorch; also notes the all-gather, if there is one."""
+        """Also notes the all-gather, if there is one."""
         if self._all_gather_result is None and not self.is_unsharded:
             self._local_gradients.note_collective(2 * self._number)
         own_time = self._local_gradients.own_time
@@ -318,14 +295,13 @@ class SharedGroup(DifferentiableGroup):
         own_time.leave_collective()
 
     def wait_for_unshard(self) -> None:
-        """As in PyTorch; what it waits is no work of this rank's."""
+        """What it waits is no work of this rank's."""
         own_time = self._local_gradients.own_time
         own_time.enter_collective()
         super().wait_for_unshard()
         own_time.leave_collective()
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch; also notes that the group ran."""
         self._local_gradients.ran.add(id(self))
         return super().pre_forward(*args, **kwargs)
 
@@ -349,7 +325,7 @@ class SharedGroup(DifferentiableGroup):
             self._local_gradients.waiting.add(self)
 
     def post_backward(self, *unused: Any) -> None:
-        """As in PyTorch, with zeros for the parameters that this rank's loss does not depend on."""
+        """Brings zeros for the parameters that this rank's loss does not depend on."""
         if self.is_held and not self.ends:  # backward may come to it in other ways still
             self._training_state = TrainingState.POST_BACKWARD
             return
@@ -397,14 +373,12 @@ class SharedGroup(DifferentiableGroup):
                 gathered.grad = None
 
     def keeps_gradients(self) -> bool:
-        """Whether gradients of this rank wait for their reduction."""
         accumulated = any(p.unsharded_accumulated_grad is not None for p in self.fsdp_params)
         return (
             accumulated or self._partial_reduce_output is not None or any(p.grad is not None for p in self._gathered())
         )
 
     def drop_gradients(self) -> None:
-        """Drops the gradients that wait for their reduction."""
         self._partial_reduce_output = None
         for parameter in self.fsdp_params:
             if "unsharded_accumulated_grad" in vars(parameter):  # from PyTorch 2.15 on the gathered parameter's
@@ -432,7 +406,6 @@ class WholeGroup(DifferentiableGroup):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """As `post_backward`."""
         for parameter in self.fsdp_params:
             self._keep(parameter)
 
@@ -487,7 +460,6 @@ def is_shared(module: FSDPModule) -> bool:
 
 
 def parameters_of(module: FSDPModule) -> list[torch.nn.Parameter]:
-    """The parameters that `fully_shard(module)` manages, this rank's shares."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
 
@@ -508,10 +480,7 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
 
 
 def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
-    """Has the shards of gradients in `model`, which is sharded, cross ranks in groups of their own; returns these.
-
-    A collective, from PyTorch 2.13 on.
-    """
+    """Has the gradients' shards of a sharded model cross ranks in their own groups, which it returns; a collective."""
     cast("FSDPModule", model).set_separate_reduce_scatter_group()
     groups: dict[ProcessGroup, None] = {}
     for module in model.modules():
@@ -532,10 +501,7 @@ def gather_in_symmetric_memory(model: torch.nn.Module) -> None:
 def reduce_what_waits(
     modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], local_gradients: LocalGradients
 ) -> None:
-    """Reduces now the gradients among `parameters` that no backward has reduced; a collective, if there are any.
-
-    There are some if a model had no part in the window's last micro-batch, in which gradients are reduced.
-    """
+    """Reduces gradients that no backward has reduced, as of a model that had no part in the last micro-batch."""
     groups: set[Any] = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
     if not groups:
         return
@@ -551,8 +517,7 @@ def reduce_what_waits(
 
 
 def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
-    """After a backward: reduces the gradients of what is held, as the end of a backward does; and those that came late
-    wait for the step."""
+    """After a backward: reduces the gradients of what is held; those that came late wait for the step."""
     held = [group for group in groups if group.is_held]
     for group in groups:
         group.settle()
@@ -593,3 +558,51 @@ def _end_backward(root: Any) -> None:
         # From PyTorch 2.15 on a backward says who ends it before it does, and here is none.
         context.manual_backward_finalization_active = False
     root._root_post_backward_final_callback()
+
+
+class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
+    """Around forwards of sharded blocks: a weight that a graph has saved is gathered again when a backward asks for it.
+
+    `fully_shard` gathers a block when the gradient of its output comes, which a loss of what it kept lacks."""
+
+    def __init__(self, owners: dict[int, DifferentiableGroup]) -> None:
+        self._entered = 0
+
+        def pack(tensor: Tensor) -> tuple[Tensor, DifferentiableGroup | int]:
+            group = owners.get(tensor.untyped_storage()._cdata)
+            return tensor, tensor._version if group is None else group
+
+        def unpack(packed: tuple[Tensor, DifferentiableGroup | int]) -> Tensor:
+            tensor, saved = packed
+            if not isinstance(saved, int):
+                saved.gather_again()
+            elif tensor._version != saved:  # PyTorch does not look itself, where there are hooks
+                raise StepError(
+                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at "
+                    f"version {tensor._version} and was saved at {saved}. Use operations that return a new tensor."
+                )
+            return tensor
+
+        super().__init__(pack, unpack)
+
+    def begin(self) -> bool:
+        """Whether they are entered: where others are, as a checkpoint's, these have to see what is saved."""
+        wanted = (
+            torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # pyright: ignore
+            and torch._C._current_graph_task_id() == -1
+            and not torch._C._are_functorch_transforms_active()
+        )
+        if wanted:
+            self._entered += 1
+            self.__enter__()
+        return wanted
+
+    def end(self) -> None:
+        self._entered -= 1
+        self.__exit__(None, None, None)
+
+    def leave_all(self) -> None:
+        """Leaves what a forward that raised did not leave."""
+        while self._entered:
+            self.end()

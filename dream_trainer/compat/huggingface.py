@@ -7,8 +7,7 @@ from typing import Any
 
 
 def shuffles_in_a_buffer(dataset: Any) -> bool:
-    """Whether a streaming dataset was made by `shuffle`, whose buffer its state leaves out: it goes on with other
-    samples, some of them read before, and others never."""
+    """Whether a streaming dataset was made by `shuffle`, whose buffer its state leaves out."""
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
 
     return any(isinstance(part, BufferShuffledExamplesIterable) for part in _parts(dataset._ex_iterable))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 StopRecomputation = _StopRecomputationError
 """Ends the second run of a checkpointed forward when all that its backward needs is there."""
 
-EXPENSIVE_OPERATIONS = (
+EXPENSIVE_OPERATIONS = (  # matrix products, convolutions, attention and collectives: what the selective form keeps
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
@@ -25,15 +25,10 @@ EXPENSIVE_OPERATIONS = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
 )
-"""Matrix products, convolutions, attention and collectives: what the selective form keeps."""
 
 
 def operation(name: str) -> OpOverload | None:
-    """The operation of a name such as `"aten.mm.default"`; None for one of ours that this PyTorch does not have.
-
-    Raises:
-        ValueError: There is none, and it is not among `EXPENSIVE_OPERATIONS`.
-    """
+    """The operation of a name such as `"aten.mm.default"`; None for one of ours that this PyTorch does not have."""
     try:
         namespace, packet, overload = name.split(".")
         operation_of_name: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)

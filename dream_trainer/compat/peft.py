@@ -1,8 +1,6 @@
 """How peft wraps a model: which of its tensors are the base's, which an adapter's, and how the two become one.
 
-peft's own functions to save, load and merge take whole tensors, all at once, and change the model. What they know of
-names is asked here, so that shards can be read, written and merged one tensor at a time.
-"""
+peft's own functions take whole tensors, all at once; so only names are asked of it, and shards are read one by one."""
 
 from __future__ import annotations
 
@@ -22,29 +20,23 @@ if TYPE_CHECKING:
 class LowRank:
     """A product of two narrow matrices that is added to a weight of the base."""
 
-    down: str
-    """Name of the matrix of shape (rank, inputs)."""
-    up: str
-    """Name of that of shape (outputs, rank)."""
+    down: str  # name of the matrix of shape (rank, inputs)
+    up: str  # name of that of shape (outputs, rank)
     scaling: float
-    is_transposed: bool
-    """Whether the base has its weight as (inputs, outputs), as embeddings do."""
+    is_transposed: bool  # whether the base has its weight as (inputs, outputs), as embeddings do
 
 
 @dataclass(frozen=True)
 class Adapters:
     """The adapters of a model and what they are added to; plain values, which a checkpoint keeps."""
 
-    config: Mapping[str, Any]
-    """The content of peft's `adapter_config.json`."""
-    names: Mapping[str, str]
-    """The name of each of the adapter's tensors in peft's files, to its name in the model."""
+    config: Mapping[str, Any]  # the content of peft's `adapter_config.json`
+    names: Mapping[str, str]  # the name of each of the adapter's tensors in peft's files, to its name in the model
     base: Mapping[str, str]
     """The name that the base's author gave each tensor, to the name of what has its values in the model."""
     low_rank: Mapping[str, LowRank] = field(default_factory=dict)
     """What is to be added to some of `base`, by the author's name."""
-    cannot_merge: str = ""
-    """Why the two cannot be made one here; "" if they can."""
+    cannot_merge: str = ""  # why the two cannot be made one here; "" if they can
     active: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Each adapter that is active, by peft's name of it, with its config; empty in earlier checkpoints."""
 
@@ -106,10 +98,7 @@ def adapted_weights(model: PeftModel) -> list[str]:
 
 
 def may_start_from_the_base(model: PeftModel) -> str:
-    """A setting of an adapter under which it may start from the base's weights; "" if none does.
-
-    Of LoRA all ways to start are known; of the others, those that draw numbers or are constant.
-    """
+    """A setting of an adapter under which it may start from the base's weights; "" if none does."""
     for config in model.peft_config.values():
         values, kind = vars(config), str(getattr(config.peft_type, "value", config.peft_type))
         if kind not in _START_BY_THEMSELVES:
@@ -137,7 +126,6 @@ def describe_adapters(
     base_class: type[nn.Module],
     base_path: str | None,
 ) -> Adapters:
-    """The active adapter of `model`."""
     from peft import get_peft_model_state_dict
 
     names, active = list(names), model.active_adapters
@@ -164,10 +152,7 @@ def _config(config: PeftConfig, base_class: type[nn.Module], base_path: str | No
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of an `adapter_config.json`, with the installed peft's values for fields that it lacks.
-
-    A peft that wrote it before such a field existed did what the default does now.
-    """
+    """The content of an `adapter_config.json`, with the installed peft's values for fields that it lacks."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING.get(config.get("peft_type", ""))

@@ -1,9 +1,4 @@
-"""PyTorch's pipeline schedules over stages of ours; `tests/compat/test_pipelining.py` exercises what is used here.
-
-`torch.distributed.pipelining` is still moving. Of it the schedules are used, which decide the order of micro-batches
-and who sends what when, and a stage that runs what it is told: its inputs may be any nested structure, of which the
-schedule sees numbers of micro-batches alone.
-"""
+"""PyTorch's pipeline schedules, which decide the order of micro-batches and sends, over stages of ours."""
 
 from __future__ import annotations
 
@@ -26,8 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from dream_trainer.compat.gradient_hooks import after_accumulation
-from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.compat.pytorch import after_accumulation, local_tensor
 
 ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
@@ -45,12 +39,7 @@ RunStage = Callable[[tuple[Any, ...], int], Any]
 
 
 class ScheduledStage(PipelineStage):
-    """A stage that runs what it is told, and leaves reductions over data-parallel ranks to others.
-
-    Args:
-        run: Runs them with what the stage before gives, and the number of a micro-batch; of the last stage, gives its
-            loss.
-    """
+    """A stage that calls `run` with what the stage before gives and a micro-batch's number, and reduces nothing."""
 
     def __init__(
         self,
@@ -74,12 +63,10 @@ class ScheduledStage(PipelineStage):
         self._backward_context = nullcontext() if backward_context is None else backward_context
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch, for a micro-batch."""
         self._micro_batch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers."""
         if _ALL_HAVE_GRADIENTS and not self.is_first:
             args = tuple([_as_given(arg, like) for arg, like in zip(args, self._inputs, strict=True)])
         output = self._run(args, self._micro_batch)
@@ -95,7 +82,7 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> Any:
-        """As in PyTorch; what is sent back lies in order, and what may not be split is all computed with the inputs."""
+        """What is sent back lies in order, and what may not be split is all computed with the inputs."""
         if backward_type == "weight" and bwd_kwargs["param_groups"] is None:  # which had theirs with the inputs
             return (), None
         is_split = (
@@ -126,7 +113,6 @@ class _Weights(nn.Module):
         self._of = (module,)  # which is not seen in a tuple
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the stage, as they are now."""
         return self._of[0].parameters(recurse)
 
 
@@ -235,12 +221,7 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 
 def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[bool, bool], None]:
-    """A schedule of `stages`, to be called with whether this rank has the first stage and the last, whose output is a
-    micro-batch's loss.
-
-    Raises:
-        ValueError: The schedule cannot have so many; the same on all ranks.
-    """
+    """A schedule of `stages`, to be called with whether this rank has the first stage and the last."""
     # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
     options: dict[str, Any] = {"loss_fn": _the_loss, "scale_grads": False}
     schedule: Any

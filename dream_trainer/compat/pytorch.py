@@ -1,8 +1,4 @@
-"""Every private or moving PyTorch name that Dream Trainer leans on, each behind a function of ours.
-
-`tests/compat/test_pytorch.py` exercises each one, so a PyTorch release that moves a name fails there
-first and is mended here alone. The compiler's are in compiler.py, those of `fully_shard`'s backward in fully_shard.py.
-"""
+"""Every private or moving PyTorch name that Dream Trainer leans on; `tests/compat/test_pytorch.py` exercises each."""
 
 from __future__ import annotations
 
@@ -15,13 +11,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
-import torch.distributed  # which makes the module below
+import torch.distributed as dist  # which makes the module below
 import torch.nn as nn
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 if TYPE_CHECKING:
@@ -29,7 +26,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Placement
@@ -37,18 +35,13 @@ if TYPE_CHECKING:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, without `to_local()`'s autograd node; a plain tensor as it is.
-
-    `to_local()` costs about 5 microseconds per parameter (docs/measurements.md#norms-of-local-shards); the attribute
-    costs nothing.
-    """
+    """This rank's shard of a DTensor, without `to_local()`'s autograd node (5 us); a plain tensor as it is."""
     from torch.distributed.tensor import DTensor
 
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`local_tensor` of each."""
     from torch.distributed.tensor import DTensor
 
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
@@ -65,7 +58,6 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def default_generator_of(device: torch.device) -> torch.Generator:
-    """The generator that random ops on `device` draw from when none is given."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     if device.type == "mps":
@@ -88,16 +80,12 @@ _HAS_SINGLE = torch.__version__ >= "2.13"
 
 def all_gather_flat(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """Fills `gathered` with every rank's `own`, one after the other; `own` may be this rank's place in it."""
-    import torch.distributed as dist
-
     gather = dist.all_gather_single if _HAS_SINGLE else dist.all_gather_into_tensor
     gather(gathered, own, group=group)
 
 
 def sum_scatter_flat(own: Tensor, every: Tensor, group: ProcessGroup) -> None:
     """Fills `own` with the sum over ranks of this one's part of `every`, whose parts lie one after the other."""
-    import torch.distributed as dist
-
     scatter = dist.reduce_scatter_single if _HAS_SINGLE else dist.reduce_scatter_tensor
     scatter(own, every, op=dist.ReduceOp.SUM, group=group)
 
@@ -112,8 +100,7 @@ def function_modes() -> list[TorchFunctionMode]:
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them.
 
-    The gathered one's `requires_grad` is copied from the sharded one at the first gather, and never again.
-    """
+    The gathered one's `requires_grad` is copied from the sharded one at the first gather, and never again."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return []
@@ -124,9 +111,7 @@ def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.n
 def whole_parameters(module: FSDPModule) -> Iterator[None]:
     """Replaces what `fully_shard(module)` manages by plain, unsharded copies in full precision; a collective.
 
-    Inside, forwards gather nothing and cast nothing, and `state_dict()` has the copies. Over a tensor-parallel
-    dimension the parameters stay split, as its plan computes with them.
-    """
+    Forwards gather and cast nothing inside. Over a tensor-parallel dimension the parameters stay split."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
@@ -193,11 +178,7 @@ def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
-    """Inside, float32 matrix products and convolutions on CUDA may use TF32.
-
-    PyTorch has an older and a newer setting, and refuses to tell of the older once the newer was set: whichever the
-    process uses is set and put back.
-    """
+    """Inside, float32 matrix products and convolutions on CUDA may use TF32, by the setting that the process uses."""
     cudnn: Any = torch.backends.cudnn
     newer: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     try:
@@ -222,7 +203,6 @@ def tf32_products() -> Iterator[None]:
 
 
 def tf32_is_allowed() -> bool:
-    """Whether float32 matrix products on CUDA may use TF32."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
@@ -242,16 +222,12 @@ def with_parameters(module: torch.nn.Module, replaced: dict[str, Tensor]) -> Ite
 
 
 def begin_root(module: FSDPModule) -> None:
-    """Makes `module` the root of its FSDP states now; else the first of them to run a forward becomes one, and a block
-    that is called on its own would take its model's place."""
+    """Makes `module` the root of its FSDP states now, before a block that is called on its own becomes it."""
     module._get_fsdp_state()._lazy_init()
 
 
 def end_workers(loader: object) -> None:
-    """Ends the worker processes that a `DataLoader`, torchdata's too, keeps from its last iteration.
-
-    It starts new ones when it is iterated again. Left to the end of the process, each is waited for up to 5 seconds.
-    """
+    """Ends the workers that a `DataLoader` keeps from its last iteration; exit would wait 5 s for each."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return
     iterator = vars(loader).get("_iterator")
@@ -261,10 +237,7 @@ def end_workers(loader: object) -> None:
 
 
 def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
-    """Ends the worker processes of a `DataLoader`'s iterator now, though something (a traceback) may still refer to it.
-
-    Those that load for longer than `patience_seconds` are killed; torch waits 10 seconds for each.
-    """
+    """Ends a `DataLoader` iterator's workers; those that load for longer than `patience_seconds` are killed."""
     from torch._C import _remove_worker_pids
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -318,16 +291,12 @@ def reset_attention_parameters(module: torch.nn.MultiheadAttention | torch.nn.Tr
 
 
 def second_lists(module: torch.nn.Module) -> tuple[str, ...]:
-    """Names of attributes that list the module's own parameters a second time, and that the module itself keeps up to
-    date when they are replaced, as recurrent modules do."""
+    """Attributes that list a recurrent module's parameters a second time, and that it keeps up to date."""
     return ("_flat_weights",) if isinstance(module, torch.nn.RNNBase) else ()
 
 
 def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
-    """The (module, name) pairs that DCP's pickled `.metadata` refers to when only tensors were saved, data types aside.
-
-    Pairs, not modules: a pickle may ask for `os.system` by way of any module that imports `os`.
-    """
+    """The (module, name) pairs that DCP's `.metadata` may refer to: a pair, as any module may import `os`."""
     metadata = "torch.distributed.checkpoint.metadata"
     records = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
     return frozenset(
@@ -342,10 +311,16 @@ def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
     )
 
 
+def merge_plans_of_parts(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """As `DefaultSavePlanner.create_global_plan`, but nobody asks whether the parts are all of each tensor."""
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+
+    return create_default_global_save_plan(dedup_save_plans(plans))
+
+
 def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     """Sets how long collectives of `group` (None: the default group) may take from now on."""
-    import torch.distributed as dist
-
     if torch.__version__ >= "2.15":
         dist.set_timeout(timeout, group)  # type: ignore[attr-defined]  # new there, which warns of the other
     else:
@@ -353,12 +328,9 @@ def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
 
 
 def enable_flight_recorder(directory: Path) -> None:
-    """Lets NCCL's process groups of this process write their last collectives into `directory` on a time-out or error,
-    a file `rank_<n>` for each rank. Call it before the first group is made; what the user has set stays.
+    """Has NCCL's groups write their last collectives into `directory` on a time-out or error.
 
-    torch reads these once in a process, so a second trainer's records go where the first's went. The names that start
-    with TORCH_NCCL are older ones of the same settings; torch 2.11 and 2.13 read both, the newer first.
-    """
+    Call it before the first group is made; torch reads these once in a process, the newer names first."""
     wanted = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): f"{directory.absolute()}/rank_",
@@ -372,12 +344,7 @@ def enable_flight_recorder(directory: Path) -> None:
 
 
 def recorded_collectives() -> bytes | None:
-    """What the flight recorder holds of this rank's last collectives, pickled; None without a process group.
-
-    NCCL's where a group uses it, else Gloo's, which `torchfrtrace` of torch 2.13 cannot print.
-    """
-    import torch.distributed as dist
-
+    """What the flight recorder holds of this rank's last collectives, pickled; None without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     from torch._C import _distributed_c10d
@@ -393,31 +360,21 @@ def connect_again(store: Store) -> Store:
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """Which dimension of a tensor a placement cuts, contiguously or strided; None if it cuts none.
-
-    `Placement.is_shard()` is False for the strided kind, which `fully_shard` makes of parameters that are already cut
-    along dimension 0.
-    """
+    """The dimension that a placement cuts, contiguously or strided (which `is_shard()` leaves out); None if none."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
 def file_window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """Bytes `offset` to `offset + length` of an open file, as a file that `torch.load` reads: one entry of a DCP shard.
-
-    A BytesIO would hold the entry twice in memory.
-    """
+    """A part of an open file, as a file that `torch.load` reads; a BytesIO would hold it twice in memory."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
     return cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), offset, length))
 
 
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` instead of this rank's shard of `tensor`: a DTensor of its layout, or `local` itself if it is plain.
-
-    `DTensor.from_local` would move it to the mesh's device.
-    """
+    """`local` as this rank's shard in a DTensor like `tensor`, left on its device; `local` itself if that is plain."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
@@ -426,10 +383,8 @@ def with_local(tensor: Tensor, local: Tensor) -> Tensor:
 def forget_meshes() -> None:
     """Makes DTensors forget the meshes of a process group that is destroyed.
 
-    They remember the result of each operation with its mesh, and take a mesh over the same ranks for the same, although
-    a new process group has other groups behind it: collectives then fail, or go to a wrong group. And what remembers a
-    mesh keeps its groups' connections and threads, some 20 of each a trainer.
-    """
+    They take a mesh over the same ranks for the same, although a new process group has other groups behind it. And what
+    remembers a mesh keeps its groups' connections and threads, some 20 of each a trainer."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -457,8 +412,7 @@ def record_memory_history(max_entries: int) -> None:
 
 
 def write_memory_snapshot(path: Path) -> None:
-    """Writes what is allocated on this process's CUDA devices, with the history kept of it: for
-    https://pytorch.org/memory_viz."""
+    """Writes CUDA allocations and their history, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
@@ -468,17 +422,13 @@ def in_backward() -> bool:
 
 
 def plain_beside_dtensors() -> AbstractContextManager[None]:
-    """Inside, an operation over lists of both kinds takes each plain tensor as it is, one that all ranks have.
-
-    `torch.distributed.tensor.experimental.implicit_replication` (PyTorch 2.11 to 2.15), which may move.
-    """
+    """Inside, an operation over lists of both kinds takes each plain tensor as it is, one that all ranks have."""
     from torch.distributed.tensor.experimental import implicit_replication
 
     return implicit_replication()
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether the `state_dict()` of `module` has its own `buffer`."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -491,11 +441,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def keep_own_generators(mesh: DeviceMesh) -> None:
-    """Has DTensors draw from the generator that each rank has; to be called before any of them draws.
-
-    Generators stay as they are: it is the trainer's to make them alike on ranks that share layers. On the CPU PyTorch
-    has no tracker, and DTensors draw from each rank's generator anyway.
-    """
+    """Has DTensors draw from the generator that each rank has; to be called before any of them draws."""
     if mesh.device_type == "cpu":
         return
     from torch.distributed.tensor._random import manual_seed
@@ -530,10 +476,7 @@ def inner_schedulers(scheduler: LRScheduler | ReduceLROnPlateau) -> list[LRSched
 
 
 def steps_taken(scheduler: LRScheduler | ReduceLROnPlateau) -> int:
-    """How often a scheduler was stepped since its beginning; 0 of one of a user's that keeps no count.
-
-    A ChainedScheduler has no count but its parts'.
-    """
+    """How often a scheduler was stepped since its beginning; 0 of one of a user's that keeps no count."""
     if isinstance(scheduler, ChainedScheduler):
         return max(steps_taken(part) for part in scheduler._schedulers)
     steps: int = vars(scheduler).get("last_epoch", 0)
@@ -544,8 +487,7 @@ V = TypeVar("V")
 
 
 class OfTensors(Generic[V]):
-    """A value for each tensor, by identity. A tensor's python object may die before the tensor does, and come back:
-    `WeakKeyDictionary` would have forgotten it."""
+    """A value for each tensor, by identity, also when its python object dies and comes back."""
 
     def __init__(self) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary
@@ -553,13 +495,57 @@ class OfTensors(Generic[V]):
         self._values = WeakTensorKeyDictionary()
 
     def set(self, tensor: Tensor, value: V) -> None:
-        """Keeps `value` for `tensor`, instead of an earlier one."""
         self._values[tensor] = value
 
     def get(self, tensor: Tensor) -> V | None:
-        """The value of `tensor`; None if it has none."""
         return cast("V | None", self._values.get(tensor))
 
     def clear(self) -> None:
-        """Forgets all of them."""
         self._values.clear()
+
+
+def keep_hooks(tensor: Tensor) -> None:
+    """After a swap: calls the hooks that were set before it, and those to come."""
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks = tensor._backward_hooks
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
+    """Has autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
+    if former._backward_hooks is not None and parameter._backward_hooks is not former._backward_hooks:
+        parameter._backward_hooks = former._backward_hooks
+    hooks = former._post_accumulate_grad_hooks
+    if hooks is not None and parameter._post_accumulate_grad_hooks is not hooks:
+        parameter._post_accumulate_grad_hooks = hooks
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def changes_gradients(parameter: nn.Parameter) -> bool:
+    """Whether a hook is set that is given gradients before they are added up (`register_hook`)."""
+    return bool(parameter._backward_hooks)
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Calls no hook of `register_hook` inside of the block."""
+    taken = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
+    for hooks, _ in taken:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, former in taken:
+            hooks.update(former)
+
+
+def after_accumulation(parameters: Iterable[nn.Parameter]) -> None:
+    """Calls what autograd calls when it has added to `grad`, for those whose `grad` something else has added to."""
+    for parameter in parameters:
+        if parameter._post_accumulate_grad_hooks and parameter.grad is not None:
+            for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
+                hook(parameter)

@@ -1,8 +1,6 @@
 """torchao's float8: its linear layer, and the weight that `fully_shard` gathers in float8.
 
-The layer and the weight are not public there; `convert_to_float8_training`, which is, puts new modules in the place of
-old ones, and loses their hooks (such as those of `parallelize_module`) and other references to them.
-"""
+`convert_to_float8_training`, which is public, replaces modules, and so loses their hooks and references to them."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-Float8Layer: Any = Float8Linear
-"""The layer, of no type, so that checkers need no torchao."""
-MULTIPLE = 16
-"""What float8 products of matrices need both sizes of a weight to be multiples of."""
+Float8Layer: Any = Float8Linear  # the layer, of no type, so that checkers need no torchao
+MULTIPLE = 16  # what float8 products of matrices need both sizes of a weight to be multiples of
 
 
 def float8_config(recipe: str, *, all_gather: bool, emulate: bool) -> Float8LinearConfig:

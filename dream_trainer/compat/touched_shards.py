@@ -1,14 +1,8 @@
 """Sharded parameters that code reads outside of their block's forward: such a read gathers the block.
 
-Within steps, sharded parameters have the class `TouchableShard`. An operation on one of them:
-
-- gathers the parameter's block, which stays gathered until the step ends, and computes with the whole parameter;
-- uses the shard itself if its other operands are shards (`average.lerp_(shard, 0.1)`) or if it asks for metadata.
-
-Gradients have the class `ShardValue`, and so have parameters while an optimizer of the user's own steps. Operations on
-these use the shards. Numbers that are read from them (`item()`) are those of the whole tensor.
-
-This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_touched_shards.py` exercises them.
+An operation on a `TouchableShard` computes with the whole parameter, which stays gathered until the step ends; or with
+the shard, if its other operands are shards or it asks for metadata. Operations on a `ShardValue`, as gradients are, use
+the shards, and numbers that are read from them (`item()`) are those of the whole tensor.
 """
 
 from __future__ import annotations
@@ -67,10 +61,7 @@ _places = OfTensors["tuple[TouchableShards, Any, Any]"]()
 
 
 class ShardValue(DTensor):
-    """A shard whose operations use shards: plain operands are cut to fit, and `item()` gives the whole tensor's number.
-
-    A DTensor's own `item()` gives this rank's part of a sum over ranks, and assigning to its `data` does nothing.
-    """
+    """A shard whose operations use shards; plain operands are cut, and `item()` is the whole tensor's number."""
 
     __slots__ = ()
 
@@ -115,7 +106,6 @@ class TouchableShard(DTensor):
         return _on_whole(func, args, kwargs)
 
     def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole parameter, with its gradient."""
         whole = _whole(self)
         if whole is self:
             return super().full_tensor(*args, **kwargs)
@@ -124,8 +114,7 @@ class TouchableShard(DTensor):
 
 @contextmanager
 def as_values(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Inside, parameters of `optimizers` that are shards are `ShardValue`s, which costs some microseconds for each
-    operation on them."""
+    """Inside, shards among the optimizers' parameters are `ShardValue`s, at some microseconds for each operation."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     shards: list[Any] = [p for p in parameters if type(p) is DTensor]
     for shard in shards:
@@ -153,11 +142,7 @@ class TouchableParameter(FSDPParam):
 
 
 class TouchableShards:
-    """The sharded parameters of a trainer's models.
-
-    Attributes:
-        may_be_touched: Whether code may read parameters now.
-    """
+    """The sharded parameters of a trainer's models."""
 
     def __init__(self, meet: Callable[[Sequence[int], str], object], *, in_stages: bool = False) -> None:
         self._meet = meet
@@ -205,7 +190,6 @@ def _as_shards(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_shards(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives for shards, as `ShardValue`s."""
     if func == _SET_DATA:
         with torch.no_grad():
             func, args = Tensor.copy_, (args[0], _cut_as(args[0], args[1]))

@@ -1,7 +1,4 @@
-"""Configs: dataclasses that are validated when built, and their ways to a dict, a file and the command line.
-
-Names load when first used, so that `import dream_trainer` pays for none of the libraries behind them.
-"""
+"""Configs: dataclasses that are validated when built, and their ways to a dict, a file and the command line."""
 
 from __future__ import annotations
 

@@ -156,14 +156,7 @@ class CheckpointParameters:
         )
 
     def known_best_mode(self, higher_is_better: bool | None = None) -> Mode:
-        """Whether the smallest or the largest value of `best_metric` is best; "min" where there is no such metric.
-
-        Args:
-            higher_is_better: What its torchmetrics object says.
-
-        Raises:
-            ConfigError: Neither `best_mode` nor the metric says.
-        """
+        """Whether the smallest or the largest value of `best_metric` is best; "min" where there is no such metric."""
         if self.best_metric is None:
             return self.best_mode or "min"
         return mode_of(

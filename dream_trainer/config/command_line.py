@@ -100,7 +100,6 @@ def _end_in_a_line(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _take_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values of `--config`, and the other arguments."""
     files: list[str] = []
     others: list[str] = []
     words = iter(args)
@@ -130,10 +129,7 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
 
 
 def _opened(cls: type, args: Sequence[str]) -> list[Field[Any]]:
-    """The fields for one kind of dataclass or None that `args` have flags into, or name.
-
-    If one is chosen in tyro's own way, `section:type`, flags belong behind that, and there are none.
-    """
+    """The sections, a dataclass or None, that `args` have flags into; none in tyro's own way, `section:type`."""
     types = field_types(cls)
     optional = {_dashed(f.name): f for f in fields(cls) if _is_optional_section(types[f.name])}
     if any(word.startswith(f"{name}:") for word in args for name in optional):

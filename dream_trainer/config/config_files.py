@@ -69,7 +69,6 @@ def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
 
 
 def required_fields(cls: Any) -> list[str]:
-    """The fields that a dataclass has no default for."""
     return [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
 
 
@@ -79,12 +78,7 @@ def is_saved(config: dict[str, Any]) -> bool:
 
 
 def section_of(start: Any, field: Field[Any]) -> Any:
-    """The dataclass that changes of a field begin from: its value or default, otherwise its type; None if it has none.
-
-    Args:
-        start: A dataclass or its instance.
-        field: Of it.
-    """
+    """The dataclass that changes of a field begin from: its value, default or type; None if it has none."""
     value = value_of(start, field)
     if is_dataclass(value) and not isinstance(value, type):
         return value
@@ -149,10 +143,7 @@ def _config_file(path: Path) -> Path:
 
 
 def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file: Path, place: str = "") -> None:
-    """Adds the fields that a file sets by their dotted names; sections that it changes have a name that ends in a dot.
-
-    Fields of a section are changed one by one; a field's value is replaced whole.
-    """
+    """Adds what a file sets by dotted names, field by field; names of sections that it changes end in a dot."""
     cls = _class_of(start)
     known = {f.name: f for f in fields(cls) if f.init}
     for key, value in changes.items():
@@ -209,7 +200,6 @@ def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], 
 
 
 def _value(change: _Set, annotation: Any, dotted: str) -> Any:
-    """The field's value, of its type."""
     value, advice = change.value, f"It takes {_wanted(annotation)}."
     parts = members(annotation)
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]

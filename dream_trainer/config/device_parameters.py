@@ -238,13 +238,7 @@ def _what_fits(world_size: int, can_shard: bool) -> str:
 
 
 def parameter_shape(parameters: DeviceParameters, shape: MeshShape, shard_by_default: bool) -> MeshShape:
-    """How parameters lie on the ranks: those that share sequences share shards too, or are replicas like any other.
-
-    Args:
-        parameters: of the run.
-        shape: from `resolve_mesh`.
-        shard_by_default: whether "auto" means sharding.
-    """
+    """How parameters lie on the ranks: those that share sequences share shards too, or are replicas like any other."""
     if shape.dp_shard > 1 or (shard_by_default and parameters.dp_shard == "auto"):
         return shape._replace(dp_shard=shape.dp_shard * shape.cp, cp=1)
     return shape._replace(dp_replicate=shape.dp_replicate * shape.cp, cp=1)

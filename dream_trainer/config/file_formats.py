@@ -34,11 +34,6 @@ class _WrongKey(Exception):
 
 
 def read_plain(file: Path) -> Any:
-    """The plain values in a file.
-
-    Raises:
-        ConfigError: It cannot be read, is not of its format, or sets a key twice.
-    """
     readers: dict[str, Callable[[str], Any]] = {".yaml": _yaml, ".yml": _yaml, ".toml": tomllib.loads, ".json": _json}
     if file.suffix not in readers:
         raise ConfigError(f"{file} ends in {file.suffix!r}. Use .yaml, .yml, .toml or .json.")
@@ -55,11 +50,7 @@ def read_plain(file: Path) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    """YAML by the core rules of 1.2, although PyYAML follows 1.1.
-
-    In 1.1 `0123` is 83, `1:30` is 90, `yes` is true, `2024-01-02` a date and `1e-3` text. Here numbers are Python's,
-    and text that can be read in two ways raises an error. No tag runs code.
-    """
+    """YAML by the core rules of 1.2, without tags; text that 1.1, PyYAML's version, reads otherwise raises an error."""
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -92,7 +92,6 @@ class PipelineParallelParameters:
 
     @property
     def stages_of_each_rank(self) -> int:
-        """Their number."""
         return self.stages_per_rank or 2 if self.schedule in _INTERLEAVED else self._usual_stages
 
     @property

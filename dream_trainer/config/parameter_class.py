@@ -1,8 +1,6 @@
 """The decorator of parameter classes: frozen dataclasses that check each field by its type when they are built.
 
-Limits of numbers stand in the type: `n_epochs: NonNegativeInt | None`. Any function `check(name, value, *, hint)` in
-`typing.Annotated` is one.
-"""
+Limits stand in the type: `n_epochs: NonNegativeInt | None`, or any `check(name, value, *, hint)` in `Annotated`."""
 
 from __future__ import annotations
 
@@ -36,11 +34,7 @@ Directory = Annotated[str, check_directory]
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def parameters(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen, keyword-only dataclass whose fields are checked, by type and then by its `__post_init__`.
-
-    An unknown field raises ConfigError with the nearest name, an assignment FrozenInstanceError with how to make a
-    changed copy. Lists and dicts of another library, such as hydra's, become Python's before they are checked.
-    """
+    """Makes `cls` a frozen, keyword-only dataclass whose fields are checked, by type and then `__post_init__`."""
     check: Callable[[T], None] = getattr(cls, "__post_init__", lambda self: None)
 
     def __post_init__(self: T) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PLAIN = (str, int, float, bool, type(None))
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType)
 _ABSENT = "(absent)"
 
 
@@ -78,13 +79,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """`saved`, which `to_dict` gave in an earlier version of this package, with the defaults of its later fields.
-
-    Args:
-        saved: Of a config or a part of one.
-        config: The same part now. A field that a user's class has gained is not filled in: only its author knows what
-            its absence stood for.
-    """
+    """`saved`, which an earlier version gave, with the defaults of our later fields; a user's stay absent."""
     filled = dict(saved)
     for field in fields(config):
         value = getattr(config, field.name)
@@ -98,11 +93,7 @@ def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a result of `to_dict`; tuples are the lists that JSON makes of them.
-
-    Callbacks go by class and their order within it, as their state is restored: `callbacks.EMA.decay`, and of a second
-    one `callbacks.EMA 2.decay`.
-    """
+    """Dotted names and values of a result of `to_dict`; callbacks go by class and order: `callbacks.EMA 2.decay`."""
     for key, value in data.items():
         if isinstance(value, list | tuple) and value and all(isinstance(element, Mapping) for element in value):
             value = _named(value)
@@ -125,15 +116,12 @@ def _named(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 
 @cache
 def _converter() -> Converter:
-    """cattrs with this module's rules: by the class a value really has, strict in what it takes back.
-
-    cattrs is imported where it is used: with attrs it takes as long as all of this package.
-    """
+    """cattrs, imported late as it is slow, with this module's rules: by the class a value really has, and strict."""
     from cattrs.preconf.json import make_converter
 
     converter = make_converter(
         forbid_extra_keys=True,
-        unstructure_fallback_factory=lambda cls: _qualified_name if _is_code(cls) else _refuse,
+        unstructure_fallback_factory=lambda cls: _qualified_name if issubclass(cls, _CODE) else _refuse,
         structure_fallback_factory=lambda _: _refuse_to_restore,
     )
 
@@ -214,10 +202,6 @@ def _arguments(cls: type) -> list[str]:
     """Names of what the constructor of `cls` takes, and those it inherits from."""
     constructors = [vars(part)["__init__"] for part in cls.__mro__[:-1] if "__init__" in vars(part)]
     return list(dict.fromkeys(name for init in constructors for name in inspect.signature(init).parameters))
-
-
-def _is_code(cls: type) -> bool:
-    return issubclass(cls, type | FunctionType | BuiltinFunctionType | MethodType)
 
 
 def _refuse(value: Any) -> Any:

@@ -105,11 +105,7 @@ def let_go(config: BaseTrainerConfig, trainer: object) -> None:
 
 
 def change_training_parameters(config: BaseTrainerConfig, trainer: object, value: TrainingParameters) -> None:
-    """Gives `config`, which `trainer` has read, another `training_parameters`.
-
-    Raises:
-        ConfigError: Another trainer that is not closed has read it too.
-    """
+    """Gives `config`, which `trainer` and no other has read, another `training_parameters`."""
     refuse(
         any(user is not trainer for user in vars(config).get(_USERS, ())),
         "the limits cannot be changed: another trainer, which is not closed, was built with the same config. "

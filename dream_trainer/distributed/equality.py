@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from dream_trainer.checks import listed
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import RanksDifferError
 
@@ -14,13 +15,7 @@ _ABSENT = "none"
 
 
 def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, among: int = 0) -> None:
-    """Compares facts of all ranks; a collective.
-
-    Ranks exchange a digest of their facts, and the facts themselves only if digests differ.
-
-    Raises:
-        RanksDifferError: Some differ; the same on every rank, with each rank's value.
-    """
+    """Raises RanksDifferError on every rank if facts differ; a collective, of digests first."""
     for of_group in differing_facts(ranks, facts, among=among):
         refuse(told_differences(of_group), advice)
 
@@ -51,16 +46,13 @@ def told_differences(every: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def refuse(differences: Sequence[str], advice: str) -> None:
-    """Raises RanksDifferError if there are any, naming the first few."""
     if differences:
-        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise RanksDifferError(
-            f"not the same on all ranks, though the run takes it for that: {', '.join(differences[:5])}{more}. {advice}"
+            f"not the same on all ranks, though the run takes it for that: {listed(differences, 5)}. {advice}"
         )
 
 
 def _spelled(values: Mapping[int, str]) -> str:
-    """Each value with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)

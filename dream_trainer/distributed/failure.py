@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store
 
 PACKAGE = Path(__file__).parent.parent
-LATER_SECONDS = 0.5
-"""How much later the other ranks leave, so that torchrun takes the one that failed for the cause."""
+LATER_SECONDS = 0.5  # how much later the other ranks leave, so that torchrun takes the one that failed for the cause
 
 _told = False  # why this rank stops
 
@@ -40,11 +39,7 @@ def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: i
 
 
 def leave_lost_job(store: Store | None, rank: int) -> None:
-    """Ends this process with status 1 if a rank of its job has said that it failed; does not wait.
-
-    For a signal handler. torchrun tells the others to stop as soon as one rank is gone, which may be before they have
-    seen that by themselves.
-    """
+    """Ends this process with status 1 if a rank of its job has said that it failed; for a signal handler."""
     if store is None:
         return
     try:
@@ -102,11 +97,7 @@ def describe(exc: BaseException) -> str:
 
 
 def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> None:
-    """Says on standard error that this rank failed.
-
-    The rank whose failure came first prints `report` and names it to torchrun, whose summary comes last; what the
-    others see is its consequence, and they say so in one line.
-    """
+    """Says on standard error that this rank failed; only the first to fail prints `report` and tells torchrun."""
     global _told
     reason = shorten(f"{type(exc).__name__}: {exc}".split("\n")[0], 200, placeholder=" ...")
     if first == rank:
@@ -135,10 +126,7 @@ def _name_to_torchrun(reason: str) -> None:
 
 
 def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None] = lambda: None) -> int:
-    """The rank whose failure came first, by an atomic counter; this rank if the store is gone.
-
-    Sets `failed` for those that look without failing themselves.
-    """
+    """The rank whose failure came first, by an atomic counter; this rank if the store is gone. Sets `failed`."""
     if store is None:
         return rank
     try:

@@ -1,17 +1,8 @@
 """Heartbeat: a host that is lost, cut off or frozen ends the job in seconds, and is named.
 
-Nothing in gloo, NCCL or TCP tells a silent host from a slow one before the groups' time-out, which has to be long. So
-where a job has several hosts, each rank renews its host's key in the job's store, from a thread of its own, and looks
-at the next host's, around a ring:
-
-    this host's key + 1 -> the next host's key: has it moved? -> has anyone found a host lost?
-
-What the store does not answer within the limit is a lost host too: the one that keeps the store, or the way to it. That
-is judged by a second thread, since a call into a store that is gone does not return.
-
-All ranks of a host renew one key, so that a rank whose main thread holds Python's lock for long is not taken for a lost
-host; a process that is stopped (SIGSTOP) is found by its neighbours on the host. Until the first step is done all ranks
-of a host may hold it at once, each reading the same annotations, so a host may then be silent for longer.
+Each rank renews its host's key in the job's store, from its own thread, and looks at the next host's, around a ring. A
+second thread judges a store that does not answer, since a call into it does not return. All ranks of a host renew one
+key, so that one whose main thread holds Python's lock is not taken for a lost host.
 """
 
 from __future__ import annotations
@@ -30,27 +21,20 @@ from dream_trainer.distributed.lost_ranks import LostHostError, announced_proces
 if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store
 
-BEATS = 5
-"""Beats within the limit."""
+BEATS = 5  # beats within the limit
 LONGEST_BEAT_SECONDS = 2.0
-LIMITS_OF_A_SETUP = 6.0
-"""How many times the limit a host may be silent until the first step is done."""
+LIMITS_OF_A_SETUP = 6.0  # how many times the limit a host may be silent until the first step is done
 JOIN_SECONDS = 3.0
 
 
 class Heartbeat:
-    """One rank's side of the heartbeat, from launch until the world is closed.
-
-    Attributes:
-        where: Says where training is, such as "step 12"; called from a thread.
-        is_training: Whether the first step is done.
-    """
+    """One rank's side of the heartbeat, from launch until the world is closed."""
 
     def __init__(self, store: Store, store_of_main: Store, place: HostPlace, *, limit_seconds: float) -> None:
         self._store, self._store_of_main, self._place = store, store_of_main, place
         self._limit_seconds = limit_seconds
-        self.where: Callable[[], str] = lambda: "launch"
-        self.is_training = False
+        self.where: Callable[[], str] = lambda: "launch"  # called from a thread
+        self.is_training = False  # the first step is done
         self._period = min(LONGEST_BEAT_SECONDS, limit_seconds / BEATS)
         self._answered = time.monotonic()
         self._processes: dict[int, int] = {}
@@ -61,7 +45,6 @@ class Heartbeat:
         ]
 
     def start(self) -> Self:
-        """Begins to beat and to look."""
         for thread in self._threads:
             thread.start()
         return self

@@ -1,11 +1,10 @@
 """The hosts of a job: which this one is among them, and what has to be the same on all, compared before they connect.
 
-A job is on several hosts where torchrun says that fewer of its ranks are here than there are. They meet in the job's
-store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take.
-"""
+They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take."""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import logging
@@ -14,6 +13,7 @@ import platform
 import socket
 import struct
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dream_trainer.distributed.own_code import PACKAGE, digest_of_code, own_code
+from dream_trainer.distributed.failure import PACKAGE
 from dream_trainer.errors import ConfigError, RanksDifferError
 from dream_trainer.version import __version__
 
@@ -37,30 +37,20 @@ _HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every ran
 
 
 class HostPlace(NamedTuple):
-    """Where this process is among the hosts of its job.
+    """Where this process is among its job's hosts; host 0 has rank 0, and the first of `ranks` speaks for a host."""
 
-    Attributes:
-        number: This host, 0-based; host 0 has rank 0.
-        n_hosts: Number of hosts.
-        rank: Of this process.
-        ranks: Those on this host. The first speaks for it.
-        meeting: Which process group of these processes the hosts meet for, 1-based.
-    """
-
-    number: int
+    number: int  # this host, 0-based
     n_hosts: int
     rank: int
     ranks: range
-    meeting: int
+    meeting: int  # which process group of these processes the hosts meet for, 1-based
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its host."""
         return self.rank == self.ranks.start
 
     @property
     def name(self) -> str:
-        """What people call this host."""
         return host_name(self.number, socket.gethostname())
 
 
@@ -82,13 +72,7 @@ def place_among_hosts(meeting: int) -> HostPlace | None:
 
 
 def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_seconds: float) -> None:
-    """Compares the hosts and picks the address by which they reach one another; every rank calls it.
-
-    Raises:
-        ConfigError: Some host would be reached by no other, or did not come in time; the same on every rank.
-        RanksDifferError: The hosts have other numbers of ranks, run other versions or other code; the same on every
-            rank.
-    """
+    """Compares the hosts and picks the address by which they reach one another; every rank calls it."""
     problem = None
     try:
         take_reachable_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -208,11 +192,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def take_reachable_interface(master_address: str, master_port: int) -> None:
-    """Has gloo take an address that other hosts reach: sets `GLOO_SOCKET_IFNAME` where its own choice is the loopback.
-
-    Raises:
-        ConfigError: A variable names an interface that is missing or reached by this host only, or none can be told.
-    """
+    """Sets `GLOO_SOCKET_IFNAME` to what other hosts reach where gloo's own choice is the loopback."""
     if not sys.platform.startswith("linux"):
         return
     addresses = interface_addresses()
@@ -306,3 +286,31 @@ def _is_loopback(address: str) -> bool:
 
 def _spelled(addresses: dict[str, list[str]]) -> str:
     return ", ".join(f"{name} ({own[0]})" for name, own in addresses.items()) or "none"
+
+
+class CodeFile(NamedTuple):
+    """A module's file, and a digest of what is in it now."""
+
+    path: Path
+    digest: str
+
+
+def own_code() -> dict[str, CodeFile]:
+    """By module, without those of this package, the standard library and whatever pip installed."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    elsewhere = tuple(place + os.sep for place in (*installed, str(PACKAGE)))
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = str(vars(module).get("__file__") or "") if module is not None else ""
+        if not path.endswith(".py") or path.startswith(elsewhere):
+            continue
+        try:
+            found[name] = CodeFile(Path(path), digest_of_code(Path(path).read_bytes()))
+        except OSError:  # of an archive, or gone since
+            continue
+    return found
+
+
+def digest_of_code(content: bytes) -> str:
+    """Short enough to be shown."""
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -1,9 +1,7 @@
 """The job's store: where ranks leave notes for one another beside all collectives.
 
-One connection serves all trainers of a process. Each attempt of the job has keys of its own: a restart under the same
-torchrun agent must not find the last one's. The number of restarts does not tell attempts apart, since it stays as it
-is when hosts join or leave; so the ranks of an attempt agree on a name for it.
-"""
+Each attempt has keys under a name that its ranks agree on, since a restart must not find the last one's and the number
+of restarts stays as it is when hosts join or leave."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dream_trainer.compat.pytorch import connect_again
+from dream_trainer.compat.pytorch import PrefixStore, TCPStore, connect_again
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,24 +23,14 @@ _store: Store | None = None
 _attempt = ""  # what the keys of this attempt begin with
 
 _LOOK_SECONDS = 0.02
-SAYS_SO_AFTER_SECONDS = 10.0
-"""How long a rank that leaves waits for the others before it says so."""
+SAYS_SO_AFTER_SECONDS = 10.0  # how long a rank that leaves waits for the others before it says so
 
 logger = logging.getLogger("dream_trainer")
 
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store for the process group that this process makes as its `number`-th; connects on the first call.
-
-    Under a prefix of its own: a second `init_process_group` on the agent's store met stale keys
-    (docs/measurements.md#a-second-process-group).
-
-    Raises:
-        ConfigError: The process was not started by torchrun, or in its way.
-    """
+    """The store for this process's `number`-th group, under its own prefix; connects on the first call."""
     global _attempt, _store
-    from dream_trainer.compat.pytorch import PrefixStore
-
     if _store is None:
         _store, agent_hosts = _connect(rank, world_size, timeout)
         _attempt = _agree_on_attempt(_store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
@@ -53,8 +41,6 @@ def job_store() -> Store | None:
     """The keys of this attempt, for the main thread; None where no process group was made here."""
     if _store is None:
         return None
-    from dream_trainer.compat.pytorch import PrefixStore
-
     return PrefixStore(_attempt, _store)
 
 
@@ -62,8 +48,6 @@ def job_store_for_thread() -> Store | None:
     """The same over a connection of its own, since one serves one thread at a time."""
     if _store is None:
         return None
-    from dream_trainer.compat.pytorch import PrefixStore
-
     return PrefixStore(_attempt, connect_again(_store))
 
 
@@ -82,8 +66,7 @@ def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
 
 
 def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, waits_for: str) -> bool:
-    """Arrives somewhere for the `times`-th time, and returns whether `n_ranks` ranks have within the time; warns
-    of `waits_for` if it takes long."""
+    """Arrives for the `times`-th time, and returns whether `n_ranks` ranks do in time; warns if that is long."""
     if _store is None:
         return True
     key, begin, pause = f"{_attempt}/at/{where}", time.monotonic(), 0.0005
@@ -103,15 +86,9 @@ def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, wai
 
 
 def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
-    """Says that this rank leaves its `number`-th process group, and waits until all ranks have said so: up to the
-    time-out, or without one until it tells the user what it waits for.
+    """Says that this rank leaves its `number`-th process group, and waits until all have or the time is up.
 
-    Not by a collective: a rank that gives up must not leave one running, and gloo's monitored_barrier keeps its
-    time-out on rank 0 only.
-
-    Raises:
-        RuntimeError: A rank did not come in time.
-    """
+    Without a time-out it only warns. Not by a collective: a rank that gives up must not leave one running."""
     if _store is None:
         return
     key = f"{_attempt}/{number}/leaving"
@@ -160,8 +137,6 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedel
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, bool]:
     """A connection to the job's store, and whether the agent has it, and so keeps it over attempts."""
-    from dream_trainer.compat.pytorch import TCPStore
-
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")

@@ -1,8 +1,6 @@
 """Which rank died, where all that a rank knows is that a connection closed.
 
-A killed process says nothing, so each rank leaves its host and process number in the job's store when it starts, and
-one that loses a connection looks which of the processes on its own host is gone.
-"""
+Each rank leaves its host and process number in the job's store; one that loses a connection looks which one is gone."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store
 
-LOOK_FOR_SECONDS = 2.0
-"""How long to look: the system ends a killed process some time after its connections."""
+LOOK_FOR_SECONDS = 2.0  # how long to look: the system ends a killed process some time after its connections
 
 _LOST = re.compile(
     r"Connection closed|Connection reset|Broken pipe|remote process exited|recvValue failed|connection.*aborted", re.I
@@ -30,7 +27,6 @@ class LostHostError(RuntimeError):
 
 
 def announce(store: Store, rank: int) -> None:
-    """Leaves in the store where this rank's process is."""
     store.set(_key(rank), f"{os.getpid()} {socket.gethostname()}")
 
 
@@ -42,10 +38,7 @@ def is_lost_connection(exc: BaseException) -> bool:
 
 
 def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
-    """The ranks of this host whose processes are gone, each with a text that says which process it was.
-
-    Looks until one is found, for `LOOK_FOR_SECONDS` at most.
-    """
+    """The ranks of this host whose processes are gone, with the process in words; looks until one is found."""
     this_host = socket.gethostname()
     deadline = time.monotonic() + LOOK_FOR_SECONDS
     processes = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in range(world_size)}

@@ -17,30 +17,18 @@ class _Failure(NamedTuple):
 
     message: str
     is_damage: bool
-    traceback: str
-    """Empty where the message says it all."""
+    traceback: str  # empty where the message says it all
 
 
 def on_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> T:
-    """Runs `function` on every rank and returns this rank's result; a failure on any rank is one error on all.
-
-    No rank goes on while another has failed, so none waits in a collective that the other will never enter.
-
-    Raises:
-        CheckpointError: It failed on some rank; the message has every failure with its rank, the same on all ranks. A
-            DamagedCheckpointError if one of them was.
-    """
+    """Runs `function` on every rank and returns this rank's result; a failure on any rank is one error on all."""
     result, failure, cause = _attempt(function)
     _raise_failures(world, task, world.all_gather_object(failure), cause)
     return cast(T, result)
 
 
 def from_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> list[T]:
-    """As `on_all_ranks`, but returns the results of all ranks, which must be picklable, in rank order.
-
-    Raises:
-        CheckpointError: It failed on some rank; the same on all ranks.
-    """
+    """As `on_all_ranks`, but returns the results of all ranks, which must be picklable, in rank order."""
     result, failure, cause = _attempt(function)
     outcomes = world.all_gather_object((result, failure))
     _raise_failures(world, task, [failure for _, failure in outcomes], cause)
@@ -48,31 +36,19 @@ def from_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> list[T
 
 
 def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
-    """Runs `function` on rank 0 only and returns its result, which must be picklable, on every rank.
-
-    Raises:
-        CheckpointError: It failed; the same on all ranks.
-    """
+    """Runs `function` on rank 0 only and returns its result, which must be picklable, on every rank."""
     return cast(T, from_all_ranks(world, task, lambda: function() if world.is_main else None)[0])
 
 
 def to_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> list[T] | None:
-    """As `from_all_ranks`, but only rank 0 gets the results; None on the others, where they may be many and large.
-
-    Raises:
-        CheckpointError: It failed on some rank; the same on all ranks.
-    """
+    """As `from_all_ranks`, but only rank 0 gets the results; None on the others, where they may be many and large."""
     result, failure, cause = _attempt(function)
     _raise_failures(world, task, world.all_gather_object(failure), cause)
     return world.gather_object(result)
 
 
 def dealt_by_main_rank(world: Ranks, task: str, function: Callable[[], Sequence[T]]) -> T:
-    """Runs `function` on rank 0 only and returns to each rank its element of the result, which must be picklable.
-
-    Raises:
-        CheckpointError: It failed; the same on all ranks.
-    """
+    """Runs `function` on rank 0 only and returns to each rank its element of the result, which must be picklable."""
     result, failure, cause = _attempt(function) if world.is_main else (None, None, None)
     _raise_failures(world, task, world.all_gather_object(failure), cause)
     return cast(T, world.scatter_object(result))
@@ -88,7 +64,6 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exce
 
 
 def _raise_failures(world: Ranks, task: str, told: Sequence[_Failure | None], cause: Exception | None) -> None:
-    """Raises one error for what the ranks told, by rank, if any told a failure."""
     failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
     if not failures:
         return

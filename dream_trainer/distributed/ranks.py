@@ -1,19 +1,13 @@
-"""Ranks: the processes of one job, and how they speak beside the step path.
-
-`World` is the ranks of a trainer, with device and mesh. A thread speaks by a group of its own (`World.beside`), a tool
-is alone, and a script under torchrun takes the group that is there.
-"""
+"""Ranks: the processes of one job, and how they speak beside the step path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class Ranks:
@@ -57,15 +51,12 @@ class Ranks:
     @classmethod
     def of_default_group(cls) -> Ranks:
         """The ranks of PyTorch's default process group; this process alone if there is none."""
-        import torch.distributed as dist
-
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks.alone()
         return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -89,18 +80,13 @@ class Ranks:
         return self.rank >= self.world_size - self.world_size // self.stages
 
     def barrier(self) -> None:
-        """Waits until every rank has come here."""
         if self._may_communicate():
-            import torch.distributed as dist
-
             dist.barrier(group=self.cpu_group)
 
     def all_gather_object(self, value: Any, /) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank. Values are pickled between this job's own ranks."""
         if not self._may_communicate():
             return [value]
-        import torch.distributed as dist
-
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.cpu_group)
         return gathered
@@ -109,8 +95,6 @@ class Ranks:
         """Every rank's `value`, in rank order, on rank 0; None on the others, which so take no part of its cost."""
         if not self._may_communicate():
             return [value]
-        import torch.distributed as dist
-
         gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, gathered, group=self.cpu_group, group_dst=0)
         return gathered
@@ -120,8 +104,6 @@ class Ranks:
         if not self._may_communicate():
             assert values is not None
             return values[0]
-        import torch.distributed as dist
-
         box: list[Any] = [None]
         dist.scatter_object_list(box, None if values is None else list(values), group=self.cpu_group, group_src=0)
         return box[0]
@@ -130,8 +112,6 @@ class Ranks:
         """Rank `src`'s `value` on every rank."""
         if not self._may_communicate():
             return value
-        import torch.distributed as dist
-
         box = [value]
         dist.broadcast_object_list(box, group=self.cpu_group, group_src=src)
         return box[0]
@@ -139,16 +119,12 @@ class Ranks:
     def broadcast(self, values: Tensor, src: int = 0) -> Tensor:
         """Overwrites a contiguous CPU tensor with rank `src`'s, of the same shape, and returns it."""
         if self._may_communicate():
-            import torch.distributed as dist
-
             dist.broadcast(values, group=self.cpu_group, group_src=src)
         return values
 
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         """Reduces a CPU tensor over all ranks in place and returns it; `op` is "sum", "min" or "max"."""
         if self._may_communicate():
-            import torch.distributed as dist
-
             ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
             dist.all_reduce(values, op=ops[op], group=self.cpu_group)
         return values
@@ -167,8 +143,6 @@ class Ranks:
             )
         if not self._may_communicate():
             return values.unsqueeze(0)
-        import torch.distributed as dist
-
         gathered = [torch.empty_like(values) for _ in range(self.world_size)]
         dist.all_gather(gathered, values, group=self.cpu_group)
         return torch.stack(gathered)
@@ -178,11 +152,7 @@ class Ranks:
         return self.world_size > 1
 
     def refuse_if_forbidden(self) -> None:
-        """Raises where only one rank runs, whose collective the others would never join.
-
-        Raises:
-            RuntimeError: The message names the place.
-        """
+        """Raises where only one rank runs, whose collective the others would never join."""
         if self.forbidden is not None:
             raise RuntimeError(
                 f"a collective was called in {self.forbidden}: the other ranks would never join it. "

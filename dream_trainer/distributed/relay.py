@@ -1,9 +1,7 @@
 """Relay: a signal that one rank got reaches a rank that waits for data.
 
-The others may be held in a collective by the waiting rank, where Python runs no handler. So a thread of each rank hears
-of the signal at once (`signal.set_wakeup_fd`) and writes it into the process group's store; a rank that has been
-waiting for a while looks there, and sends itself what it finds.
-"""
+A thread of each rank hears of a signal at once (`signal.set_wakeup_fd`) and writes it into the store, where a rank that
+has been waiting for a while looks, and sends itself what it finds."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from dream_trainer.distributed.signals import STOPPING, Signals
 if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store
 
-LOOK_SECONDS = 0.5
-"""A wait for data that is longer looks into the store, each time this long has passed."""
+LOOK_SECONDS = 0.5  # a wait for data that is longer looks into the store, each time this long has passed
 
 JOIN_SECONDS = 5.0
 _RELAYED = (*STOPPING, signal.SIGUSR1)
@@ -34,7 +31,6 @@ _is_relaying = False
 
 @contextmanager
 def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
-    """Relays signals between the ranks inside."""
     if store is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,7 +81,6 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
 
 
 def _new(store: Store, counts: dict[int, int]) -> list[signal.Signals]:
-    """Signals that some rank got since this was last asked."""
     new_signals = []
     for number in _RELAYED:
         count = store.add(_key(number), 0)

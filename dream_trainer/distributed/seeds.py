@@ -1,15 +1,13 @@
 """Seeds, and the process's random generators: python's, numpy's and torch's.
 
-Every stream of random numbers has a seed of its own, hashed from the run's seed and what it is for, so that none
-depends on the world size or on what was drawn before.
-"""
+Every stream has its own seed, hashed from the run's seed and its purpose, whatever the world size and earlier draws."""
 
 from __future__ import annotations
 
 import random
 import struct
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,9 +16,9 @@ import xxhash
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import default_generator_of
+from dream_trainer.errors import CheckpointError
 
-GENERATORS = frozenset(("torch", "python", "numpy"))
-"""The global CPU generators, by library."""
+GENERATORS = frozenset(("torch", "python", "numpy"))  # the global CPU generators, by library
 
 
 def hash_seed(purpose: bytes, *numbers: int) -> int:
@@ -49,7 +47,6 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds all global generators, those of devices too."""
     torch.manual_seed(seed & 0xFFFF_FFFF)
     seed_cpu(seed)
 
@@ -76,7 +73,6 @@ class WatchedSeeds:
         self.seed(generators)
 
     def seed(self, generators: Collection[str]) -> None:
-        """Seeds some of them again."""
         seed_cpu(self._seed, [name for name in generators if name != "python"])
         if "python" in generators and self._python_state is not None:
             random.setstate(self._python_state)  # 3 us; to seed it takes 12
@@ -87,24 +83,17 @@ class WatchedSeeds:
         return {name for name in watched if _NEXT[name]() != self._next[name]}
 
 
-States = tuple[Tensor, Any, Any]
-"""Of torch, of python, and numpy's generator, or None without numpy."""
+States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator, or None without numpy
 
 
 class Outside:
-    """The training process's own streams, while others are drawn from: what the outermost block puts back.
-
-    Attributes:
-        states: Torch's, python's and numpy's; None outside any block. numpy's is a generator that was taken out, since
-            copying its state takes 45 us each way.
-        depth: Number of blocks around.
-    """
+    """The training process's own streams, while others are drawn from: what the outermost block puts back."""
 
     __slots__ = ("depth", "states")
 
     def __init__(self) -> None:
-        self.states: States | None = None
-        self.depth = 0
+        self.states: States | None = None  # numpy's is a generator that was taken out: copying takes 45 us
+        self.depth = 0  # number of blocks around
 
 
 outside = Outside()
@@ -113,10 +102,7 @@ _stand_ins: list[Any] = []
 
 
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
-    """The states of torch's, python's and numpy's global generators as they are outside `preserved_random_state`.
-
-    A checkpoint may be asked for while data is loaded, which draws from streams of its own.
-    """
+    """The states of torch's, python's and numpy's generators as they are outside `preserved_random_state`."""
     if outside.states is None:
         numpy = sys.modules.get("numpy")
         return (
@@ -134,7 +120,6 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
 
 
 def put_back(states: States) -> None:
-    """Puts the global CPU generators to `states`."""
     of_torch, of_python, numpy_generator = states
     torch.default_generator.set_state(of_torch)
     random.setstate(of_python)
@@ -143,11 +128,7 @@ def put_back(states: States) -> None:
 
 
 class preserved_random_state(AbstractContextManager[None]):
-    """Puts the global generators back to where they were when the block ends (about 20 us).
-
-    Seed them inside: numpy's begins with any state. Of numpy's legacy `randn`, which draws numbers in pairs, the second
-    of a pair is not kept over the block.
-    """
+    """Puts the global generators back when the block ends (20 us), but for half a pair of numpy's legacy `randn`."""
 
     __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_state")
 
@@ -187,3 +168,38 @@ class preserved_random_state(AbstractContextManager[None]):
         put_back(self._state)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
+
+
+_PREFIX = "random."
+
+
+def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The global generators' states for typed JSON, and as byte tensors by name, read without drawing."""
+    import numpy as np
+
+    torch_state, python_state, numpy_state = undisturbed_cpu_state()
+    tensors = {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
+    state = {"python": python_state, "numpy": numpy_state or np.random.get_state(legacy=False)}
+    return state, tensors | {f"{_PREFIX}cpu": torch_state}
+
+
+def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the global generators to what `random_state` returned, or raises if it is of another kind of device."""
+    generators = _generators(device)
+    saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)}
+    if saved != set(generators):
+        raise CheckpointError(
+            f"The random states are of {sorted(saved)}, and this rank draws on {sorted(generators)}. "
+            "Resume on the same kind of device, or reseed."
+        )
+    import numpy as np
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    for kind, generator in generators.items():
+        generator.set_state(tensors[f"{_PREFIX}{kind}"].cpu())
+
+
+def _generators(device: torch.device) -> dict[str, torch.Generator]:
+    cpu = torch.device("cpu")
+    return {kind.type: default_generator_of(kind) for kind in (cpu, device)}

@@ -1,8 +1,6 @@
 """Signals ask; they do not act. A handler sets a flag that all ranks learn of before their next window, and stop there.
 
-One thing cannot wait for that: a rank may sit in its data loader for minutes. There the handler ends the wait at once,
-or answers from within it; `Relay` brings the signals that other ranks got.
-"""
+Only a wait in the data loader is ended at once, or answered from within."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from dream_trainer.distributed.requests import Requests
+from dream_trainer.distributed.pulse import Requests
 from dream_trainer.screen import show
 
 T = TypeVar("T")
@@ -25,8 +23,7 @@ T = TypeVar("T")
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that save and end the run; a closed terminal or ssh session sends the second."""
 
-STOPPING = (*TERMINATING, signal.SIGINT)
-"""Those, and Ctrl-C; SIGUSR1 saves and goes on."""
+STOPPING = (*TERMINATING, signal.SIGINT)  # those, and Ctrl-C; SIGUSR1 saves and goes on
 
 
 # Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
@@ -66,17 +63,7 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGTERM, SIGHUP, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks.
-
-    Args:
-        leave_lost_job: Ends the process if the job is lost already. torchrun then sends SIGTERM to the others, which
-            must not wait for a step that will never end.
-
-    Attributes:
-        requests: As given.
-        broke_a_wait: A wait for data was ended, and what was being loaded is lost.
-        relayed: Signals that this process sent itself, since another rank had got them (`Relay`).
-    """
+    """SIGTERM, SIGHUP, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks."""
 
     def __init__(self, requests: Requests, leave_lost_job: Callable[[], None] = lambda: None) -> None:
         self.requests = requests
@@ -87,8 +74,8 @@ class Signals:
         self._ends = False
         self._before: dict[int, Any] = {}
         self._error: Exception | None = None
-        self.broke_a_wait = False
-        self.relayed: set[int] = set()
+        self.broke_a_wait = False  # what was being loaded is lost
+        self.relayed: set[int] = set()  # sent by this process to itself, since another rank had got them
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -110,10 +97,7 @@ class Signals:
 
     @contextmanager
     def ending(self, code: int) -> Iterator[None]:
-        """The run ends for a signal, and all is saved: a second SIGTERM or SIGHUP must not change how.
-
-        Inside, it does nothing, since other ranks are waited for; afterwards, for good, it exits with `code` at once.
-        """
+        """The run ends for a signal: inside, a second one does nothing; afterwards it exits with `code` at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -126,12 +110,7 @@ class Signals:
             signal.signal(number, _Exits(code))
 
     def wait_for_data(self, fetch: Callable[[], T], answer: Callable[[], bool] | None = None) -> T | None:
-        """Returns `fetch()`, which may take long; or None, if a signal ended the wait.
-
-        Args:
-            answer: Called when a save is asked for during the wait; returns whether to keep waiting. Without it
-                that ends the wait too.
-        """
+        """Returns `fetch()`, or None if a signal ended the wait; `answer` tells whether a save signal does."""
         self._answer, self._error = answer, None
         self._waits_since = time.monotonic()
         try:
@@ -201,12 +180,10 @@ def is_interactive() -> bool:
 
 
 def exit_code(number: signal.Signals, *, restart: bool = False) -> int:
-    """128 + the signal's number, as shells and schedulers expect; 0 under torchrun, which sets its own code, unless it
-    is to `restart` its processes."""
+    """128 + the signal's number; 0 under torchrun, which sets its own code, unless it is to `restart`."""
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ and not restart else 128 + number
 
 
 def may_be_restarted() -> bool:
-    """Whether a torchrun would start this process again if it failed."""
     count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return int(count) < int(most)

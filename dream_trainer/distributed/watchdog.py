@@ -1,12 +1,8 @@
 """Watchdog: when training stands still, every rank writes where its threads are, and the job ends with an error.
 
-A thread of each rank reads, once a second, a line that says where training is. As long as the line changes, all is
-well, and the step path pays nothing for being watched. When it has not changed for the limit:
-
     write this rank's stacks -> tell the other ranks, through the store -> they write theirs -> all exit with status 1
 
-A main thread stuck in native code that holds Python's lock stops this thread as well; `faulthandler`, whose timer is
-native, is armed again at every check and otherwise writes the stacks and ends the process.
+`faulthandler`, whose timer is native, is armed again at every check, for code that holds Python's lock.
 """
 
 from __future__ import annotations
@@ -31,27 +27,18 @@ from dream_trainer.users_code import line_running_in
 if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store
 
-LOOK_SECONDS = 1.0
-"""How often a rank looks whether it moves."""
-ASK_SECONDS = 3.0
-"""How often it asks the store whether another rank stands still."""
-GATHER_SECONDS = 10.0
-"""How long ranks wait for one another's stacks; longer than it takes all to ask."""
+LOOK_SECONDS = 1.0  # how often a rank looks whether it moves
+ASK_SECONDS = 3.0  # how often it asks the store whether another rank stands still
+GATHER_SECONDS = 10.0  # how long ranks wait for one another's stacks; longer than it takes all to ask
 GRACE_SECONDS = 20.0
 """How much later than the limit the backstop acts: after the orderly end, before torchrun kills what is left (30 s)."""
 _LINES = 8  # that the report has of ranks, which are hundreds in some jobs
 
 
 class Watchdog:
-    """Ends the job with every rank's stacks when this rank makes no progress. A context: it watches inside of `with`.
+    """Ends the job with every rank's stacks when `where`, called from a thread, stays the same for the limit.
 
-    Only one can watch in a process, since `faulthandler` has one timer; a `dump_traceback_later` of the user's own is
-    replaced.
-
-    Args:
-        where: Says where training is, such as `"step 12, batch 3"`; text that stays the same means standing still.
-            Called from another thread, so it reads counters and touches no device.
-    """
+    Only one can watch in a process, since `faulthandler` has one timer."""
 
     def __init__(
         self,
@@ -93,10 +80,7 @@ class Watchdog:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Inside, allows `patient_limit_seconds` without progress: for a save, or another long phase without batches.
-
-        Has no effect while nothing is watched. The clock starts again when it begins and ends.
-        """
+        """Inside, allows `patient_limit_seconds` without progress: for a save, or another phase without batches."""
         self._patient_depth += 1
         self._patience_changes += 1
         try:
@@ -154,7 +138,6 @@ class Watchdog:
     # -- the end
 
     def _told(self) -> str | None:
-        """What another rank says about its standing still, if one does."""
         if self._store is None:
             return None
         try:
@@ -203,7 +186,8 @@ class Watchdog:
         keys = [f"hang/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + GATHER_SECONDS
         try:
-            self._store.set(keys[self._rank], _running_line())
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            self._store.set(keys[self._rank], "" if frame is None else line_running_in(frame))
             while not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.2)
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -247,12 +231,6 @@ class Watchdog:
 
 def _numbers(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-
-
-def _running_line() -> str:
-    ident = threading.main_thread().ident
-    frame = None if ident is None else sys._current_frames().get(ident)
-    return "" if frame is None else line_running_in(frame)
 
 
 def stacks() -> str:

@@ -1,8 +1,4 @@
-"""World: the ranks of a trainer, with this one's device, the mesh, and how they are launched and left.
-
-A world is launched once per trainer and torn down in `close`. At world size 1 there is no process group at all, and
-every collective answers from this rank alone.
-"""
+"""World: the ranks of a trainer, with this one's device, the mesh, and how they are launched and left."""
 
 from __future__ import annotations
 
@@ -19,15 +15,26 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dream_trainer.checks import refuse
 from dream_trainer.compat.pytorch import (
     all_gather_flat,
     forget_meshes,
     keep_own_generators,
     set_group_timeout,
     sum_scatter_flat,
+)
+from dream_trainer.config.device_parameters import (
+    DeviceParameters,
+    MeshShape,
+    parameter_shape,
+    ranks_per_worker,
+    refuse_split_copies,
+    resolve_mesh,
 )
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
@@ -39,11 +46,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
     from dream_trainer.compat.pytorch import Store
-    from dream_trainer.config.device_parameters import DeviceParameters, MeshShape
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -65,11 +68,6 @@ def environment_ranks() -> tuple[int, int, int]:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank.
-
-    Raises:
-        ConfigError: The device is not on this machine, or the host has fewer than `local_rank + 1`.
-    """
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         name = accelerator.type if accelerator is not None else "cpu"
@@ -117,24 +115,7 @@ class World(Ranks):
     def __init__(
         self, parameters: DeviceParameters, *, shard_by_default: bool, workers: int | Literal["hosts"] = 1
     ) -> None:
-        """Launches: joins the process group and lays the mesh.
-
-        Args:
-            parameters: Device and mesh as configured.
-            shard_by_default: Whether `"auto"` gives the ranks to dp_shard rather than dp_replicate.
-            workers: Number of groups of ranks that step on their own; "hosts" for one on each host.
-
-        Raises:
-            ConfigError: The mesh does not fit the world size or the groups, or the device is missing.
-            RanksDifferError: The ranks lay different meshes.
-        """
-        from dream_trainer.config.device_parameters import (
-            parameter_shape,
-            ranks_per_worker,
-            refuse_split_copies,
-            resolve_mesh,
-        )
-
+        """Joins the process group and lays the mesh; "auto" gives the ranks to dp_shard if `shard_by_default`."""
         rank, self.local_rank, world_size = environment_ranks()
         place = place_among_hosts(_launches)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
@@ -184,17 +165,13 @@ class World(Ranks):
         return torch.device("cpu")
 
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """Ranks over which gradients of plain parameters are averaged, and so equal bit for bit; None if there are no
-        others."""
+        """Ranks over which gradients of plain parameters are averaged; None if there are no others."""
         if self.data_size == 1 or self.step_size == 1:
             return None
-        import torch.distributed as dist
-
         return self.step_group or self.data_group or dist.group.WORLD
 
     @property
     def stage_rank(self) -> int:
-        """This rank's place in its pipeline, 0-based."""
         return self.rank // (self.world_size // self.stages)
 
     def pipeline_group(self) -> dist.ProcessGroup | None:
@@ -220,36 +197,33 @@ class World(Ranks):
             ConfigError: Groups of ranks step on their own, share sequences, or hold the stages of a pipeline.
         """
         self.refuse_if_forbidden()
-        if self.stages > 1:
-            raise ConfigError(
-                f"all_gather_with_gradient speaks to all ranks, and of pipeline_parallel={self.stages} only the last "
-                "stages compute a loss. Use pipeline_parallel=1 with losses that compare samples."
-            )
-        if self.mesh_shape.cp > 1:
-            raise ConfigError(
-                f"all_gather_with_gradient gathers the rows of samples, of which each of context_parallel="
-                f"{self.mesh_shape.cp} ranks has a part. Use context_parallel=1 with losses that compare samples."
-            )
-        if self.workers > 1:
-            raise ConfigError(
-                f"all_gather_with_gradient speaks to all ranks in each step, and {self.workers} groups of them step on "
-                "their own. Train without LocalSGDMixin, or with workers=1."
-            )
+        refuse(
+            self.stages > 1,
+            f"all_gather_with_gradient speaks to all ranks, and of pipeline_parallel={self.stages} only the last "
+            "stages compute a loss. Use pipeline_parallel=1 with losses that compare samples.",
+        )
+        refuse(
+            self.mesh_shape.cp > 1,
+            f"all_gather_with_gradient gathers the rows of samples, of which each of context_parallel="
+            f"{self.mesh_shape.cp} ranks has a part. Use context_parallel=1 with losses that compare samples.",
+        )
+        refuse(
+            self.workers > 1,
+            f"all_gather_with_gradient speaks to all ranks in each step, and {self.workers} groups of them step on "
+            "their own. Train without LocalSGDMixin, or with workers=1.",
+        )
         group = self.averaging_group()
         refuse_what_has_no_rows(values)
         return values if group is None else rows_of_all(values, group, self)
 
     def _join(self) -> None:
         global _group_users, _launches, _owns_group
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
         timeout = timedelta(seconds=self._parameters.start_timeout_seconds)
         _launches += 1
         if not dist.is_initialized():
-            backend = (
-                "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
-            )
+            backend, kind = "gloo", self.device.type
+            if kind != "cpu":
+                backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
             store = job_store.store_for_group(_launches, self.rank, self.world_size, timeout)
             self._meet_other_hosts()
             dist.init_process_group(
@@ -274,7 +248,6 @@ class World(Ranks):
         )
 
     def _meet_other_hosts(self) -> None:
-        """Before anything waits for them in vain."""
         global _heartbeat
         store, place = job_store.job_store(), place_among_hosts(_launches)
         assert store is not None  # there since `store_for_group`
@@ -324,11 +297,9 @@ class World(Ranks):
 
     @property
     def host_number(self) -> int:
-        """This rank's host, 0-based."""
         return self.host_of(self.rank)
 
     def host_of(self, rank: int) -> int:
-        """The host of a rank, 0-based."""
         return rank // self._ranks_per_host
 
     @property
@@ -344,21 +315,14 @@ class World(Ranks):
 
     def further_group(self) -> dist.ProcessGroup:
         """A group of all ranks whose collectives meet no others, with the time-out of a step's; every rank calls it."""
-        import torch.distributed as dist
-
         group = cast("dist.ProcessGroup", dist.new_group(timeout=self._time_out))
         self.further_groups.append(group)
         return group
 
     def beside(self) -> Ranks:
-        """The same ranks on a further gloo group, so that a thread's collectives meet no others; every rank calls it.
-
-        The group's time-out stays the long one: a disk may be slow.
-        """
+        """The same ranks on a further gloo group with the long time-out, for a thread; every rank calls it."""
         if self.world_size == 1:
             return Ranks.alone()
-        import torch.distributed as dist
-
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
         copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies, "stages": self.stages}
         return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), **copies)
@@ -370,32 +334,16 @@ class World(Ranks):
     # -- ends
 
     def fail(self, exc: BaseException) -> NoReturn:
-        """Ends this rank after an exception, without waiting for anyone.
-
-        The other ranks may be inside any collective, so there is none here: the traceback is printed, `failed` is set
-        in the store for those that look, and the process exits with status 1; its closing sockets free the others.
-        """
+        """Ends this rank after an exception, without waiting for anyone: the others may be inside any collective."""
         end_job(exc, job_store.job_store(), rank=self.rank, world_size=self.world_size)
 
     def fail_unless_all_do(self, exc: Exception) -> None:
-        """Ends this rank after an exception outside of all that ranks do together, if it is alone with it.
-
-        It could be caught further out, and the next thing this rank does with the others would meet them at another.
-        """
+        """Ends this rank after an exception that it has alone: caught further out, it would meet others elsewhere."""
         if self._open and not job_store.all_say(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
             self.fail(exc)
 
     def meet(self, ranks: Sequence[int], where: str) -> None:
-        """Waits for `ranks` before they run a collective that code of users caused, which only some may have.
-
-        Args:
-            ranks: This one among them.
-            where: Which code, for errors; the same on all of them.
-
-        Raises:
-            RuntimeError: Only one rank runs now.
-            StepError: Not all came within half the time that a collective may take. Then none is left half run.
-        """
+        """Waits for `ranks` before a collective that users' code caused, perhaps only on some of them."""
         self.refuse_if_forbidden()
         key = f"{self._number}/{','.join(map(str, ranks))}/{where}"
         self._meetings[key] += 1
@@ -411,23 +359,14 @@ class World(Ranks):
     def close(self, timeout_seconds: float | None = None) -> None:
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.
 
-        The barrier and the short sleep keep gloo's threads from dropping work while the interpreter finalises, which
-        aborted up to a third of the runs that destroyed the group bare (docs/measurements.md#leaving-a-process-group).
-
-        Args:
-            timeout_seconds: How long to wait for the other ranks; None for as long as any collective may take.
-
-        Raises:
-            RuntimeError: Another rank is gone, or did not come in time.
-        """
+        The barrier and the short sleep keep gloo's threads from dropping work at exit: a third of the runs were aborted
+        where the group was destroyed bare (docs/measurements.md#leaving-a-process-group)."""
         global _group_users, _heartbeat, _owns_group
         if not self._open:
             return
         self._open = False
         if self.world_size == 1:
             return
-        import torch.distributed as dist
-
         _group_users -= 1
         if _group_users == 0 and _owns_group and dist.is_initialized():
             job_store.leave(_launches, self.world_size, timeout_seconds)
@@ -446,17 +385,8 @@ class World(Ranks):
         self.further_groups.clear()
 
 
-def _backend(device_type: str) -> str:
-    import torch.distributed as dist
-
-    return str(dist.get_default_backend_for_device(device_type))
-
-
 def close_at_exit(world: World) -> None:
-    """Closes `world` when the interpreter ends, if nobody did before.
-
-    After an uncaught exception there is no orderly way out: the other ranks may never reach the barrier.
-    """
+    """Closes `world` when the interpreter ends, if nobody did before."""
     if world.world_size == 1:
         return
 
@@ -522,11 +452,7 @@ def refuse_what_has_no_rows(values: Tensor) -> None:
 
 
 def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tensor:
-    """The rows of all ranks of `group`, in rank order, with gradients; a collective of all `ranks`.
-
-    Raises:
-        RanksDifferError: Sizes or dtypes differ.
-    """
+    """The rows of all ranks of `group`, in rank order, with gradients; a collective of all `ranks`."""
     form = f"rows of {list(values.shape[1:])} in {values.dtype}"
     facts = ranks.all_gather(torch.tensor([len(values), zlib.crc32(form.encode())]))
     if (facts[:, 1] != facts[0, 1]).any():
@@ -546,21 +472,12 @@ def _apply(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RankGroups(NamedTuple):
-    """Groups of this rank; None where it is all ranks, or there is no other.
-
-    Attributes:
-        data: Those that see different data, of this rank's pipeline stages.
-        step: Those over which a step averages gradients.
-        across_workers: Those that have this one's place in their groups of ranks that step on their own.
-    """
-
-    data: dist.ProcessGroup | None
-    step: dist.ProcessGroup | None
-    across_workers: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None  # see different data, of this rank's pipeline stages
+    step: dist.ProcessGroup | None  # a step averages gradients over them
+    across_workers: dist.ProcessGroup | None  # have this one's place in their groups that step on their own
 
 
 def make_groups(world_size: int, shape: MeshShape, workers: int) -> RankGroups:
-    """Makes the groups of this rank; every rank calls it."""
     ranks = list(range(world_size))
     of_stage = world_size // shape.pp
     stages = [ranks[first : first + of_stage] for first in range(0, world_size, of_stage)]
@@ -574,7 +491,36 @@ def make_groups(world_size: int, shape: MeshShape, workers: int) -> RankGroups:
 
 
 def _own(groups: list[list[int]]) -> dist.ProcessGroup:
-    import torch.distributed as dist
-
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return cast("dist.ProcessGroup", group)
+
+
+def ranks_of_host(world: World, host: int) -> list[int]:
+    return [rank for rank in range(world.world_size) if world.host_of(rank) == host]
+
+
+def on_host(world: World, beside: Ranks, *, timeout_seconds: float) -> Ranks:
+    """Those of `beside` that are on this host, numbered from 0, for the same thread; every rank calls it."""
+    if world.n_hosts == 1:
+        return beside
+    hosts = [ranks_of_host(world, host) for host in range(world.n_hosts)]
+    group, _ = dist.new_subgroups_by_enumeration(hosts, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+    own = hosts[world.host_number]
+    return Ranks(own.index(world.rank), len(own), cast("dist.ProcessGroup", group))
+
+
+EXPERT_MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "ep")  # ep: ranks with different experts, which are neighbours
+
+
+def expert_mesh_shape(replicate: int, shard: int, experts: int) -> tuple[int, int, int]:
+    """Sizes of a stage's dimensions: shards are cut by experts first, and copies where nothing is sharded."""
+    return (replicate, shard // experts, experts) if shard > 1 else (replicate // experts, 1, experts)
+
+
+def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
+    shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)
+    ranks = torch.arange(world.world_size).view(world.stages, *shape, world.mesh_shape.tp)
+    ranks = ranks.movedim(-1, 2).flatten(1, 2)
+    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=EXPERT_MESH_DIMS)
+    world.further_groups.extend(mesh.get_all_groups())  # so that they take its time-outs
+    return mesh

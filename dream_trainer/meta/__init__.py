@@ -1,17 +1,12 @@
 """The deferred build: models are described on the meta device, then made real one parameter at a time.
 
-    tape = Tape(seed)
-    with tape.recording():
-        trainer.configure_models()              # ordinary code; parameters take no memory
-    with torch.no_grad(), tape.recording():
-        trainer.init_weights()                  # by default: `default_init(model, tape)`
-    plan = remember(models, tape)
-    ...                                         # fully_shard and friends, on the meta parameters
-    materialize(models, plan, device)           # this rank's part of every tensor, the same bits in every world
-
-`tape` is the way in, `recorder` decides what to do with each call, `functions` says what kind of thing a torch
-function is, `recorded_calls` keeps them and replays them, `initialise` is the default of `init_weights`, and
-`realize` replaces meta tensors by real ones.
+with tape.recording():
+    trainer.configure_models()              # ordinary code; parameters take no memory
+with torch.no_grad(), tape.recording():
+    trainer.init_weights()                  # by default: `default_init(model, tape)`
+plan = remember(models, tape)
+...                                         # fully_shard and friends, on the meta parameters
+materialize(models, plan, device)           # this rank's part of every tensor, the same bits in every world
 """
 
 from __future__ import annotations

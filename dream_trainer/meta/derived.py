@@ -1,8 +1,4 @@
-"""Tensors whose first values were computed from other tensors of a model, and how to compute them again from new ones.
-
-The tape knows it: the calls behind DoRA's magnitudes read the weights that these are the magnitudes of. So nothing has
-to be known of how an adapter starts.
-"""
+"""Tensors whose first values were computed from others of a model, and how to compute them again from new ones."""
 
 from __future__ import annotations
 
@@ -65,10 +61,7 @@ def is_changed_since(ref: Ref, first: int, history: RecordedCalls) -> bool:
 
 
 def asked(refs: Mapping[str, Ref], history: RecordedCalls) -> str:
-    """The name of a tensor of which code saw the values, or others that were computed from them; "" if there is none.
-
-    No record says what it made of them.
-    """
+    """The name of a tensor of which code saw the values, or others computed from them; "" if there is none."""
     seen: dict[int, int] = {}
     for storage, number in history.asked.items():
         seen[storage] = max(number, seen.get(storage, -1))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EMPTY = {
+EMPTY = {  # factories whose result holds no values yet
     "empty",
     "empty_like",
     "empty_strided",
@@ -16,102 +16,45 @@ EMPTY = {
     "new_empty",
     "new_empty_strided",
 }
-"""Factories whose result holds no values yet."""
 
-FILLED = {
+FILLED = {  # factories that are worth deferring when their result is large
     *("zeros", "ones", "full", "rand", "randn", "randint", "normal", "eye"),
-    *(
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-    ),
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full"),
 }
-"""Factories that are worth deferring when their result is large."""
 
-READS = {
-    *(
-        "item",
-        "tolist",
-        "numpy",
-        "__array__",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "__reduce_ex__",
-        "__dlpack__",
-    ),
-    *(
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-    ),
+READS = {  # functions that bring values into Python
+    *("item", "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__reduce_ex__", "__dlpack__"),
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
     *("equal", "allclose", "is_nonzero", "pin_memory"),
 }
-"""Functions that bring values into Python."""
 
 QUIET_WRITES = {"batch_norm", "instance_norm"}
 """Functions that write running statistics without counting it as a write, so that they have to run for real."""
 
 METADATA = {
-    *(
-        "requires_grad_",
-        "detach_",
-        "retain_grad",
-        "set_",
-        "t_",
-        "transpose_",
-        "swapaxes_",
-        "swapdims_",
-    ),
+    *("requires_grad_", "detach_", "retain_grad", "set_", "t_", "transpose_", "swapaxes_", "swapdims_"),
     *("squeeze_", "unsqueeze_", "as_strided_", "rename_"),
 }
 """Functions that end in `_` and yet write no values: they change the tensor object, which stays on meta, itself."""
 
-OVERWRITES = {
-    *(
-        "zero_",
-        "fill_",
-        "copy_",
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-    ),
+OVERWRITES = {  # in-place functions whose result does not depend on what their target held before
+    *("zero_", "fill_", "copy_", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
     *("constant_", "kaiming_uniform_"),
 }
-"""In-place functions whose result does not depend on what their target held before."""
 
-DRAWS = {
+DRAWS = {  # functions whose result is random
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like"),
     *("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"),
     "kaiming_uniform_",
 }
-"""Functions whose result is random."""
 
 CASTS = {"to", "type", "double", "float", "half", "bfloat16", "clone", "contiguous"}
 """Functions whose result is their argument in another memory, and maybe of another dtype."""
 
 _INPLACE_OPERATORS = {
-    *(
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__imatmul__",
-    ),
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__imatmul__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
 }
 
@@ -122,10 +65,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def property_of(func: Callable[..., Any]) -> str:
-    """Which property a `__get__` or `__set__` belongs to.
-
-    Every access makes a new bound wrapper, so these functions have no identity to compare.
-    """
+    """Which property a `__get__` or `__set__` belongs to; each access makes a new one, which has no identity."""
     descriptor: Any = func
     return str(descriptor.__self__.__name__)
 
@@ -143,7 +83,6 @@ def targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, torch.Size):

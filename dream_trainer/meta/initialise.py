@@ -1,15 +1,8 @@
-"""What `init_weights` does when the user writes none.
+"""What `init_weights` does when the user writes none; children before parents, on the tape.
 
-The constructors have run on the tape, so what they chose stands: PyTorch's own `reset_parameters`, a constructor's
-`self.apply(init)`, loaded weights. Two things remain, done here in this order, children before parents in each:
-
-1. A module that was built on meta *before* the recording has lost what its constructor computed: a module with
-   untouched parameters or buffers gets its `reset_parameters()`, as its constructor would have done.
-2. A module with an `init_weights()` of its own (callable without arguments) gets it called, so a parent's has the last
-   word over its children's. Left alone are modules that have had it: their constructor called it, as timm's do, or they
-   are models of transformers, whose `post_init` does, and which would draw again what was put on them since (an
-   adapter, a head). So are those with weights that were given rather than drawn: all parameters real, or one of them
-   copied from a real tensor, as `load_state_dict` does.
+1. A module built on meta before the recording, with untouched tensors, gets its `reset_parameters()`.
+2. A module with an `init_weights()` without arguments gets it called, unless it has had it (in `post_init` or
+   its constructor), or has weights that were given rather than drawn.
 """
 
 from __future__ import annotations
@@ -48,12 +41,7 @@ class HasPostInit(Protocol):
 
 
 def default_init(model: nn.Module, tape: Tape) -> None:
-    """Initialises what `model`'s constructor left to do (see the module's docstring), on the tape.
-
-    Args:
-        model: Built by this tape, or on meta before it; not yet sharded.
-        tape: Records the calls; it may be recording already.
-    """
+    """Initialises what the constructor of `model`, built by this tape or on meta before it, left to do."""
     with torch.no_grad(), tape.recording():
         for module in _children_first(model):
             tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))

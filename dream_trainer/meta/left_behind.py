@@ -17,11 +17,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def refuse_lazy(models: Mapping[str, nn.Module]) -> None:
-    """Refuses models with parameters whose shape is not known yet.
-
-    Raises:
-        InitError: One has some; the message names the module.
-    """
     for model_name, model in models.items():
         for name, module in model.named_modules(prefix=model_name):
             tensors = (*module._parameters.values(), *module._buffers.values())
@@ -33,13 +28,7 @@ def refuse_lazy(models: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_hidden(roots: Mapping[str, Any]) -> None:
-    """Refuses modules and tensors on meta that are reached by attributes, and not as children of a module.
-
-    Looks into lists, tuples, dicts and sets, `functools.partial`, methods, closures and the attributes of objects.
-
-    Raises:
-        InitError: There is one; the message says where.
-    """
+    """Refuses modules and tensors on meta that are reached by attributes, and not as children of a module."""
     known = {id(part) for root in roots.values() if isinstance(root, nn.Module) for part in root.modules()}
     seen: set[int] = set()
     for root_name, root in roots.items():

@@ -1,11 +1,7 @@
 """From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part.
 
-`remember` notes, before sharding, which recorded tensor each parameter, buffer and tensor attribute is. `materialize`
-finds the places again, by the module that owns them (wrappers may rename, not replace, modules) or by name (a pipeline
-stage may be a copy), and makes each real. No rank talks to another: all replay the same bits and cut different parts.
-
-Memory on a rank: its parts, plus one full tensor and what making that one takes.
-"""
+`remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, by owning
+module or by name (a pipeline stage may be a copy). No rank talks to another: all replay the same bits."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.compat.gradient_hooks import keep_hooks
-from dream_trainer.compat.pytorch import local_tensor, second_lists
+from dream_trainer.compat.pytorch import keep_hooks, local_tensor, second_lists
 from dream_trainer.errors import InitError
 from dream_trainer.meta.recorded_calls import Ref
 from dream_trainer.meta.tape import Tape
@@ -68,15 +63,7 @@ class _Place:
 
 
 def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
-    """Notes which recorded tensor every parameter, buffer and tensor attribute on meta is.
-
-    Called once the models are configured and initialised, before anything shards, splits or wraps them. Tensor
-    attributes are found in modules' `__dict__`, also inside lists, tuples and dicts there, but not in other objects.
-
-    Args:
-        models: Modules by the name under which errors will speak of them.
-        tape: What recorded their construction.
-    """
+    """Notes which recorded tensor every parameter, buffer and tensor attribute on meta is, before anything shards."""
     plan = Plan(tape)
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
@@ -90,33 +77,17 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
                     plan.by_name[plain_name(fqn)] = note
             for name, tensor in _attributes(module):
                 if tensor.is_meta:
-                    note = _Note(
-                        tape.history.ref(tensor),
-                        f"{prefix}.{name}",
-                        isinstance(tensor, nn.Parameter),
-                    )
+                    note = _Note(tape.history.ref(tensor), f"{prefix}.{name}", isinstance(tensor, nn.Parameter))
                     plan.attributes.append((tensor, note))
     return plan
 
 
 @torch.no_grad()
 def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.device | str) -> None:
-    """Makes every tensor of the models real, on `device`.
+    """Makes every tensor of the models real, on `device`; sharded parameters get this rank's part.
 
-    Recorded tensors are replayed; sharded parameters get this rank's part. Tensors that are real already keep their
-    values and are moved. Parameter objects keep their identity, attributes and ties wherever PyTorch allows it (not
-    where a weak reference to them exists, as in `nn.LSTM`; ties hold there too). Plain tensors that shared memory on
-    meta share it afterwards.
-
-    Args:
-        models: The models given to `remember`, now sharded, or not.
-        plan: What `remember` returned.
-        device: Where everything is to live.
-
-    Raises:
-        InitError: A parameter that nobody initialised, a tensor on meta that the plan does not know, or an attribute
-            that holds a sharded parameter a second time. Every rank sees the whole tensor, so every rank raises.
-    """
+    Parameters keep their identity where PyTorch allows it (not where a weak reference to them exists, as in `nn.LSTM`).
+    Plain tensors that shared memory on meta share it afterwards."""
     device = torch.device(device)
     _refuse_left_behind(models, plan)
     places = _places(models, plan)
@@ -187,7 +158,9 @@ def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
     plain = [place for place in group if place.part is None]
     shared: torch.UntypedStorage | None = None
     if len(plain) > 1 or (plain and _is_whole(plain[0].note.ref, storage)):
-        shared = storage if device.type == "cpu" else _moved(storage, device)
+        shared = storage
+        if device.type != "cpu":
+            shared = torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
     for place in group:
         full = place.note.ref.view(storage)
         if place.part is not None:
@@ -270,17 +243,11 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return flat.to(device).untyped_storage()
-
-
 def _is_whole(ref: Ref, storage: torch.UntypedStorage) -> bool:
     return ref.size.numel() * ref.dtype.itemsize == storage.nbytes()
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The module's own parameters and buffers."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 

@@ -1,8 +1,6 @@
 """Recorded calls, indexed by the storages they write, and the replay of the few that one tensor depends on.
 
-A tensor is a storage seen through a dtype, size, stride and offset. Calls are recorded with such references in place
-of tensors, so views, `nn.Parameter(...)`, `.data` and `.data = ...` need no record: they only share a storage.
-"""
+Calls have references to storages in place of tensors, so views, `nn.Parameter(...)` and `.data` need no record."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ class Ref:
     is_conj: bool
 
     def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """This view of a real storage."""
         with torch.no_grad():
             plain = torch.empty(0, dtype=self.dtype, device=storage.device)
             plain.set_(storage, self.offset, self.size, self.stride)
@@ -51,27 +48,17 @@ class GeneratorState:
 
 @dataclass(slots=True)
 class Op:
-    """One recorded call.
-
-    Attributes:
-        func, args, kwargs: The call, tensors replaced by `Ref` (recorded ones) or clones (real ones).
-        outputs: New tensors, as (position among the result's tensors, how the meta run laid it out).
-        writes: Storages of earlier calls that this one writes into.
-        reads: Storages whose earlier values it depends on.
-        overwrites: A storage among `writes` none of whose earlier values survive, or None.
-        default_dtype: torch's default dtype when it was recorded.
-        is_source: It only allocates: its output holds no values that anybody chose.
-    """
+    """One recorded call, its tensors replaced by `Ref` (recorded ones) or clones (real ones)."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: tuple[tuple[int, Ref], ...]
-    writes: tuple[int, ...]
-    reads: tuple[int, ...]
-    overwrites: int | None
+    outputs: tuple[tuple[int, Ref], ...]  # new tensors: position in the result, and meta layout
+    writes: tuple[int, ...]  # storages of earlier calls
+    reads: tuple[int, ...]  # storages whose earlier values it depends on
+    overwrites: int | None  # a storage among `writes` none of whose earlier values survive
     default_dtype: torch.dtype
-    is_source: bool = False
+    is_source: bool = False  # its output holds no values that anybody chose
 
 
 @dataclass(slots=True)
@@ -83,10 +70,7 @@ class _Storage:
 class RecordedCalls:
     """An append-only list of calls, and the means to run again those that one tensor depends on.
 
-    Args:
-        seed: Each call draws from the CPU's default generator seeded by (seed, the call's number), so what a tensor
-            gets depends neither on the rank nor on which other tensors are replayed.
-    """
+    Each draws from a generator seeded by (seed, its number), whatever the rank and the tensors that are replayed."""
 
     def __init__(self, seed: int) -> None:
         self._first_seed = hash_seed(b"draw", seed)
@@ -103,7 +87,6 @@ class RecordedCalls:
         return self._ref(tensor)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a recorded call made `tensor`'s storage."""
         return storage_id(tensor) in self.storages
 
     def append(self, op: Op, new: list[Tensor]) -> None:
@@ -120,17 +103,7 @@ class RecordedCalls:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         outputs = ((0, self._ref(tensor)),)
         kwargs = {"dtype": tensor.dtype}
-        op = Op(
-            _uninitialised,
-            (count,),
-            kwargs,
-            outputs,
-            (),
-            (),
-            None,
-            torch.get_default_dtype(),
-            is_source=True,
-        )
+        op = Op(_uninitialised, (count,), kwargs, outputs, (), (), None, torch.get_default_dtype(), is_source=True)
         self.append(op, [tensor])
 
     def output(self, position: int, tensor: Tensor) -> tuple[int, Ref]:
@@ -138,7 +111,6 @@ class RecordedCalls:
         return position, self._ref(tensor)
 
     def is_untouched(self, ref: Ref) -> bool:
-        """Whether nothing was ever written to the storage."""
         return all(self.ops[number].is_source for number in self.storages[ref.storage].writers)
 
     def is_given(self, ref: Ref) -> bool:
@@ -149,34 +121,22 @@ class RecordedCalls:
 
     def is_drawn(self, ref: Ref) -> bool:
         """Whether any of the calls that the storage's present values depend on draws random numbers."""
-        return any(name_of(self.ops[number].func) in DRAWS for number in self._needed(ref.storage))
+        return any(name_of(self.ops[number].func) in DRAWS for number in self.calls_behind(ref.storage))
 
     def is_foreign(self, ref: Ref) -> bool:
         """Whether the storage was on meta before any recorded call, and nothing has been written to it since."""
         return ref.storage in self.foreign and self.is_untouched(ref)
 
-    def calls_behind(self, storage: int) -> list[int]:
-        """Numbers, ascending, of the calls that made a storage what it is now."""
-        return self._needed(storage)
-
     def replay(
         self, ref: Ref, given: Mapping[int, torch.UntypedStorage] | None = None
     ) -> tuple[torch.UntypedStorage, bool]:
-        """Runs the calls that made a storage what it is now.
-
-        Returns:
-            The real storage in CPU memory, and whether uninitialised memory went into any of those calls.
-        """
+        """The real storage in CPU memory, and whether uninitialised memory went into the calls that made it."""
         given = given or {}
-        numbers = self._needed(ref.storage, given)
+        numbers = self.calls_behind(ref.storage, given)
         last_use: dict[int, int] = {ref.storage: len(self.ops)}
         for number in numbers:
             op = self.ops[number]
-            for storage in (
-                *op.reads,
-                *op.writes,
-                *(output.storage for _, output in op.outputs),
-            ):
+            for storage in (*op.reads, *op.writes, *(output.storage for _, output in op.outputs)):
                 last_use[storage] = max(number, last_use.get(storage, 0))
         live: dict[int, torch.UntypedStorage] = dict(given)
         random_state, default_dtype = torch.get_rng_state(), torch.get_default_dtype()
@@ -201,16 +161,9 @@ class RecordedCalls:
                 "Call `.resolve_conj()` before `.imag` in the model's constructor."
             )
         offset, is_conj = tensor.storage_offset(), tensor.is_conj()
-        return Ref(
-            storage_id(tensor),
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(offset),
-            is_conj,
-        )
+        return Ref(storage_id(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(offset), is_conj)
 
-    def _needed(self, storage: int, given: Collection[int] = ()) -> list[int]:
+    def calls_behind(self, storage: int, given: Collection[int] = ()) -> list[int]:
         """Numbers, ascending, of the calls that the storage's present values depend on."""
         needed: set[int] = set()
         seen: set[tuple[int, int]] = set()

@@ -1,15 +1,10 @@
 """The tape: runs model-building code for real, except that large and empty tensors stay on meta and are recorded.
 
-While a recording is on, `torch.empty` and its kin, and large results of `torch.zeros`, `torch.randn` and such, become
-meta tensors. Whatever touches one of them runs on meta and is recorded; everything else runs as always, so tables,
-masks and constants that a constructor computes are real. To the code that runs, the meta tensors look like CPU tensors;
-when it asks one for values, the calls behind it are replayed on the spot.
+To the code that runs, the meta tensors look like CPU tensors; when it asks one for values, the calls behind it are
+replayed on the spot. Not deferred or not replayed:
 
-What cannot be seen at this level, and is therefore not deferred or not replayed:
-
-- `torch.Tensor(n, m)`, the legacy constructor, allocates for real: correct, but not lazy.
-- `torch.manual_seed` inside a recording seeds the real draws after it, not the recorded ones, which have seeds of
-  their own. Pass `generator=` to fix a draw: it is honoured exactly.
+- `torch.Tensor(n, m)`, the legacy constructor, allocates for real.
+- `torch.manual_seed` inside a recording seeds real draws only; `generator=` is honoured exactly.
 - Storages written behind torch's back (`numpy`, `from_dlpack`): the arrays handed out are read-only.
 """
 
@@ -49,11 +44,7 @@ from dream_trainer.meta.recorded_calls import GeneratorState, Op, RecordedCalls,
 
 
 class Tape:
-    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank.
-
-    Args:
-        seed: Random draws, recorded or real, depend on it and on the order of the calls alone.
-    """
+    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -64,11 +55,7 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Defers and records for the length of the context; may be entered again, also from within.
-
-        Real draws come from the global generators of torch (CPU), `random` and numpy, which are seeded on entry and
-        restored on exit.
-        """
+        """Defers and records inside, also when entered again; the real generators are seeded, and restored on exit."""
         if self._is_recording:
             yield
             return
@@ -107,10 +94,7 @@ class Tape:
             return self.tracks(tensor) and self.history.is_drawn(self.history.ref(tensor))
 
     def replay(self, tensor: Tensor) -> Tensor:
-        """The full real CPU tensor that `tensor` (on meta) stands for; a real tensor is returned as it is.
-
-        Memory: the storage behind `tensor`, plus what the calls that made it hold at once. What nobody wrote is NaN.
-        """
+        """The full real CPU tensor that `tensor` stands for, NaN where nobody wrote; a real one as it is."""
         with without_torch_function():
             if not tensor.is_meta:
                 return tensor
@@ -118,8 +102,7 @@ class Tape:
             return ref.view(self.history.replay(ref)[0])
 
 
-LARGE = 1 << 20
-"""Elements from which on a filled factory's result is deferred: 4 MB in fp32."""
+LARGE = 1 << 20  # elements from which on a filled factory's result is deferred: 4 MB in fp32
 
 
 class Recorder(TorchFunctionMode):
@@ -131,11 +114,7 @@ class Recorder(TorchFunctionMode):
         self._initialised = initialised
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         leaves = [*tensor_leaves(args), *tensor_leaves(kwargs)]
@@ -153,10 +132,7 @@ class Recorder(TorchFunctionMode):
 
     def _factory(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Defers a factory's result if it is empty or large, and meant for the CPU."""
-        name, like = (
-            name_of(func),
-            next(iter((*tensor_leaves(args), *tensor_leaves(kwargs))), None),
-        )
+        name, like = (name_of(func), next(iter((*tensor_leaves(args), *tensor_leaves(kwargs))), None))
         is_tracked = like is not None and like.is_meta
         device = torch.device(kwargs.get("device") or (torch.get_default_device() if like is None else like.device))
         is_strided = kwargs.get("layout", torch.strided if like is None else like.layout) is torch.strided
@@ -164,11 +140,7 @@ class Recorder(TorchFunctionMode):
         if takes_values or not is_strided or device.type not in ("cpu", "meta") or kwargs.get("out") is not None:
             return self._tracked(func, args, kwargs) if is_tracked else func(*args, **kwargs)
         on_meta = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
-        result = func(
-            *map_leaves(_to_meta, args[:1]),
-            *args[1:],
-            **map_leaves(_to_meta, {**on_meta, "device": "meta"}),
-        )
+        result = func(*map_leaves(_to_meta, args[:1]), *args[1:], **map_leaves(_to_meta, {**on_meta, "device": "meta"}))
         is_asked_for = is_tracked or device.type == "meta"
         if name in FILLED and result.numel() < LARGE and not is_asked_for:
             return func(*args, **kwargs)
@@ -221,8 +193,10 @@ class Recorder(TorchFunctionMode):
         """Properties alias or describe; those of the device tell what the code would see without the tape."""
         name, tensor = property_of(func), args[0]
         if name_of(func) == "__set__":
-            if name == "data" and args[1].is_meta and not tensor.is_meta and _has_no_elements(tensor):
-                return _become(tensor, args[1])
+            # A real tensor without elements is such as the parameter of a lazy module, which cannot be asked.
+            is_empty = not tensor.is_meta and (is_lazy(tensor) or tensor.numel() == 0)
+            if name == "data" and args[1].is_meta and is_empty:
+                return torch.utils.swap_tensors(tensor, of_class_of(tensor, args[1]))
             if name == "data" and tensor.is_meta != args[1].is_meta:
                 value = self._real(args[1]) if args[1].is_meta else self._given(args[1])
                 return func(tensor, value)
@@ -248,11 +222,7 @@ class Recorder(TorchFunctionMode):
         return ref.view(self.history.replay(ref)[0])
 
     def _read(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: Sequence[Tensor] = (),
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor] = ()
     ) -> Any:
         """Runs a call for real, on replayed values; nothing of it is recorded."""
         if any(target.is_meta for target in written):
@@ -291,11 +261,7 @@ class Recorder(TorchFunctionMode):
                 self._read(func, one, one_kwargs)
 
     def _record(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[Tensor],
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
         """Runs a call on meta and appends it, unless it turns out to be a view, a question or a read."""
         stand_ins: list[Tensor] = []
@@ -350,12 +316,7 @@ class Recorder(TorchFunctionMode):
         return {**kwargs, "generator": state}
 
     def _append(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        writes: list[Tensor],
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: list[Tensor]
     ) -> None:
         new, outputs = [], []
         for position, leaf in enumerate(tensor_leaves(result)):
@@ -370,23 +331,11 @@ class Recorder(TorchFunctionMode):
 
         args, kwargs = map_leaves(captured, args), map_leaves(captured, kwargs)
         refs: list[Ref] = []
-        map_leaves(
-            lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None,
-            [args, kwargs],
-        )
+        map_leaves(lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None, [args, kwargs])
         overwrites = _overwritten(func, refs, writes)
         reads = tuple({ref.storage for ref in refs} - {overwrites})
         written = tuple({storage_id(target) for target in writes})
-        op = Op(
-            func,
-            args,
-            kwargs,
-            tuple(outputs),
-            written,
-            reads,
-            overwrites,
-            torch.get_default_dtype(),
-        )
+        op = Op(func, args, kwargs, tuple(outputs), written, reads, overwrites, torch.get_default_dtype())
         self.history.append(op, new)
         if writes:
             self._initialised.update(_initialising())
@@ -418,21 +367,11 @@ def _is_empty(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.numel() == 0
 
 
-def _has_no_elements(tensor: Tensor) -> bool:
-    """Whether nothing is in it; a parameter of a lazy module, which cannot be asked, has none."""
-    return is_lazy(tensor) or tensor.numel() == 0
-
-
 def _is_opaque(tensor: Tensor) -> bool:
     """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is left alone."""
     cls: Any = type(tensor)
     plain: Any = Tensor
     return cls.__torch_dispatch__ is not plain.__torch_dispatch__
-
-
-def _become(tensor: Tensor, recorded: Tensor) -> None:
-    """`tensor.data = recorded` for a real tensor without elements, such as the parameter of a lazy module."""
-    torch.utils.swap_tensors(tensor, of_class_of(tensor, recorded))
 
 
 def _to_meta(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch.nn as nn
 
-from dream_trainer.compat.gradient_hooks import has_hooks
+from dream_trainer.compat.pytorch import has_hooks
 from dream_trainer.errors import HookError
 
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.gradient_hooks import share_hooks
 from dream_trainer.compat.pytorch import (
     OfTensors,
     all_gather_flat,
     foreach_copy_,
     local_tensor,
+    share_hooks,
     with_local,
     write_count,
 )

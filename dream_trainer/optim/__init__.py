@@ -1,8 +1,4 @@
-"""Optimizers, parameter groups and learning rate schedules by name: config in, PyTorch's own objects out.
-
-Called in `configure_optimizers` and `configure_schedulers`, where building them by hand stays the plain way. Names load
-when first used.
-"""
+"""Optimizers, parameter groups and learning rate schedules by name: config in, PyTorch's own objects out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which parameter gets which learning rate and weight decay, decided by name, kind and depth.
-
-Every trainable parameter lands in exactly one group; tied ones count once. Names are those of `state_dict()`.
-"""
+"""Which parameter gets which learning rate and weight decay; each trainable one is in exactly one group."""
 
 from __future__ import annotations
 
@@ -51,31 +48,19 @@ class GroupParameters:
 
 @dataclass(frozen=True)
 class Placed:
-    """One trainable parameter and what decides on its group.
+    """One trainable parameter and what decides on its group."""
 
-    Attributes:
-        names: Its names: several if it is tied, of which the first is used.
-        parameter: The parameter; None if another stage of a pipeline has it.
-        group: The first pattern group that matches, or None.
-        decays: Whether it is of a kind that decays.
-        depth: Its layer under `layer_decay`: 0 below the first block, then its block's number; None without.
-        scale: Factor of the learning rate by depth.
-        is_matrix: Whether it has two dimensions.
-        is_hidden_matrix: Whether it is a matrix inside a block, and neither an embedding nor a normalisation weight.
-    """
-
-    names: tuple[str, ...]
-    parameter: nn.Parameter | None
-    group: GroupParameters | None
+    names: tuple[str, ...]  # several if it is tied, of which the first is used
+    parameter: nn.Parameter | None  # None if another stage of a pipeline has it
+    group: GroupParameters | None  # the first that matches
     decays: bool
-    depth: int | None
-    scale: float
+    depth: int | None  # under `layer_decay`: 0 below the first block, then its block's number
+    scale: float  # factor of the learning rate by depth
     is_matrix: bool
-    is_hidden_matrix: bool
+    is_hidden_matrix: bool  # inside a block, and neither an embedding nor a normalisation weight
 
 
 def check_pattern(name: str, pattern: object) -> None:
-    """Raises ConfigError unless `pattern` is a regular expression."""
     if not isinstance(pattern, str) or not pattern:
         raise ConfigError(f"{name}={pattern!r} is not a pattern. Use a regular expression on names.")
     try:
@@ -105,7 +90,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     named = named_with_ties(model)
     for pattern in patterns:
         check_pattern("freeze", pattern)
-        _require_match("freeze", pattern, [names for names, _ in named])
+        require_match("freeze", pattern, [names for names, _ in named])
     frozen = []
     for names, parameter in named:
         if any(_matches(pattern, names) for pattern in patterns):
@@ -227,23 +212,16 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
     return [one if one["params"] else one | {"param_names": []} for name, one in joined.items() if name in names]
 
 
-def require_hidden(pattern: str, names: Sequence[tuple[str, ...]]) -> None:
-    """Raises ConfigError unless `pattern` matches one of the trainable matrices' names."""
-    _require_match("hidden", pattern, names, "trainable matrix")
-
-
 def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
-    """Whether one of the patterns is found in one of the names."""
     return any(_matches(pattern, names) for pattern in patterns)
 
 
 def _choose(
     groups: Sequence[GroupParameters], trainable: Sequence[tuple[str, ...]], everything: Sequence[tuple[str, ...]]
 ) -> list[GroupParameters | None]:
-    """The first group that matches each of the trainable parameters."""
     chosen = [next((group for group in groups if _matches(group.pattern, names)), None) for names in trainable]
     for group in groups:
-        _require_match("groups", group.pattern, everything)
+        require_match("groups", group.pattern, everything)
         if not any(group is other for other in chosen):
             raise ConfigError(
                 f"groups: every parameter that {group.pattern!r} matches is frozen or taken by a pattern before it. "
@@ -276,7 +254,7 @@ def _matches(pattern: str, names: tuple[str, ...]) -> bool:
     return any(re.search(pattern, name) for name in names)
 
 
-def _require_match(
+def require_match(
     field: str, pattern: str, names: Sequence[tuple[str, ...]], what: str = "parameter of the model"
 ) -> None:
     if any(_matches(pattern, aliases) for aliases in names):

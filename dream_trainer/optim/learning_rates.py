@@ -1,24 +1,23 @@
-"""Learning rate schedules from ScheduleParameters, as closed forms of the step.
+"""Learning rate schedules as closed forms of the step.
 
-The optimizer's step number s, from 0, is taken at `factor(s)` times the group's own rate, so that groups keep their
-ratios. A checkpoint contains s and the groups' rates. The form follows the current config: a longer run stretches the
-rest of the schedule, and a WSD run can continue from before its decay.
-"""
+The optimizer's step s, from 0, is taken at `factor(s)` times the group's rate. A checkpoint contains s and the groups'
+rates; the form follows the current config, so a longer run stretches the rest of the schedule."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from dream_trainer.checks import check_between, check_choice, check_integer, spell
-from dream_trainer.config.parameter_class import parameters
+from dream_trainer.checks import check_between, check_integer, refuse, spell
+from dream_trainer.config.parameter_class import NonNegativeInt, parameters
 from dream_trainer.errors import ConfigError
 
 logger = logging.getLogger("dream_trainer")
@@ -66,7 +65,7 @@ class ScheduleParameters:
     each step's rate is that of the tokens before it."""
     warmup_steps: int | float = 0
     """Length of the warm-up in units, or a fraction of the total below 1; 0 has none."""
-    min_lr_ratio: float | None = None
+    min_lr_ratio: Annotated[float, partial(check_between, low=0, high=1)] | None = None
     """Smallest factor on the learning rate: cosine, linear, wsd, inverse_sqrt, plateau; None is 0."""
     decay_steps: int | float | None = None
     """Length of wsd's decay in units, or a fraction of the total below 1; None is 0.1, which MiniCPM found enough."""
@@ -74,16 +73,14 @@ class ScheduleParameters:
     """Form of wsd's decay; None is "linear"."""
     mode: Literal["min", "max"] | None = None
     """Whether plateau's metric should fall or rise; None is "min"."""
-    factor: float | None = None
+    factor: Annotated[float, partial(check_between, low=0, high=1, below=True)] | None = None
     """What plateau multiplies the rate by; None is 0.1."""
-    patience: int | None = None
+    patience: NonNegativeInt | None = None
     """Validations without improvement before plateau reduces the rate; None is 10."""
-    cooldown: int | None = None
+    cooldown: NonNegativeInt | None = None
     """Validations after a reduction that plateau does not count; None is 0."""
 
     def __post_init__(self) -> None:
-        check_choice("name", self.name, get_args(ScheduleName))
-        check_choice("unit", self.unit, ("step", "epoch", "token"))
         for name in dict.fromkeys(name for names in _TAKES.values() for name in names):
             value = getattr(self, name)
             if value is not None and name not in _TAKES[self.name]:
@@ -92,32 +89,20 @@ class ScheduleParameters:
         _check_length("warmup_steps", self.warmup_steps, zero=True)
         if self.decay_steps is not None:
             _check_length("decay_steps", self.decay_steps, zero=False)
-        if self.min_lr_ratio is not None:
-            check_between("min_lr_ratio", self.min_lr_ratio, 0, 1)
-        check_choice("decay_shape", self.decay_shape, (*get_args(DecayShape), None))
-        if self.decay_shape == "exponential" and not self.min_lr_ratio:
-            raise ConfigError(
-                'decay_shape="exponential" never reaches min_lr_ratio=0. Set min_lr_ratio, such as 0.01, or use '
-                "another shape."
-            )
-        if self.name == "plateau":
-            self._check_plateau()
-
-    def _check_plateau(self) -> None:
-        if self.warmup_steps:
-            raise ConfigError(
-                f'warmup_steps={self.warmup_steps}: "plateau" follows a metric and has no warm-up. Use warmup_steps=0.'
-            )
-        if self.unit != "step":
-            raise ConfigError(
-                f'unit="{self.unit}": "plateau" is stepped by validations, not {self.unit}s. Leave unit out.'
-            )
-        check_choice("mode", self.mode, ("min", "max", None))
-        if self.factor is not None:
-            check_between("factor", self.factor, 0, 1, below=True)
-        for name in ("patience", "cooldown"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=0)
+        refuse(
+            self.decay_shape == "exponential" and not self.min_lr_ratio,
+            'decay_shape="exponential" never reaches min_lr_ratio=0. Set min_lr_ratio, such as 0.01, or use another '
+            "shape.",
+        )
+        is_plateau = self.name == "plateau"
+        refuse(
+            is_plateau and self.warmup_steps,
+            f'warmup_steps={self.warmup_steps}: "plateau" follows a metric and has no warm-up. Use warmup_steps=0.',
+        )
+        refuse(
+            is_plateau and self.unit != "step",
+            f'unit="{self.unit}": "plateau" is stepped by validations, not {self.unit}s. Leave unit out.',
+        )
 
 
 class TokenAxis(NamedTuple):
@@ -271,7 +256,7 @@ def _after_warmup(parameters: ScheduleParameters, warmup: int, total: int | None
     if parameters.name == "wsd":
         length = _length(0.1 if parameters.decay_steps is None else parameters.decay_steps, total)
         start, shape = max(warmup, total - length), parameters.decay_shape or "linear"
-    return lambda step: _decayed(shape, smallest, _progress(step, start, total))
+    return lambda step: _decayed(shape, smallest, 1.0 if step >= total else max(0.0, (step - start) / (total - start)))
 
 
 def _decayed(shape: str, smallest: float, x: float) -> float:
@@ -281,10 +266,6 @@ def _decayed(shape: str, smallest: float, x: float) -> float:
     if shape == "cosine":
         return smallest + (1 - smallest) * (1 + math.cos(math.pi * x)) / 2
     return 1 - (1 - smallest) * (math.sqrt(x) if shape == "sqrt" else x)
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    return 1.0 if step >= end else max(0.0, (step - start) / (end - start))
 
 
 def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
@@ -309,7 +290,6 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
 
 
 def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """Length of the run in units; None if it is unknown."""
     if total_steps is None or parameters.unit != "epoch":
         return total_steps
     return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None

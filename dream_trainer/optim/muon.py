@@ -1,9 +1,6 @@
 """Muon with each matrix orthogonalised on one rank; numerics, state and arguments are those of `torch.optim.Muon`.
 
-Keller Jordan's optimizer (https://kellerjordan.github.io/posts/muon/) needs whole matrices. PyTorch's class gathers
-sharded ones in every product of the Newton-Schulz iteration, and repeats the iteration on every rank that has the
-matrix. Here matrices are dealt to ranks, and two packed collectives a step move them.
-"""
+PyTorch's gathers sharded matrices in every product of the iteration. Here two packed collectives a step move them."""
 
 from __future__ import annotations
 
@@ -11,18 +8,16 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, with_local
 from dream_trainer.modules.shards import local_gradient
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # -- Whole matrices, each on one rank: parts travel to a matrix's owner in one packed all-to-all, and results travel
 # back.
@@ -34,25 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on the ranks.
+    """How a tensor lies on the ranks."""
 
-    Attributes:
-        shards: Ranks that hold a part of it each; None if this rank holds all of it.
-        dim: The dimension that is cut, as `torch.chunk` cuts.
-        replicas: Ranks that hold the same part with the same gradient, bit for bit; None if none are known.
-    """
-
-    shards: ProcessGroup | None
-    dim: int
-    replicas: ProcessGroup | None
+    shards: ProcessGroup | None  # ranks that hold a part of it each; None if this rank holds all of it
+    dim: int  # the dimension that is cut, as `torch.chunk` cuts
+    replicas: ProcessGroup | None  # ranks that hold the same part with the same gradient, bit for bit
 
 
 def layout_of(tensor: Tensor, replicas: ProcessGroup | None) -> Layout | None:
-    """How `tensor` lies on the ranks.
-
-    Returns:
-        None if it is cut or copied along several dimensions of its mesh, or strided.
-    """
+    """How `tensor` lies; None if it is cut or copied along several dimensions of its mesh, or strided."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(tensor, DTensor):
@@ -81,13 +66,7 @@ def deal(costs: Sequence[float], n_hands: int) -> list[int]:
 
 
 class MatrixExchange:
-    """The buffers and sizes of one exchange, made once for given matrices of one layout.
-
-    Attributes:
-        parts: This rank's part of each matrix, views of the buffers. Those of `wanted` are to be filled before `run`;
-            after it all have results.
-        wanted: Indices of the matrices that this rank's replica works on.
-    """
+    """The buffers and sizes of one exchange, made once for given matrices of one layout."""
 
     def __init__(
         self,
@@ -104,7 +83,7 @@ class MatrixExchange:
         owners = [divmod(cell, n_shards) for cell in deal(costs, n_replicas * n_shards)]
         lengths = [_chunk_lengths(shape[layout.dim], n_shards) for shape in shapes]
         part_shapes = [
-            [_with_length(shape, layout.dim, length) for length in lengths_of_shape]
+            [torch.Size([*shape[: layout.dim], length, *shape[layout.dim + 1 :]]) for length in lengths_of_shape]
             for shape, lengths_of_shape in zip(shapes, lengths, strict=True)
         ]
         self.wanted = [i for i, (of_replica, _) in enumerate(owners) if of_replica == replica]
@@ -142,18 +121,13 @@ class MatrixExchange:
             self._pieces = [views[place :: len(self._owned)] for place in range(len(self._owned))]
 
     def run(self, work: Callable[[int, Tensor], Tensor]) -> None:
-        """Replaces each matrix by `work(its index, the matrix)`. Every rank of the layout calls it.
-
-        The matrix that `work` is given may be a view of a buffer: it leaves it as it is and returns another one.
-        """
+        """Replaces each matrix by what `work` gives for its index and a view of it; every rank calls it."""
         if self.wanted:
             self._work(work)
         if self._layout.replicas is not None and self._results.numel():
             all_gather_flat(self._results, self._slot, self._layout.replicas)
 
     def _work(self, work: Callable[[int, Tensor], Tensor]) -> None:
-        import torch.distributed as dist
-
         group, dim = self._layout.shards, self._layout.dim
         outgoing = self._slot[: sum(self._sent)]
         if group is not None:
@@ -170,8 +144,6 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     """(rank, number of ranks) in `group`; (0, 1) without one."""
     if group is None:
         return 0, 1
-    import torch.distributed as dist
-
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -179,10 +151,6 @@ def _chunk_lengths(length: int, n_ranks: int) -> list[int]:
     """How much of a dimension each rank has: as `torch.chunk` cuts, and nothing on ranks for which nothing is left."""
     longest = -(-length // n_ranks)
     return [max(0, min(longest, length - rank * longest)) for rank in range(n_ranks)]
-
-
-def _with_length(shape: torch.Size, dim: int, length: int) -> torch.Size:
-    return torch.Size([*shape[:dim], length, *shape[dim + 1 :]])
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -372,10 +340,7 @@ class Muon(Optimizer):
 
 
 def orthogonalised(matrix: Tensor, coefficients: Coefficients, n_steps: int, eps: float) -> Tensor:
-    """About the nearest semi-orthogonal matrix to `matrix` [rows, columns]: `n_steps` of Newton-Schulz in its dtype.
-
-    Singular values end between 0.5 and 1.5 or so, not at 1: steeper steps pay more than exact ones.
-    """
+    """About the nearest semi-orthogonal matrix to `matrix` [rows, columns], with singular values of 0.5 to 1.5."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from dream_trainer.checks import (
-    check_between,
-    check_boolean,
-    check_choice,
-    check_integer,
-    check_names,
-    check_positive,
-    spell,
-)
-from dream_trainer.config.parameter_class import parameters
+from dream_trainer.checks import check_between, check_names, check_positive, spell
+from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim.groups import GroupParameters, check_pattern
 
+_Share = Annotated[float, partial(check_between, low=0, high=1, below=True)]
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "adafactor", "muon"]
 
-HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
+HYPERPARAMETERS: dict[str, tuple[str, ...]] = {  # fields that each optimizer takes in addition to those that all take
     "adamw": ("betas", "eps", "amsgrad"),
     "adam": ("betas", "eps", "amsgrad"),
     "sgd": ("momentum", "dampening", "nesterov"),
@@ -30,7 +23,6 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "adafactor": (),
     "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps"),
 }
-"""Fields that each optimizer takes in addition to those that all take."""
 
 HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")
 """Optimizers with a fused implementation; of "muon" it is the AdamW half's."""
@@ -49,35 +41,35 @@ class OptimizerParameters:
 
     name: OptimizerName = "adamw"
     """Optimizer; "muon" is `dream_trainer.optim.Muon` on hidden matrices and AdamW on all other parameters."""
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Learning rate; 1e-3 is PyTorch's for AdamW."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float, partial(check_between, low=0)] | None = None
     """Weight decay of matrices: decoupled in AdamW, Muon and Adafactor, an L2 penalty in the others; None leaves
     PyTorch's default (AdamW 0.01, Muon 0.1, the others 0)."""
     betas: tuple[float, float] | None = None
     """Decay rates of the running mean and square of the gradient: adamw, adam, nadam, and the AdamW half of muon."""
-    eps: float | None = None
+    eps: PositiveFloat | None = None
     """Added to the denominator: adamw, adam, nadam, adagrad, rmsprop, and the AdamW half of muon."""
     amsgrad: bool | None = None
     """Keep the largest running square: adamw, adam."""
-    momentum: float | None = None
+    momentum: _Share | None = None
     """Momentum: sgd, rmsprop, muon."""
-    dampening: float | None = None
+    dampening: Annotated[float, partial(check_between, low=0, high=1)] | None = None
     """Share of the gradient kept out of the momentum: sgd."""
     nesterov: bool | None = None
     """Nesterov momentum: sgd, muon."""
-    alpha: float | None = None
+    alpha: _Share | None = None
     """Decay rate of the running square: rmsprop."""
     centered: bool | None = None
     """Normalise by the gradient's variance: rmsprop."""
-    ns_steps: int | None = None
+    ns_steps: PositiveInt | None = None
     """Newton-Schulz iterations: muon."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = None
     """How muon's rate follows a matrix's shape: None or "match_rms_adamw" makes updates as large as AdamW's, so that
     one `lr` serves both; "original" is Keller Jordan's rule, whose rate is some fifty times AdamW's."""
-    hidden: tuple[str, ...] = ()
+    hidden: Annotated[tuple[str, ...], partial(check_names, example="blocks")] = ()
     """Regular expressions of the names of muon's matrices; () takes those inside the model's repeated blocks."""
-    adamw_lr: float | None = None
+    adamw_lr: PositiveFloat | None = None
     """Learning rate of muon's AdamW half; None uses `lr`."""
     fused: bool | Literal["auto"] = "auto"
     """One kernel per group: "auto" wherever the optimizer, device and parameters have it, else one kernel per
@@ -92,18 +84,10 @@ class OptimizerParameters:
     """Factor of the learning rate from each block to the one below it; None has one rate for all."""
 
     def __post_init__(self) -> None:
-        check_choice("name", self.name, get_args(OptimizerName))
         self._check_hyperparameters()
-        check_positive("lr", self.lr)
-        if self.weight_decay is not None:
-            check_between("weight_decay", self.weight_decay, 0, math.inf)
-        if self.fused != "auto":
-            check_boolean("fused", self.fused)
         if self.fused is True and self.name not in HAS_FUSED:
             names = spell(repr(name) for name in HAS_FUSED)
             raise ConfigError(f'fused=True: {self.name!r} has no fused implementation. Use fused="auto", or {names}.')
-        check_boolean("decay_vectors", self.decay_vectors)
-        check_boolean("decay_embeddings", self.decay_embeddings)
         if not isinstance(self.groups, tuple | list):
             raise ConfigError(
                 f"groups={self.groups!r} is not a tuple. Use (GroupParameters(pattern=..., lr_scale=...),)."
@@ -132,17 +116,6 @@ class OptimizerParameters:
                 raise ConfigError(f"betas={self.betas!r} are not two numbers. Use a pair such as (0.9, 0.95).")
             for index, beta in enumerate(self.betas):
                 check_between(f"betas[{index}]", beta, 0, 1, below=True)
-        for name in ("momentum", "alpha"):
-            if getattr(self, name) is not None:
-                check_between(name, getattr(self, name), 0, 1, below=True)
-        if self.dampening is not None:
-            check_between("dampening", self.dampening, 0, 1)
-        for name in ("eps", "adamw_lr"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-        for name in ("amsgrad", "nesterov", "centered"):
-            if getattr(self, name) is not None:
-                check_boolean(name, getattr(self, name))
         self._check_momentum()
         self._check_muon()
 
@@ -158,16 +131,12 @@ class OptimizerParameters:
             raise ConfigError(f"dampening={self.dampening} does nothing without momentum. Set momentum=0.9.")
 
     def _check_muon(self) -> None:
-        if self.ns_steps is not None:
-            check_integer("ns_steps", self.ns_steps, minimum=1)
-            if self.ns_steps >= 100:
-                raise ConfigError(f"ns_steps={self.ns_steps} is too many. Use 5.")
-        check_choice("adjust_lr_fn", self.adjust_lr_fn, ("match_rms_adamw", "original", None))
+        if self.ns_steps is not None and self.ns_steps >= 100:
+            raise ConfigError(f"ns_steps={self.ns_steps} is too many. Use 5.")
         if self.adjust_lr_fn == "original" and self.adamw_lr is None:
             raise ConfigError(
                 f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then needs a rate some fifty times '
                 'AdamW\'s. Set adamw_lr too, such as lr=0.02, adamw_lr=3e-4, or use adjust_lr_fn="match_rms_adamw".'
             )
-        check_names("hidden", self.hidden, example="blocks")
         for pattern in self.hidden:
             check_pattern("hidden", pattern)

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Opti
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.sharded_model import is_sharded
-from dream_trainer.optim.groups import Placed, group, matches_any, place, require_hidden
+from dream_trainer.optim.groups import Placed, group, matches_any, place, require_match
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerParameters
 
@@ -88,7 +88,7 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
     if parameters.hidden:
         matrices = [one.names for one in placed if one.is_matrix]
         for pattern in parameters.hidden:
-            require_hidden(pattern, matrices)
+            require_match("hidden", pattern, matrices, "trainable matrix")
         hidden = [one for one in placed if one.is_matrix and matches_any(parameters.hidden, one.names)]
     else:
         hidden = [one for one in placed if one.is_hidden_matrix]
@@ -109,12 +109,7 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
 
 
 def _build(
-    cls: type[Any],
-    parameters: OptimizerParameters,
-    placed: Sequence[Placed],
-    *,
-    lr: float,
-    options: dict[str, Any],
+    cls: type[Any], parameters: OptimizerParameters, placed: Sequence[Placed], *, lr: float, options: dict[str, Any]
 ) -> Optimizer:
     if any(one.parameter is not None and is_sharded(one.parameter) for one in placed):
         refuse_unshardable_class(cls)
@@ -165,13 +160,12 @@ def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
 # a step. PyTorch's other ones are below.
 
 
-UNSHARDABLE: dict[type[Optimizer], str] = {
+UNSHARDABLE: dict[type[Optimizer], str] = {  # why each of these cannot step DTensors
     torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
     LBFGS: "flattens all parameters into one vector, which sharded ones cannot",
     Rprop: "assigns to elements picked by a mask, which DTensor has no rule for",
     SparseAdam: "needs sparse gradients, which fully_shard does not reduce",
 }
-"""Why each of these cannot step DTensors."""
 
 UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)
 """Optimizers whose fused kernel has no rule for DTensors."""

@@ -1,8 +1,4 @@
-"""What decides on the groups of a model's parameters: of all that the model has, also those of other stages.
-
-A rank of a pipeline has some layers alone, and needs the groups of the whole model, in its order: depths count its
-blocks, patterns match its names, and a group of other stages is an empty one.
-"""
+"""What decides on the groups of a model's parameters, those of a pipeline's other stages included."""
 
 from __future__ import annotations
 
@@ -17,27 +13,16 @@ from dream_trainer.modules.sharding import repeated_blocks
 
 
 class Described(NamedTuple):
-    """A parameter of a model.
+    """A parameter of a model."""
 
-    Attributes:
-        names: Its names; several if it is tied, first that of the stage.
-        parameter: The parameter; None if it is another stage's.
-        is_trained: Whether it is trained; of another stage's, whether it was when the model was cut.
-        ndim: Number of its dimensions.
-        numel: Number of its values.
-        is_vector: Whether it has fewer than two dimensions or is the weight of a normalisation.
-        is_embedding: Whether it is the table of an embedding.
-        block: Number of its block, from 1; 0 outside of them.
-    """
-
-    names: tuple[str, ...]
-    parameter: nn.Parameter | None
-    is_trained: bool
+    names: tuple[str, ...]  # several if it is tied, first that of the stage
+    parameter: nn.Parameter | None  # None if it is another stage's
+    is_trained: bool  # of another stage's, whether it was when the model was cut
     ndim: int
     numel: int
-    is_vector: bool
+    is_vector: bool  # has fewer than two dimensions or is the weight of a normalisation
     is_embedding: bool
-    block: int
+    block: int  # number of its block, from 1; 0 outside of them
 
 
 class WholeParameters(NamedTuple):
@@ -57,11 +42,6 @@ def remember_whole(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> WholeParameters:
-    """The parameters of `model`, or of what it is a stage of.
-
-    Raises:
-        ConfigError: It is a stage, and `blocks` are others than it was cut by, or a parameter is newer than that.
-    """
     if model not in _whole:
         return describe(model, repeated_blocks(model) if blocks is None else blocks)
     whole, own = _whole[model], {name: one for one in describe(model, blocks or ()).parameters for name in one.names}
@@ -92,7 +72,6 @@ def values_in_whole(model: nn.Module) -> int:
 
 
 def describe(model: nn.Module, blocks: Sequence[nn.Module]) -> WholeParameters:
-    """The parameters of `model`."""
     vectors = {id(p) for p in model.parameters() if p.ndim < 2} | _owned(model, nn.LayerNorm | nn.RMSNorm)
     embeddings = _owned(model, nn.Embedding | nn.EmbeddingBag)
     block_of = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}

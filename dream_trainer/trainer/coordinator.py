@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from dream_trainer.distributed.pulse import Flags, Pulse
-from dream_trainer.distributed.requests import Requests
+from dream_trainer.distributed.pulse import Flags, Pulse, Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.errors import StepError
 from dream_trainer.events.callback import Callback, TimedCallback

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dream_trainer.checkpoint.model_state import model_buffers, take_shapes
-from dream_trainer.checkpoint.random_state import random_state, set_random_state
+from dream_trainer.distributed.seeds import random_state, set_random_state
 from dream_trainer.trainer.event_table import anyone_listens, listening_callbacks
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ def split_mixtures(trainer: SetupMixin) -> None:
     ranks, models = trainer.config.device_parameters.expert_parallel, trainer.named_models()
     if ranks == 1:
         return
-    from dream_trainer.distributed.expert_mesh import lay_expert_mesh
+    from dream_trainer.distributed.world import lay_expert_mesh
     from dream_trainer.modules.expert_sharding import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
 
     mesh = lay_expert_mesh(trainer.world, ranks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dream_trainer.checkpoint.frozen_weights import refuse_other_weights
+from dream_trainer.checkpoint.digests import refuse_other_weights
 from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.metric_state import load_metric_state
@@ -26,12 +26,11 @@ from dream_trainer.checkpoint.model_state import (
     take_shapes,
 )
 from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, RANK_PREFIX, has_own_of_ranks, of_one_stage
-from dream_trainer.checkpoint.random_state import set_random_state
 from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.seeds import hash_seed, seed_everything
+from dream_trainer.distributed.seeds import hash_seed, seed_everything, set_random_state
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.counters import Counters

@@ -14,7 +14,7 @@ from dream_trainer.checkpoint.manifest import (
     finished_directories,
     list_checkpoints,
     read_manifest,
-    verify_all_but_shards,
+    verify_checkpoint,
 )
 from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.checkpoint.retention import best_checkpoint
@@ -58,7 +58,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
         path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
     else:
         path = _chosen(root, world, lambda checkpoints: _path_of_step(checkpoints, root, int(asked)))
-    load(verify_all_but_shards(path, world=world), ALL_KEPT)
+    load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
     return True
 
 
@@ -118,7 +118,7 @@ def _branch(
             f"branch={branch} is for a run that begins from another one's checkpoint, and {path} is this run's own. "
             "Use another experiment name."
         )
-    load(verify_all_but_shards(path, world=world), branch)
+    load(verify_checkpoint(path, world=world, shards=False), branch)
     return True
 
 
@@ -138,7 +138,7 @@ def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> 
     candidates = world.broadcast_object(finished_directories(root) if world.is_main else [])
     for path in reversed(candidates):
         try:
-            load(verify_all_but_shards(path, world=world), ALL_KEPT)
+            load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
         except DamagedCheckpointError as error:
             if world.is_main:
                 logger.warning("skipping a damaged checkpoint: %s", error)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.frozen_weights import FrozenWeights
+from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.metric_state import metric_state
 from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import (
@@ -28,11 +28,11 @@ from dream_trainer.checkpoint.model_state import (
     rank_buffers,
 )
 from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_state
-from dream_trainer.checkpoint.random_state import random_state
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.seeds import random_state
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.cooperation import mixin_states
 from dream_trainer.trainer.data_setup import global_batch_size

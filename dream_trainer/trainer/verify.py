@@ -23,8 +23,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.compat.gradient_hooks import without_hooks
-from dream_trainer.compat.pytorch import default_generator_of
+from dream_trainer.compat.pytorch import default_generator_of, without_hooks
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
 from dream_trainer.modules.expert_exchange import is_shared_by_experts

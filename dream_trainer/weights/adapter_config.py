@@ -1,8 +1,4 @@
-"""Whether adapters that are loaded mean what they meant: equal weights under another config are another function.
-
-No shape tells: the scaling is `lora_alpha` over the rank, or over its root. So configs are compared, those of peft's
-`adapter_config.json`, which checkpoints and exports have.
-"""
+"""Compares the configs of adapters that are loaded, since equal weights under another config are another function."""
 
 from __future__ import annotations
 
@@ -24,20 +20,18 @@ from dream_trainer.weights.weight_files import open_weights
 
 logger = logging.getLogger("dream_trainer")
 
-_DESCRIBES = {
+_DESCRIBES = {  # fields that say where adapters are from, or how they began
     *("base_model_name_or_path", "revision", "auto_mapping", "task_type", "inference_mode", "peft_version"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
 }
-"""Fields that say where adapters are from, or how they began."""
 
 _PLACES = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"}
 """Fields that say which layers have adapters, in one of several spellings; the tensors' names say it in one."""
 
-_OF_TRAINING = {
+_OF_TRAINING = {  # fields that only training looks at: dropout, and the schedule of AdaLoRA
     *("lora_dropout", "module_dropout", "rank_dropout", "rank_dropout_scale", "orth_reg_weight"),
     *("total_step", "tinit", "tfinal", "deltaT", "beta1", "beta2"),
 }
-"""Fields that only training looks at: dropout, and the schedule of AdaLoRA."""
 
 Changes = dict[str, tuple[Any, Any]]
 
@@ -47,15 +41,7 @@ def refuse_other_adapters(
 ) -> None:
     """Compares the configs of a checkpoint's adapters with those of the models, before anything is loaded.
 
-    What training alone looks at, such as dropout, may differ, and is said.
-
-    Args:
-        saved: What the checkpoint says of the adapters of each model that has some; None if it is an older one that
-            says nothing of any.
-
-    Raises:
-        CheckpointError: A model's adapters are others; the same on every rank.
-    """
+    `saved` is None if the checkpoint is an older one that says nothing of any."""
 
     def compare() -> None:
         adapters = {name: found for name, model in models.items() if (found := adapters_of(model)) is not None}
@@ -90,11 +76,7 @@ def refuse_other_adapters(
 
 
 def refuse_other_config(path: Path, adapters: Adapters, may_differ: Collection[str], world: Ranks) -> None:
-    """Compares the `adapter_config.json` of a directory of peft, or beside a file of one, with a model's adapters.
-
-    Raises:
-        CheckpointError: They differ in what the function of the weights depends on.
-    """
+    """Compares the `adapter_config.json` of a directory of peft, or beside a file of one, with a model's adapters."""
     same_places = set(open_weights(path, None).shapes) == set(adapters.names)
     file = (path if path.is_dir() else path.parent) / ADAPTER_CONFIG_NAME
     if not file.exists():

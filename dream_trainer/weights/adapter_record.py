@@ -33,11 +33,7 @@ def adapters_of(model: nn.Module) -> Adapters | None:
 
 
 def whole_adapters(models: Mapping[str, nn.Module], world: Ranks) -> dict[str, Adapters]:
-    """The active adapters of those models that have some, of all stages of a pipeline. Every rank calls this.
-
-    Raises:
-        Exception: What describing them raised on some rank; on all of them.
-    """
+    """The active adapters of those models that have some, of all stages of a pipeline. Every rank calls this."""
     adapted = {name: model for name, model in models.items() if peft_model(model) is not None}
     if not adapted:
         return {}
@@ -67,19 +63,16 @@ def adapters_from(record: Mapping[str, Any]) -> Adapters:
 
 
 class Origin(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a file: the absolute path of what was loaded, and the tensor's name there."""
 
-    path: str
-    """What was loaded, as an absolute path."""
-    name: str
-    """The tensor's name there."""
+    path: str  # what was loaded, as an absolute path
+    name: str  # the tensor's name there
 
 
 _origins = OfTensors[Origin]()
 
 
 def remember_origin(tensor: Tensor, origin: Origin) -> None:
-    """Remembers that `tensor` was filled from there."""
     _origins.set(tensor, origin)
 
 

@@ -1,8 +1,6 @@
 """Models that peft has wrapped: loading their base and their adapters, and what is to be written of them.
 
-peft puts words into the names of what it wraps, `q_proj.weight` being `base_model.model.q_proj.base_layer.weight` then.
-Files have the names that the authors gave. Everything else is as for other models.
-"""
+peft renames `q_proj.weight` to `base_model.model.q_proj.base_layer.weight`; files have the names that authors gave."""
 
 from __future__ import annotations
 
@@ -145,11 +143,7 @@ def _exactly(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def merged_reader(adapters: Adapters, read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Reads tensors of the base, by the names of `adapters.base`, with the adapters added.
-
-    Raises:
-        CheckpointError: These adapters cannot be merged here.
-    """
+    """Reads tensors of the base, by the names of `adapters.base`, with the adapters added."""
     if adapters.cannot_merge:
         raise CheckpointError(
             f"these adapters cannot be merged one tensor at a time: {adapters.cannot_merge}. Export the adapters "

@@ -1,8 +1,6 @@
 """Weights in DCP directories: Dream Trainer's own checkpoints, and those of others.
 
-A block is assembled from the saved chunks that it overlaps, whatever mesh they were saved from, with one chunk in
-memory at a time. Entries that are not tensors are pickles; they are skipped and never read.
-"""
+A block is assembled from the saved chunks that it overlaps. Entries that are not tensors are never read."""
 
 from __future__ import annotations
 
@@ -24,21 +22,13 @@ from dream_trainer.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, MetadataUnpickler, parse_metadata
 from dream_trainer.compat.pytorch import file_window
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.weights.reading import Box, blaming, inside, load_pickle
+from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
 
 _OWN_PREFIX = "models."
 
 
 def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
-    """The weights of one model in a Dream Trainer checkpoint.
-
-    Args:
-        path: The checkpoint's `step_*` directory.
-        model_name: The model; may be None if there is only one.
-
-    Raises:
-        CheckpointError: The manifest or DCP's metadata is missing or damaged, or there is no such model.
-    """
+    """The weights of one model in a Dream Trainer checkpoint; the model's name may be None if there is only one."""
     manifest = read_manifest(path)
     metadata = parse_metadata(manifest.read(METADATA_NAME), path / METADATA_NAME)
     names = [name for name in metadata.state_dict_metadata if name.startswith(_OWN_PREFIX)]
@@ -53,12 +43,14 @@ def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
 
 
 def open_foreign(path: Path) -> DcpFiles:
-    """All tensors of a DCP directory that somebody else wrote, under the names they have there.
-
-    Raises:
-        CheckpointError: The metadata is damaged or asks for code.
-    """
-    metadata = _foreign_metadata(path / METADATA_NAME)
+    """All tensors of a DCP directory that somebody else wrote, under the names they have there."""
+    file = path / METADATA_NAME
+    with blaming(file):
+        metadata = _ForeignUnpickler(file.read_bytes(), file).load()
+    if not isinstance(metadata, Metadata) or not all(
+        isinstance(part, dict) for part in (metadata.state_dict_metadata, metadata.storage_data)
+    ):
+        raise DamagedCheckpointError(f"{file} contains no DCP metadata.")
     records = metadata.state_dict_metadata
     tensors = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
     return DcpFiles(path, metadata, tensors, None)
@@ -73,27 +65,8 @@ class _ForeignUnpickler(MetadataUnpickler):
         return super().find_class(module_name, global_name)
 
 
-def _foreign_metadata(file: Path) -> Metadata:
-    with blaming(file):
-        metadata = _ForeignUnpickler(file.read_bytes(), file).load()
-    if not (
-        isinstance(metadata, Metadata)
-        and isinstance(metadata.state_dict_metadata, dict)
-        and isinstance(metadata.storage_data, dict)
-    ):
-        raise DamagedCheckpointError(f"{file} contains no DCP metadata.")
-    return metadata
-
-
-class DcpFiles:
-    """Tensors of a DCP directory.
-
-    Args:
-        path: The directory.
-        metadata: Its metadata, read safely.
-        names: The name to give each tensor, to its name in the metadata.
-        manifest: The manifest with the files' checksums; None if there is none.
-    """
+class DcpFiles(WeightFiles):
+    """Tensors of a DCP directory; `names` has the name to give each tensor, to its name in the metadata."""
 
     def __init__(self, path: Path, metadata: Metadata, names: Mapping[str, str], manifest: Manifest | None) -> None:
         self._path = path
@@ -105,7 +78,6 @@ class DcpFiles:
             self.shapes = {name: tuple(record.size) for name, record in self._records.items()}
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        """See `WeightFiles.checksums`."""
         if self._manifest is None:
             return {}
         files = {
@@ -117,7 +89,6 @@ class DcpFiles:
         return {file: self._manifest.entry(file.name) for file in files}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `WeightFiles.read`."""
         block = torch.empty([cut.stop - cut.start for cut in box], dtype=self._records[name].properties.dtype)
         filled = 0
         for chunk in self._records[name].chunks:

@@ -1,8 +1,4 @@
-"""Weights in Hugging Face's layout, from a checkpoint on the disk or from a live model of any sharding.
-
-Only one tensor is in memory at a time. Names are those of `state_dict()`; tied weights are stored once, under their
-first name, as transformers expects them. How the files are named and published is in export_files.py.
-"""
+"""Weights in Hugging Face's layout, from a checkpoint or a live model, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dream_trainer.checkpoint.digests import value_digests
@@ -85,7 +82,7 @@ def export_checkpoint(
     from dream_trainer.weights.stored_tensors import StoredTensors
 
     stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
-    chosen = _choose_model(stored, shared, model)
+    chosen = model_to_export(model_names(stored, shared), model, of=stored.manifest.path)
     prefix, records = f"models.{chosen}.", shared.get("left_out", {})
     left_out = LeftOutWeights({name: records[full] for name, full in _below(records, prefix).items()}, base)
     sources = _sources(stored, chosen, weights)
@@ -143,19 +140,14 @@ def _content(
     return _Content(own, lambda name: read(adapters.names[name]), adapters.config, are_adapters=True)
 
 
-def model_to_export(models: Collection[str], asked: str | None) -> str:
-    """The name of a trainer's model: that which was asked for, or the only one.
-
-    Raises:
-        CheckpointError: There is no such model, or there are several.
-    """
-    if asked is None:
-        if len(models) > 1:
-            raise CheckpointError(f"the trainer has several models: say which of {sorted(models)} to export.")
-        asked = next(iter(models))
-    if asked not in models:
-        raise CheckpointError(f"the trainer has no model {asked!r}; there are {sorted(models)}.")
-    return asked
+def model_to_export(models: Collection[str], asked: str | None, *, of: object = "the trainer") -> str:
+    """The name of a model: that which was asked for, or the only one."""
+    available = f"It has {', '.join(map(repr, models)) or 'none'}."
+    if asked is None and len(models) != 1:
+        raise CheckpointError(f"{of} does not have exactly one model. {available} Name one of them.")
+    if asked is not None and asked not in models:
+        raise CheckpointError(f"{of} has no model {asked!r}. {available}")
+    return next(iter(models)) if asked is None else asked
 
 
 def export_model(
@@ -222,12 +214,7 @@ def export_model(
 
 
 def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> dict[str, str]:
-    """The mapping under new names: each regular expression is replaced in each name, in order; empty ones are dropped.
-
-    Raises:
-        CheckpointError: Two names become one.
-        ConfigError: A pattern is not a regular expression.
-    """
+    """The mapping under new names, in which each expression is replaced in order; empty names are dropped."""
     result: dict[str, str] = {}
     for name, source in sources.items():
         new = name
@@ -245,7 +232,6 @@ def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> di
 
 
 def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:
-    """Names of the models in a checkpoint."""
     first_parts = (name.split(".")[1] for name in stored.specs if name.startswith("models."))
     known = shared.get("extra_state") or dict.fromkeys(first_parts)  # a model's name may have dots itself
     return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in stored.specs)]
@@ -264,18 +250,6 @@ def tensors_by_owner(stored: StoredTensors, shared: Mapping[str, Any]) -> dict[s
         owner = f"callback {callback[1]} {callback[2]}" if callback else known
         groups.setdefault(owner, {})[name] = spec
     return groups
-
-
-def _choose_model(stored: StoredTensors, shared: Mapping[str, Any], model: str | None) -> str:
-    models = model_names(stored, shared)
-    if model is None and len(models) == 1:
-        return models[0]
-    available = f"It has {', '.join(map(repr, models)) or 'none'}."
-    if model is None:
-        raise CheckpointError(f"{stored.manifest.path} does not have exactly one model. {available} Name one of them.")
-    if model not in models:
-        raise CheckpointError(f"{stored.manifest.path} has no model {model!r}. {available}")
-    return model
 
 
 def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
@@ -340,11 +314,7 @@ _DIGEST = re.compile(r"(\w+) (\(.*\)) [0-9a-f]{16}")
 
 
 class LeftOutWeights:
-    """Tensors by the names that the checkpoint would have for them.
-
-    Attributes:
-        specs: Shape and dtype of each.
-    """
+    """Tensors that the checkpoint left out, by the names that it would have for them."""
 
     def __init__(self, records: Mapping[str, Mapping[str, str]], base: Path | None) -> None:
         self._records, self._base = records, base
@@ -356,11 +326,7 @@ class LeftOutWeights:
                 self.specs[name] = TensorSpec(tuple(ast.literal_eval(match[2])), _DTYPES[match[1]])
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, its digest compared.
-
-        Raises:
-            CheckpointError: It is not known where it was loaded from, or it is not there, or has other values now.
-        """
+        """The whole tensor on the CPU, its digest compared."""
         record, spec = self._records[name], self.specs[name]
         if "path" not in record:
             raise CheckpointError(
@@ -385,11 +351,7 @@ class LeftOutWeights:
 
 
 class StageTensors:
-    """Brings tensors to rank 0, one at a time. Making one is a collective where there are several stages.
-
-    Attributes:
-        specs: What all ranks' tensors are written as, by name, stage after stage.
-    """
+    """Brings tensors to rank 0, one at a time. Making one is a collective where there are several stages."""
 
     def __init__(self, own: Mapping[str, TensorSpec], read: Callable[[str], Tensor], world: Ranks) -> None:
         self._own, self._read, self._world = own, read, world
@@ -408,8 +370,6 @@ class StageTensors:
         holder = self._holders.get(name, 0)
         if holder == 0 or self._world.rank not in (0, holder):
             return value
-        import torch.distributed as dist
-
         # Bytes, since not every backend sends every type.
         if self._world.rank == holder:
             sent = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

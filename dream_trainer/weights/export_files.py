@@ -1,11 +1,5 @@
-"""Files of an export: how they are named and split, and that they appear complete or not at all.
-
-<out>/model.safetensors                                one shard
-<out>/model-00001-of-00002.safetensors, ...            several, and model.safetensors.index.json to find them by
-<out>/config.json                                      if the model has a config
-<out>/adapter_model.safetensors, adapter_config.json   adapters, as peft lays them out
-<out>.safetensors, <out>.pt, <out>.pth                 one file, if that is what is asked for
-"""
+"""Files of an export, which appear complete or not at all: model.safetensors, or numbered shards and an index, and
+config.json; adapters as peft lays them out; or one .safetensors, .pt or .pth file."""
 
 from __future__ import annotations
 
@@ -42,19 +36,13 @@ _OWN_NAME = re.compile(
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
-FilePlan = dict[str, dict[str, TensorSpec]]
-"""File name to its tensors, both in the order in which they are written."""
+FilePlan = dict[str, dict[str, TensorSpec]]  # file name to its tensors, both in the order in which they are written
 
 
 def plan_files(
     out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int | str, *, are_adapters: bool = False
 ) -> FilePlan:
-    """Divides tensors among files: in order, each file filled up to the limit. A larger tensor has a file of its own.
-
-    Raises:
-        CheckpointError: The format has no such dtype; the tensors are listed.
-        ConfigError: The size is not understood.
-    """
+    """Divides tensors among files, in order: each is filled up to the limit; a larger tensor has its own."""
     limit = parse_size(max_shard_size)
     if out.suffix in _TORCH_SUFFIXES:
         return {out.name: dict(specs)}
@@ -84,11 +72,7 @@ def plan_files(
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of "5GB" (10^9 each), "5GiB" (2^30 each) or a number.
-
-    Raises:
-        ConfigError: It is neither, or not positive.
-    """
+    """Bytes of "5GB" (10^9 each), "5GiB" (2^30 each) or a number."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
         number, unit, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
@@ -98,11 +82,6 @@ def parse_size(size: int | str) -> int:
 
 
 def check_target(out: Path, *, overwrite: bool) -> None:
-    """Refuses a path to which an export must not be written.
-
-    Raises:
-        CheckpointError: It exists, contains directories, or is where a run looks for checkpoints.
-    """
     place = out.resolve()
     for directory in (place, *place.parents):
         if _holds_checkpoints(directory):
@@ -148,14 +127,7 @@ def write_files(
     config_name: str = CONFIG_NAME,
     overwrite: bool,
 ) -> list[Path]:
-    """Writes an export under a temporary name beside `out` and renames it when all of it is on the disk.
-
-    Returns:
-        The files, in order.
-
-    Raises:
-        CheckpointError: `check_target` refuses, or the disk does; then nothing is left behind.
-    """
+    """Writes an export under a temporary name beside `out` and renames it when all of it is on the disk."""
     out = out.resolve() if out.is_symlink() else out
     check_target(out, overwrite=overwrite)
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")

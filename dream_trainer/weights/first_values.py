@@ -16,19 +16,12 @@ from dream_trainer.meta.recorded_calls import Ref
 
 @dataclass(frozen=True)
 class FirstValues:
-    """How the adapters of a model got their first values.
+    """How the adapters of a model got their first values."""
 
-    Attributes:
-        derived: The adapters' tensors that were computed from the base, by name.
-        changed: A weight of the base that was changed when its adapter was made; "" if there is none.
-        asked: One whose values peft looked at, so that it is not known what came of it; "" if there is none.
-        is_known: Whether all of this was recorded, as it is of models that are built in `configure_models`.
-    """
-
-    derived: Mapping[str, Derived]
-    changed: str = ""
-    asked: str = ""
-    is_known: bool = True
+    derived: Mapping[str, Derived]  # the adapters' tensors that were computed from the base, by name
+    changed: str = ""  # a weight of the base that was changed when its adapter was made
+    asked: str = ""  # one whose values peft looked at, so that it is not known what came of it
+    is_known: bool = True  # whether it was recorded, as of models that are built in `configure_models`
 
 
 _of_models: list[tuple[nn.Module, FirstValues]] = []  # until load_pretrained is over
@@ -61,7 +54,6 @@ def _first_values(refs: Mapping[str, Ref], base: set[str], adapted: list[str], p
 
 
 def first_values_of(model: nn.Module) -> FirstValues:
-    """What is known of it."""
     return next((found for known, found in _of_models if known is model), FirstValues({}, is_known=False))
 
 

@@ -92,7 +92,10 @@ def _upload(
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError as error:
         raise ConfigError("pushing needs huggingface_hub: pip install 'dream-trainer[hub]'.") from error
-    _name_base(directory / ADAPTER_CONFIG_NAME, base_model)
+    adapters = directory / ADAPTER_CONFIG_NAME
+    if base_model is not None and adapters.exists():
+        config = json.loads(adapters.read_text()) | {"base_model_name_or_path": base_model}
+        adapters.write_text(json.dumps(config, indent=2))
     card = directory / CARD_NAME
     if not card.exists():
         card.write_text(model_card(directory, repo, manifest, base_model))
@@ -118,16 +121,8 @@ def _add_files(source: Path, directory: Path) -> None:
     shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
-def _name_base(file: Path, base_model: str | None) -> None:
-    if base_model is not None and file.exists():
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_model}, indent=2))
-
-
 def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str | None) -> str:
-    """The text of a model card: what the files are, how far they were trained, and what a validation found.
-
-    Paths of this machine are not in it.
-    """
+    """A model card: what the files are, their training and validation, and no path of this machine."""
     from huggingface_hub import ModelCardData
 
     library, use = _library(directory, repo)
@@ -150,7 +145,6 @@ def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str |
 
 
 def _library(directory: Path, repo: str) -> tuple[str | None, str]:
-    """Which library reads the export, and how."""
     if (directory / ADAPTER_CONFIG_NAME).exists():
         return "peft", f'Adapters: `PeftModel.from_pretrained(base, "{repo}")`.'
     config = directory / CONFIG_NAME

@@ -1,8 +1,4 @@
-"""Loading weights from a file into an existing model: `load_weights`.
-
-First every rank matches the file's names with the model's, and nothing is written before all ranks agree that they fit.
-Then each rank reads the block of each tensor that its own shard covers, and copies it into the shard.
-"""
+"""Loading weights from a file into an existing model: names are matched on all ranks before anything is written."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import verify_file
+from dream_trainer.checkpoint.model_state import EXTRA_STATE, stored_in_place
 from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("dream_trainer")
-
-_EXTRA_STATE = "_extra_state"
 
 
 def load_weights(
@@ -83,17 +78,17 @@ def load_weights(
     world = world or Ranks.of_default_group()
     task = f"load weights from {path}"
 
-    def match() -> tuple[WeightFiles, _Match]:
+    def match() -> tuple[WeightFiles, Sequence[_Target], LoadReport]:
         files = open_weights(path, model_name)
-        return files, _matched(compiled_original(model) or model, files, patterns, optional)
+        return files, *_matched(compiled_original(model) or model, files, patterns, optional)
 
-    files, matched = on_all_ranks(world, task, match)
-    report = merged(world.all_gather_object(matched.report))
+    files, targets, own_report = on_all_ranks(world, task, match)
+    report = merged(world.all_gather_object(own_report))
     if not report.loaded or (strict and not report.is_complete):
         raise CheckpointError(f"Could not {task}: {refusal(report)}")
-    _verify(files, matched.targets, task, world)
-    on_all_ranks(world, task, lambda: _fill(files, matched.targets))
-    for target in matched.targets:
+    _verify(files, targets, task, world)
+    on_all_ranks(world, task, lambda: _fill(files, targets))
+    for target in targets:
         remember_origin(target.tensor, Origin(str(path.resolve()), target.source))
     if world.is_main and not report.is_complete:
         messages = filter(None, (str(report), rename_hint(report), _random_embeddings(model, report)))
@@ -146,12 +141,6 @@ class _Target:
     part: _Part
 
 
-@dataclass(frozen=True)
-class _Match:
-    targets: Sequence[_Target]
-    report: LoadReport
-
-
 def _compiled(renames: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
     patterns = []
     for pattern, replacement in renames.items():
@@ -174,7 +163,7 @@ def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str
         new = name
         for pattern, replacement in patterns:
             new = pattern.sub(replacement, new)
-        if not new or new.rpartition(".")[2] == _EXTRA_STATE:
+        if not new or new.rpartition(".")[2] == EXTRA_STATE:
             continue
         if new in sources:
             raise CheckpointError(f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ.")
@@ -184,19 +173,10 @@ def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have."""
-    owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    tensors = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if name.rpartition(".")[2] == _EXTRA_STATE:
-            continue
-        if id(value) not in owned:
-            raise CheckpointError(
-                f"the model's state_dict() gives {name!r}, which is not one of its parameters or buffers; it cannot "
-                "be loaded in place. Return such values from get_extra_state() instead."
-            )
+    tensors = stored_in_place(model, "the model")
+    for name, value in tensors.items():
         if value.is_meta:
             raise CheckpointError(f"{name} of the model is on the meta device. Load in load_pretrained(), not before.")
-        tensors[name] = value
     for name, names in names_in_whole(model).items():
         tensors |= dict.fromkeys(names, tensors[name])
     return tensors
@@ -204,7 +184,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _matched(
     model: nn.Module, files: WeightFiles, patterns: Sequence[tuple[re.Pattern[str], str]], optional: Collection[str]
-) -> _Match:
+) -> tuple[Sequence[_Target], LoadReport]:
     sources = _renamed(files.shapes, patterns)
     tensors = _tensors(model)
     names_of: dict[int, list[str]] = {}
@@ -230,7 +210,7 @@ def _matched(
         elif not any(name in mismatched for name in names):
             missing += [name for name in names if name not in optional]
     unexpected = tuple(name for name in sources if name not in tensors)
-    return _Match(targets, LoadReport(tuple(loaded), tuple(missing), unexpected, mismatched))
+    return targets, LoadReport(tuple(loaded), tuple(missing), unexpected, mismatched)
 
 
 def _equal(files: WeightFiles, target: _Target, other: str) -> bool:
@@ -261,7 +241,6 @@ def _part(tensor: Tensor) -> _Part:
 
 
 def _rows(tensor: DTensor, dim: int) -> Tensor:
-    """The indices along `dim` that this rank has."""
     rows = local_indices(tensor, dim)
     if len(rows) != local_tensor(tensor).shape[dim]:
         raise CheckpointError(

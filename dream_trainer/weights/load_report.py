@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dream_trainer.checks import listed
+
 _LISTED = 20
 
 
@@ -34,14 +36,13 @@ class LoadReport:
 
 
 def _problems(report: LoadReport) -> list[str]:
-    """A line for each kind of name that does not fit."""
     reasons = [f"{name} ({reason})" for name, reason in report.mismatched.items()]
     kinds = (
         (report.missing, "missing (not in the file)"),
         (report.unexpected, "unexpected (not in the model)"),
         (reasons, "mismatched"),
     )
-    return [f"{len(names)} {kind}: {_listed(names)}" for names, kind in kinds if names]
+    return [f"{len(names)} {kind}: {listed(names, _LISTED)}" for names, kind in kinds if names]
 
 
 def merged(reports: Sequence[LoadReport]) -> LoadReport:
@@ -59,13 +60,7 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + rest
-
-
 def refusal(report: LoadReport) -> str:
-    """Why nothing is loaded, and what to do."""
     what = "it does not fit the model" if report.loaded else "nothing in it fits the model"
     advice = rename_hint(report)
     if not advice:

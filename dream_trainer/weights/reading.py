@@ -1,14 +1,14 @@
-"""What all readers of weight files share: blocks of tensors, errors that name the file, and unpickling without running
-code."""
+"""What all readers of weight files share."""
 
 from __future__ import annotations
 
 import pickle
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -16,39 +16,25 @@ from torch import Tensor
 from dream_trainer.checkpoint.manifest import FileEntry
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
-Box = tuple[slice, ...]
-"""A block of a tensor: one slice per dimension, with start and stop."""
+Box = tuple[slice, ...]  # a block of a tensor: one slice per dimension, with start and stop
 
 
-class WeightFiles(Protocol):
-    """Tensors by name, on disk.
+class WeightFiles(ABC):
+    """Tensors by name, on disk, with the full shape of each."""
 
-    Attributes:
-        shapes: The full shape of each.
-    """
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    shapes: Mapping[str, tuple[int, ...]]
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
         """The files that contain these blocks, with size and checksum, where those are known."""
-        ...
+        return {}
 
+    @abstractmethod
     def read(self, name: str, box: Box) -> Tensor:
-        """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to.
-
-        Raises:
-            CheckpointError: The file is damaged; the message names it.
-        """
-        ...
+        """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to."""
 
 
 def inside(file: Path, name: str) -> Path:
-    """The path of `name`, beside the `file` that refers to it, which may come from a stranger.
-
-    Raises:
-        DamagedCheckpointError: The path is outside the file's directory.
-    """
+    """The path of `name`, beside the `file` that refers to it, which may come from a stranger."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedCheckpointError(f"{file} refers to {name!r}, outside its directory. Do not use it.")
     return file.parent / name
@@ -66,11 +52,7 @@ def blaming(file: Path) -> Iterator[None]:
 
 
 def load_pickle(source: Path | IO[bytes], file: Path, *, mmap: bool) -> Any:
-    """The result of `torch.load` on a file or a part of it, on the CPU, without running its code.
-
-    Raises:
-        DamagedCheckpointError: It is damaged, or asks for what weights do not need.
-    """
+    """The result of `torch.load` on a file or a part of it, on the CPU, without running its code."""
     with blaming(file):
         try:
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)

@@ -1,11 +1,8 @@
-"""Writing a safetensors file one tensor at a time, so that only the largest tensor must fit in memory, not the model.
+"""Writing a safetensors file one tensor at a time; `safetensors.torch.save_file` needs all of them at once.
 
-`safetensors.torch.save_file` needs all tensors at once. The format itself does not: the header is known from names,
-shapes and dtypes, and the bytes come after it in order.
-
-    8 bytes          length of the header, little-endian
-    header           JSON: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
-    tensors          row-major bytes, without gaps; offsets count from the header's end
+8 bytes          length of the header, little-endian
+header           JSON: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
+tensors          row-major bytes, without gaps; offsets count from the header's end
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DTYPE_NAMES = {
+DTYPE_NAMES = {  # the format's name of each dtype that it supports
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -41,7 +38,6 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's name of each dtype that it supports."""
 
 
 class TensorSpec(NamedTuple):
@@ -52,29 +48,16 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def file_order(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors in their order in the file: wide dtypes first, so that each begins at a multiple of its item size.
-
-    Readers that map the file into memory need that alignment, and the format has no padding between tensors.
-    """
+    """The tensors by falling item size, so that each begins at a multiple of it, as readers that map files need."""
     return dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def write_safetensors(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:
-    """Writes a new safetensors file and waits until the disk has it.
-
-    Args:
-        read: Returns a tensor of the spec's shape, on any device; called once for each name, in order. The tensor is
-            cast to the spec's dtype.
-
-    Raises:
-        ValueError: The format has no such dtype, or `read` returned another shape.
-        OSError: The file exists, or cannot be written.
-    """
+    """Writes a new safetensors file; `read` is called once for each name, in order, and its result is cast."""
     header = _header(specs)
     with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little"))

@@ -18,19 +18,9 @@ _CHUNK = 1 << 24  # elements compared at once, so that float64 copies stay small
 
 
 class StoredTensors:
-    """The tensors of one checkpoint by name, assembled from the shards of all ranks.
-
-    Attributes:
-        manifest: The checkpoint's manifest.
-        specs: Global shape and dtype of each tensor.
-    """
+    """The tensors of one checkpoint by name, assembled from the shards of all ranks."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the manifest and DCP's metadata.
-
-        Raises:
-            CheckpointError: One of them is missing, damaged or refused.
-        """
         self.manifest = read_manifest(path)
         file = self.manifest.path / METADATA_NAME
         self._metadata = parse_metadata(self.manifest.read(METADATA_NAME), file)
@@ -42,11 +32,7 @@ class StoredTensors:
         }
 
     def read(self, name: str) -> Tensor:
-        """The full tensor on the CPU. A shard file's checksum is compared before its first tensor is read.
-
-        Raises:
-            CheckpointError: A shard is missing or damaged.
-        """
+        """The full tensor on the CPU. A shard file's checksum is compared before its first tensor is read."""
         shape, dtype = self.specs[name]
         tensor = torch.empty(shape, dtype=dtype)
         read_tensors(self.manifest, self._metadata, {name: tensor}, self._reader)
@@ -75,10 +61,9 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def max_difference(a: Tensor, b: Tensor) -> float | None:
-    """The largest absolute difference of two tensors of one shape and dtype; None if they are equal bit for bit.
+    """The largest absolute difference of tensors of one shape and dtype; None if they are equal bit for bit.
 
-    Equal infinities differ by 0, and so do two NaN; NaN and a number make the result NaN.
-    """
+    Equal infinities differ by 0, and so do two NaN; NaN and a number make the result NaN."""
     a, b = a.reshape(-1), b.reshape(-1)
     if a.numel() == 0 or torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None

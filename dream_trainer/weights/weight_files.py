@@ -1,9 +1,6 @@
-"""The kinds of files that contain weights: each is opened as tensors by name, of which any block can be read.
+"""The kinds of files that contain weights: opening one reads its header, and any block of a tensor can be read.
 
-Opening a file reads its header but no values: a rank that needs a quarter of a tensor reads about a quarter. No code in
-a file is run: safetensors has none, and pickles are read by PyTorch's `weights_only` reader, which refuses anything but
-tensors.
-"""
+No code in a file is run: pickles are read by PyTorch's `weights_only` reader."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
 
@@ -30,11 +27,6 @@ _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 
 
 def open_weights(path: Path, model_name: str | None) -> WeightFiles:
-    """Opens the weights at `path`, of whatever kind they are.
-
-    Raises:
-        CheckpointError: There is nothing at `path`, or it is of an unknown kind, damaged or asks for code.
-    """
     if path.is_dir():
         return _open_directory(path, model_name)
     if not path.exists():
@@ -86,7 +78,7 @@ def _open_index(path: Path) -> WeightFiles:
     return _Shards([(name, opened[file]) for name, file in file_of_name.items()])
 
 
-class _SafetensorsFile:
+class _SafetensorsFile(WeightFiles):
     """One safetensors file, mapped into memory. Opening it compares the header's offsets with the file's size."""
 
     def __init__(self, path: Path) -> None:
@@ -97,16 +89,13 @@ class _SafetensorsFile:
             self._file = safe_open(path, framework="pt", device="cpu")
             self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
 
-    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        return {}
-
     def read(self, name: str, box: Box) -> Tensor:
         with blaming(self._path):
             block: Tensor = self._file.get_slice(name)[box]
             return block
 
 
-class _TorchFile:
+class _TorchFile(WeightFiles):
     """One file of `torch.save`, mapped into memory: a state dict, or a dict with one inside."""
 
     def __init__(self, path: Path) -> None:
@@ -120,9 +109,6 @@ class _TorchFile:
             )
         self._tensors = _state_dict(load_pickle(path, path, mmap=True), path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        return {}
 
     def read(self, name: str, box: Box) -> Tensor:
         return self._tensors[name][box]
@@ -152,7 +138,7 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in tensors.items()}
 
 
-class _Shards:
+class _Shards(WeightFiles):
     """Tensors in several files."""
 
     def __init__(self, files: list[tuple[str, WeightFiles]]) -> None:
@@ -162,9 +148,6 @@ class _Shards:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise CheckpointError(f"several files contain {twice[:20]}. Give the one file or index to load.")
         self.shapes = {name: file.shapes[name] for name, file in files}
-
-    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        return {}
 
     def read(self, name: str, box: Box) -> Tensor:
         return self._file_of_name[name].read(name, box)

@@ -24,7 +24,6 @@ from tests.api import (
     read_manifest,
     read_rank,
     read_shared,
-    verify_all_but_shards,
     verify_checkpoint,
 )
 from tests.checkpoint.states import save, some_tensors
@@ -111,13 +110,13 @@ def test_a_shard_that_shrinks_after_its_size_was_compared_is_damage(path: Path) 
 
 @pytest.mark.parametrize("name", FILES)
 def test_all_files_but_the_shards_can_be_verified_without_reading_those(path: Path, name: str) -> None:
-    assert verify_all_but_shards(path, world=Ranks.alone()).step == 2
+    assert verify_checkpoint(path, world=Ranks.alone(), shards=False).step == 2
     flip(path / name)
     if name.endswith(".distcp"):
-        assert verify_all_but_shards(path, world=Ranks.alone()).step == 2
+        assert verify_checkpoint(path, world=Ranks.alone(), shards=False).step == 2
     else:
         with pytest.raises(DamagedCheckpointError, match=re.escape(str(path / name))):
-            verify_all_but_shards(path, world=Ranks.alone())
+            verify_checkpoint(path, world=Ranks.alone(), shards=False)
 
 
 def test_a_path_where_nothing_is_is_no_damage(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_nan_none_and_equals_are_never_better() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"keep_last": 0}, "keep_last=0 is not a positive integer"),
+        ({"keep_last": 0}, "keep_last=0 is too small"),
         ({"keep_best": -1, "metric": "m"}, "keep_best=-1"),
         ({"keep_every_n_steps": 1.5}, r"keep_every_n_steps=1\.5"),
         ({"keep_last": True}, "keep_last=True"),

@@ -19,11 +19,11 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.best_value import refuse_other_places
+from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.files import local_path, step_name
-from dream_trainer.checkpoint.frozen_weights import FrozenWeights
 from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_all_but_shards, verify_checkpoint
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
 from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
@@ -40,10 +40,9 @@ from dream_trainer.config.checkpoint_parameters import (
     CheckpointParameters,
     Mode,
 )
-from dream_trainer.distributed.host_ranks import on_host, ranks_of_host
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.distributed.world import MESH_DIMS, on_host, ranks_of_host
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
@@ -259,7 +258,7 @@ class CheckpointMixin(AbstractTrainer):
         if found is None:
             return False
         try:
-            self._load(verify_all_but_shards(found.path, world=world), newest=newest)
+            self._load(verify_checkpoint(found.path, world=world, shards=False), newest=newest)
         except CheckpointError as error:
             if world.is_main:
                 logger.warning("a local checkpoint is not used, and %s is read: %s", root, error)

@@ -132,7 +132,7 @@ class CompileMixin(AbstractTrainer):
                 )
 
     def _options_of_overlap(self, group: dist.ProcessGroup) -> dict[str, Any]:
-        from dream_trainer.compat.symmetric_memory import options_of_overlap, why_memory_is_not_shared
+        from dream_trainer.compat.async_collectives import options_of_overlap, why_memory_is_not_shared
 
         if (why_not := why_memory_is_not_shared(group, self.world.device)) is not None:
             raise ConfigError(

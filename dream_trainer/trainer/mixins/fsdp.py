@@ -51,8 +51,8 @@ class FSDPMixin(AbstractTrainer):
                 self._gather_in_symmetric_memory(model)
 
     def _gather_in_symmetric_memory(self, model: nn.Module) -> None:
+        from dream_trainer.compat.async_collectives import why_memory_is_not_shared
         from dream_trainer.compat.fully_shard import gather_in_symmetric_memory
-        from dream_trainer.compat.symmetric_memory import why_memory_is_not_shared
 
         mesh = self.world.parameter_mesh
         assert mesh is not None  # models are sharded over it
