@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import dream_trainer as dt
-from tests.trainer.small import Alone, Sharded
+from tests.trainer.small import Alone, Sharded, fit
 
 
 class Logged(Alone, dt.LoggerMixin):
@@ -33,8 +33,7 @@ class Recorder(dt.Callback):
 
 def record(trainer: Any, recorder: Recorder) -> Recorder:
     """What a whole run of `trainer`, which has `recorder` among its callbacks, logs."""
-    with trainer:
-        trainer.fit()
+    fit(trainer)
     return recorder
 
 

@@ -19,7 +19,7 @@ from tests.api import ActivationStats, ConfigError, recompute
 from tests.callbacks.recording import Logged, LoggedSharded, Recorder, record
 from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import fill
-from tests.trainer.small import Batch, Samples, Spread, Validates, batches, fused_adamw, make_config, network, sgd
+from tests.trainer.small import Batch, Samples, Spread, Validates, batches, fit, fused_adamw, make_config, network, sgd
 from tests.trainer.test_nonfinite import Poisoned
 
 Logs = dict[int, dict[str, float]]
@@ -190,8 +190,7 @@ def test_hooks_are_there_in_windows_that_are_due_and_never_in_a_validation() -> 
 
     callbacks = [ActivationStats(2), ActivationStats(4, modules=["^model$"], name="other")]
     config = make_config(callbacks=callbacks, n_epochs=1, gradient_accumulation_steps=2, val_every_n_steps=1)
-    with Looks(config, batches(8), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Looks(config, batches(8), batches(1)))
     assert trainer.hooks == [0, 0, 0, 2, 2, 0, 0, 0, 0, 3, 3, 0]
     assert trainer.count() == 0
 

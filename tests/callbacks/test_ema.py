@@ -39,6 +39,7 @@ from tests.trainer.small import (
     batches,
     by_hand,
     fill,
+    fit,
     fused_adamw,
     make_config,
     network,
@@ -90,12 +91,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return any(not torch.equal(one[name], other[name]) for name in one)
-
-
-def fit(trainer: Any) -> Any:
-    with trainer:
-        trainer.fit()
-    return trainer
 
 
 def in_windows(data: Sequence[Batch], size: int) -> Windows:
@@ -566,14 +561,7 @@ def saved_config(steps: int, *callbacks: dt.Callback, **training: Any) -> Config
 SAVED_WINDOWS = in_windows(batches(8, 4), 1)
 
 
-@pytest.fixture
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.pitfall(35)
-@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("stop", [1, 3, 6])
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"warm_up": False}, {"device": "cpu"}], ids=str)
 def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, Any], stop: int) -> None:
@@ -591,7 +579,7 @@ def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, 
 
 
 @pytest.mark.pitfall(35)
-@pytest.mark.usefixtures("in_tmp_path", "late_norms")
+@pytest.mark.usefixtures("late_norms")
 def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
     class Bad(Saved):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -605,7 +593,6 @@ def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
     assert_same_weights(averaged(ema), truth)
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_that_resumes_without_averages_starts_them_from_the_resumed_weights() -> None:
     fit(Saved(saved_config(3)))
     ema = EMA(0.9, warm_up=False)
@@ -619,7 +606,6 @@ def test_a_run_that_resumes_without_averages_starts_them_from_the_resumed_weight
     assert_same_weights(averaged(ema), expected)
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize(("steps", "every"), [(8, 1), (7, 2)], ids=["after an update", "between two updates"])
 def test_going_back_to_a_checkpoint_takes_the_averages_back(steps: int, every: int) -> None:
     config, ema = saved_config(steps), EMA(0.9, every_n_steps=every)
@@ -633,7 +619,6 @@ def test_going_back_to_a_checkpoint_takes_the_averages_back(steps: int, every: i
     assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:steps], decay=0.9, every=every))
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_going_to_a_checkpoint_without_averages_starts_them_anew() -> None:
     path = fit(Saved(saved_config(3))).checkpoints()[-1].path
     ema = EMA(0.9, warm_up=False)
@@ -649,7 +634,6 @@ def test_going_to_a_checkpoint_without_averages_starts_them_anew() -> None:
     assert_same_weights(averaged(ema), expected)
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_a_checkpoint_before_the_first_step_holds_the_weights_as_averages() -> None:
     ema = EMA(0.9, validate=False)
     with Saved(saved_config(2, ema)) as trainer:
@@ -662,7 +646,6 @@ def test_a_checkpoint_before_the_first_step_holds_the_weights_as_averages() -> N
 
 
 @pytest.mark.pitfall(35)
-@pytest.mark.usefixtures("in_tmp_path")
 def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it() -> None:
     from dream_trainer.checkpoint.loading import tensor_metadata
 
@@ -676,7 +659,6 @@ def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it(
 
 
 @pytest.mark.pitfall(35)
-@pytest.mark.usefixtures("in_tmp_path")
 def test_a_signal_in_a_validation_saves_the_weights_as_the_model() -> None:
     class Signalled(Saved):
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -694,7 +676,6 @@ def test_a_signal_in_a_validation_saves_the_weights_as_the_model() -> None:
     assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_a_save_as_soon_as_the_window_is_complete_has_its_step_in_the_averages() -> None:
     """The trainer's own event comes before callbacks'."""
 
@@ -715,7 +696,6 @@ def test_a_save_as_soon_as_the_window_is_complete_has_its_step_in_the_averages()
 
 
 @pytest.mark.pitfall(35)
-@pytest.mark.usefixtures("in_tmp_path")
 def test_nothing_is_saved_or_loaded_while_the_averages_stand_in() -> None:
     ema = EMA(0.9)
     with Saved(saved_config(2, ema)) as trainer:
@@ -841,8 +821,7 @@ def test_one_rank_resumes_the_averages_of_two_bit_for_bit(
     assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS, decay=0.9))
 
 
-def test_averages_inside_gathered_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_averages_inside_gathered_are_refused() -> None:
     ema = dt.EMA(0.5)
     with Spread(make_config(max_steps=1, callbacks=[ema]), batches(1)) as trainer:
         trainer.fit()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dream_trainer as dt
 from tests.api import CheckpointParameters, ConfigError, Every
-from tests.trainer.small import Alone, Validates, batches, make_config
+from tests.trainer.small import Alone, Validates, batches, fit, make_config
 
 
 class Noted(Validates, Alone, dt.EvalMixin):
@@ -51,8 +50,7 @@ def test_validations_are_those_of_training_and_no_evaluate_within_it() -> None:
 
     evaluates = Every(1, "steps", lambda trainer: trainer.evaluate())
     config = make_config(n_epochs=4, num_sanity_val_steps=1, callbacks=[Every(2, "validations", note), evaluates])
-    with Noted(config, batches(2), batches(1)) as trainer:
-        trainer.fit()
+    fit(Noted(config, batches(2), batches(1)))
     assert calls == [4, 8]
 
 
@@ -68,8 +66,7 @@ class Ticks(dt.Callback):
 def test_seconds_are_those_since_the_last_call() -> None:
     clock, calls = Ticks(), []
     every = Every(2.5, "seconds", lambda trainer: calls.append(trainer.global_step), clock=lambda: clock.now)
-    with Alone(make_config(n_epochs=1, callbacks=[clock, every]), batches(10)) as trainer:
-        trainer.fit()
+    fit(Alone(make_config(n_epochs=1, callbacks=[clock, every]), batches(10)))
     # Asked before each window: it is time before the fourth, which is then still run.
     assert calls == [4, 8]
 
@@ -87,22 +84,17 @@ class Resumed(Noted, dt.CheckpointMixin):
         (2, "validations", [10]),
     ],
 )
-def test_a_resumed_run_calls_as_the_straight_one(
-    n: int, unit: Any, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_resumed_run_calls_as_the_straight_one(n: int, unit: Any, steps: list[int]) -> None:
     calls: list[int] = []
     for stop in (2, 4, 7, 10):
         every = Every(n, unit, lambda trainer: calls.append(trainer.global_step))
         config = make_config(max_steps=stop, gradient_accumulation_steps=2, callbacks=[every])
         config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None)
-        with Resumed(config, batches(10), batches(1)) as trainer:
-            trainer.fit()
+        fit(Resumed(config, batches(10), batches(1)))
     assert calls == steps
 
 
-def test_the_function_may_save_and_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_function_may_save_and_evaluate() -> None:
     losses: list[float] = []
 
     def act(trainer: Any) -> None:

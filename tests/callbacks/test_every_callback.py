@@ -314,9 +314,8 @@ def test_a_second_fit_of_one_trainer_goes_on_with_what_they_hold(
 @pytest.mark.pitfall(51)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_only_what_it_overrides_is_dispatched_and_described(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     callback = FACTORIES[name]()
     own = {key for cls in type(callback).__mro__[: type(callback).__mro__.index(dt.Callback)] for key in vars(cls)}
     trainer = make([callback])  # whose constructor builds the table, and starts nothing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,12 +10,7 @@ import torch
 
 from tests.api import GIB, ConfigError, HookError, Memory, host_memory
 from tests.callbacks.recording import Logged, Recorder, names, record
-from tests.trainer.small import Batch, batches, make_config
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+from tests.trainer.small import Batch, batches, fit, make_config
 
 
 def test_host_memory_is_what_the_system_says() -> None:
@@ -98,8 +92,7 @@ def test_after_two_steps_it_prints_the_bytes_of_each_part(capsys: pytest.Capture
             self.model = torch.nn.Linear(3, 1).double()
             self.optimizer = torch.optim.AdamW(self.model.parameters())
 
-    with Averaged(make_config(callbacks=[Memory()], max_steps=3), batches(3)) as trainer:
-        trainer.fit()
+    fit(Averaged(make_config(callbacks=[Memory()], max_steps=3), batches(3)))
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "float" in line]
     assert rows == [
         ["parameters", "32", "B", "float64"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ from tests.trainer.small import Alone, Batch, batches, make_config
 
 # PyTorch says so where no step is left to warm up in.
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def traces(trainer: Any) -> dict[str, list[str]]:

@@ -81,8 +81,7 @@ def make(*callbacks: Progress, **training: Any) -> Regression:
     )
 
 
-def fit(callback: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **training: Any) -> Regression:
-    monkeypatch.chdir(tmp_path)
+def fit(callback: Progress, **training: Any) -> Regression:
     trainer = make(callback, **training)
     with trainer:
         trainer.fit()
@@ -90,9 +89,9 @@ def fit(callback: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **t
 
 
 @pytest.mark.pitfall(47)
-def test_a_pipe_gets_plain_lines_without_control_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_plain_lines_without_control_codes() -> None:
     file = io.StringIO()
-    fit(Progress(file=file, line_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(file=file, line_seconds=0.0), n_epochs=1)
     lines = file.getvalue().splitlines()
     assert "\x1b" not in file.getvalue()
     assert "\r" not in file.getvalue()
@@ -108,25 +107,24 @@ def test_a_pipe_gets_plain_lines_without_control_codes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.pitfall(47)
-def test_plain_lines_come_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_come_at_intervals() -> None:
     file = io.StringIO()
-    fit(Progress(file=file, line_seconds=3600), tmp_path, monkeypatch, n_epochs=2)
+    fit(Progress(file=file, line_seconds=3600), n_epochs=2)
     kinds = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
     assert kinds == ["epoch 0", "validation", "validation", "epoch 2"]
 
 
-def test_two_that_would_print_every_line_twice_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_that_would_print_every_line_twice_are_refused() -> None:
     pair = Progress(), Progress(("val/loss",))
     with pytest.raises(ConfigError, match="two Progress callbacks .*file=..."), make(*pair) as trainer:
         trainer.fit()
 
 
-def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     file = Terminal()
-    fit(Progress(file=file, refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(file=file, refresh_seconds=0.0), n_epochs=1)
     text = file.getvalue()
     assert "\x1b[?25l" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
@@ -157,12 +155,12 @@ class FakeIPython:
 
 
 def test_a_notebook_gets_one_output_that_is_replaced_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ipython = FakeIPython({"IPKernelApp": {"connection_file": "kernel.json"}})
     for name, module in ipython.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    fit(Progress(("train/loss", "<b>"), refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(("train/loss", "<b>"), refresh_seconds=0.0), n_epochs=1)
     (output,) = ipython.outputs
     assert any("validating" in shown["text/plain"] for shown in output)
     assert 'max="12" value="12"' in output[-1]["text/html"]
@@ -176,31 +174,29 @@ def test_a_notebook_gets_one_output_that_is_replaced_in_place(
 
 @pytest.mark.parametrize("config", [None, {"TerminalIPythonApp": {}}], ids=["no shell", "IPython in a terminal"])
 def test_what_is_no_notebook_gets_lines(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ipython = FakeIPython(config)
     for name, module in ipython.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    fit(Progress(), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(), n_epochs=1)
     assert not ipython.outputs
     assert "epoch 0 | step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_no_number_is_cut_off_in_a_narrow_terminal(
-    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_is_cut_off_in_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     file = Terminal()
-    fit(Progress(("train/loss", "val/loss"), file=file, refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=2)
+    fit(Progress(("train/loss", "val/loss"), file=file, refresh_seconds=0.0), n_epochs=2)
     assert "…" not in file.getvalue()
     last = file.getvalue().split("epoch 2")[-1]
     assert "eta" in last
     assert "samples/s" in last
 
 
-def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     before = sys.stdout
     file = Terminal()
@@ -211,7 +207,6 @@ def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytes
                 raise RuntimeError("on purpose")
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.chdir(tmp_path)
     trainer = make(Progress(file=file))
     trainer.__class__ = Fails
     with pytest.raises(RuntimeError, match="on purpose"), trainer:
@@ -226,12 +221,10 @@ def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytes
     [{"n_epochs": 1, "gradient_accumulation_steps": 50}, {"max_steps": 1}, {"max_steps": 0}, {"n_epochs": 0}],
     ids=str,
 )
-def test_epochs_shorter_than_a_window_divide_nothing_by_zero(
-    training: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epochs_shorter_than_a_window_divide_nothing_by_zero(training: dict[str, Any]) -> None:
     clock = Clock()  # which never moves
     said = io.StringIO()
-    fit(Progress(file=said, line_seconds=0.0, clock=clock), tmp_path, monkeypatch, **training)
+    fit(Progress(file=said, line_seconds=0.0, clock=clock), **training)
     assert not {"nan", "inf"} & set(said.getvalue().split())
     assert "steps/s" not in said.getvalue()
 
@@ -255,8 +248,7 @@ def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
 
 
 @pytest.mark.pitfall(50)
-def test_two_progress_callbacks_both_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_progress_callbacks_both_show() -> None:
     files = [io.StringIO(), io.StringIO()]
     config = make(Progress(file=files[0]), n_epochs=1).config
     callbacks = dt.CallbackCollection([Progress(file=file) for file in files])
@@ -305,10 +297,7 @@ class Quick(Saving):
     naps = False
 
 
-def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
     first, second = io.StringIO(), io.StringIO()
     with make_saving(Progress(file=first), 6, Quick, n_epochs=1) as trainer:
         trainer.fit()
@@ -329,10 +318,9 @@ def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own(
     )
 
 
-def test_a_live_bar_has_them_above_itself_and_breaks_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_bar_has_them_above_itself_and_breaks_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.chdir(tmp_path)
     file = Terminal()
     with make_saving(Progress(file=file), 6, Quick, n_epochs=1) as trainer:
         trainer.fit()
@@ -342,15 +330,12 @@ def test_a_live_bar_has_them_above_itself_and_breaks_no_path(tmp_path: Path, mon
     assert text.index("\x1b[?25l") < text.index("checkpoint |") < text.rindex("\x1b[?25h")
 
 
-def test_a_validation_within_which_is_evaluated_has_its_own_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_within_which_is_evaluated_has_its_own_line() -> None:
     class Tests(Quick):
         def post_val_epoch(self, metrics: dict[str, float]) -> None:
             if not self.is_evaluating:
                 self.evaluate({"test": self.val_dataloaders[""]})
 
-    monkeypatch.chdir(tmp_path)
     file = io.StringIO()
     with make_saving(Progress(file=file), 100, Tests, n_epochs=1) as trainer:
         trainer.fit()
@@ -361,9 +346,7 @@ def test_a_validation_within_which_is_evaluated_has_its_own_line(
     ]
 
 
-def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them() -> None:
     looks: list[tuple[float, float]] = []
 
     class Looks(dt.Callback):
@@ -375,7 +358,6 @@ def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them(
                 rate = progress._pace.rates()[0]
                 looks.append((rate, progress._pace.seconds_left(12, 10, time.monotonic())))
 
-    monkeypatch.chdir(tmp_path)
     progress = Progress(file=io.StringIO(), line_seconds=3600)
     config = make_saving(progress, 3, max_steps=10, val_every_n_steps=3, val_every_n_epochs=None).config
     callbacks = dt.CallbackCollection([*config.callbacks, Looks()])
@@ -387,7 +369,7 @@ def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them(
     assert left > 2 * 0.97 / 7
 
 
-def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_line_tells_rates_and_the_time_left() -> None:
     clock, file = Clock(), io.StringIO()
 
     class SecondsPass(dt.Callback):
@@ -396,7 +378,6 @@ def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypat
         def post_train_step(self, trainer: Any) -> None:
             clock.now += 1.0
 
-    monkeypatch.chdir(tmp_path)
     config = make(Progress(file=file, clock=clock, line_seconds=7.5), n_epochs=1).config
     callbacks = dt.CallbackCollection([*config.callbacks, SecondsPass()])
     with Regression(replace(config, callbacks=callbacks)) as trainer:
@@ -432,7 +413,7 @@ def test_the_wait_for_data_is_a_share_of_training_after_warm_up() -> None:
     assert pace.share_waiting() == pytest.approx(2 / 8)
 
 
-def test_training_that_waits_for_its_data_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_that_waits_for_its_data_says_so() -> None:
     class Slow(torch.utils.data.TensorDataset):
         def __getitem__(self, index: Any) -> Any:
             time.sleep(0.01)
@@ -442,7 +423,6 @@ def test_training_that_waits_for_its_data_says_so(tmp_path: Path, monkeypatch: p
         def configure_dataloaders(self) -> tuple[Any, Any]:
             return torch.utils.data.DataLoader(Slow(torch.ones(24, 2), torch.ones(24, 1)), batch_size=2), None
 
-    monkeypatch.chdir(tmp_path)
     file = io.StringIO()
     with SlowRegression(make(Progress(file=file), n_epochs=1).config) as trainer:
         trainer.fit()
@@ -460,17 +440,17 @@ def test_the_time_left_is_unknown_before_warm_up_and_without_an_end() -> None:
     assert pace.seconds_left(5, 9, 9.0) == 0
 
 
-def test_tokens_are_shown_where_their_number_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_shown_where_their_number_is_known() -> None:
     file = io.StringIO()
-    fit(Progress(file=file, tokens_per_sample=128), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(file=file, tokens_per_sample=128), n_epochs=1)
     assert "tokens/s" in file.getvalue()
     assert "samples/s" not in file.getvalue()
 
 
 @pytest.mark.pitfall(16)
-def test_a_step_costs_a_look_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_costs_a_look_at_the_clock() -> None:
     callback = Progress(file=io.StringIO(), line_seconds=3600)
-    trainer = fit(callback, tmp_path, monkeypatch, n_epochs=1)
+    trainer = fit(callback, n_epochs=1)
     calls = 20000
     seconds = min(timeit.repeat(lambda: callback.post_train_step(trainer), number=calls, repeat=5)) / calls
     assert seconds < 2e-6

@@ -26,7 +26,7 @@ from tests.api import (
 )
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.arithmetic import fill
-from tests.trainer.small import Batch, batches, make_config, network, sgd
+from tests.trainer.small import Batch, batches, fit, make_config, network, sgd
 
 
 def stats(prefix: str, tensors: dict[str, list[Tensor]]) -> dict[str, float]:
@@ -163,8 +163,7 @@ def test_histograms_are_of_each_parameter_and_of_its_gradient() -> None:
     callbacks = [GradientStats(2, histograms=True), WeightStats(2, histograms=True)]
     trainer = Keeps(make_config(callbacks=callbacks, n_epochs=1), data)
     trainer.kept = {}
-    with trainer:
-        trainer.fit()
+    fit(trainer)
     truth = by_hand(data, None, clip=float("inf"))[2]
     assert {f"{name}/max" for name in trainer.kept} == {name for name in truth if name.endswith("/max")}
     for name, values in trainer.kept.items():

@@ -24,6 +24,7 @@ from tests.api import (
     forward_flops,
     size_of,
 )
+from tests.trainer.small import fit
 from tests.worlds import run_world
 
 
@@ -73,14 +74,12 @@ def summaries() -> str:
         device_parameters=dt.DeviceParameters(device="cpu"),
         callbacks=dt.CallbackCollection([ModelSummary(file=file), TrainerSummary(file=file)]),
     )
-    with Trainer(config) as trainer:
-        trainer.fit()
+    trainer = fit(Trainer(config))
     assert trainer.global_step == 3
     return file.getvalue()
 
 
-def test_summaries_tell_parameters_and_batch_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_summaries_tell_parameters_and_batch_arithmetic() -> None:
     text = summaries()
     # 10x4 tied, 4x8+8 frozen, 8x4+4.
     assert "model: 116 parameters, 76 trainable, 464 B" in text
@@ -109,8 +108,7 @@ class Named(dt.DreamTrainerConfig):
     layer: type = Mine
 
 
-def test_nested_parameters_are_spelled_as_one_would_set_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_nested_parameters_are_spelled_as_one_would_set_them() -> None:
     file = io.StringIO()
     config = Named(
         project="p",
@@ -125,8 +123,7 @@ def test_nested_parameters_are_spelled_as_one_would_set_them(tmp_path: Path, mon
         plain=OptimizerParameters(),
         mine=Mine(),
     )
-    with Trainer(config) as trainer:
-        trainer.fit()
+    fit(Trainer(config))
     rows = dict(line.split(maxsplit=1) for line in file.getvalue().splitlines()[1:])
     assert rows["optimizer"] == "name='adamw', lr=0.1, groups.0.pattern='^head', groups.0.lr_scale=2.0"
     assert rows["schedule"] == "name='cosine'"
@@ -178,10 +175,7 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "│" in file.getvalue()
 
 
-def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() -> None:
     file = io.StringIO()
     tokens = torch.zeros(3, 5, dtype=torch.int64)
     config = Config(
@@ -192,8 +186,7 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
         device_parameters=dt.DeviceParameters(device="cpu"),
         callbacks=dt.CallbackCollection([ModelSummary(inputs={"model": (tokens,)}, file=file)]),
     )
-    with Trainer(config) as trainer:
-        trainer.fit()
+    fit(Trainer(config))
     # 15 tokens through 4 x 8, 8 x 4 and 4 x 10.
     assert forward_flops(Tied(), (tokens,)) == 15 * 2 * (32 + 32 + 40)
     assert ", 3.12 K FLOPs per forward" in file.getvalue()
@@ -202,8 +195,7 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
         def configure_models(self) -> None:
             self.model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8))
 
-    with Shorter(config) as trainer:  # the next trainer of this callback has another model of that name
-        trainer.fit()
+    fit(Shorter(config))
     assert ", 960 FLOPs per forward" in file.getvalue()
     dropout = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
     state, random = {k: v.clone() for k, v in dropout.state_dict().items()}, torch.get_rng_state()
@@ -212,8 +204,7 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_inputs_of_a_model_that_is_not_there_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_inputs_of_a_model_that_is_not_there_are_an_error() -> None:
     config = Config(
         project="p",
         group="g",
@@ -225,8 +216,7 @@ def test_inputs_of_a_model_that_is_not_there_are_an_error(tmp_path: Path, monkey
         trainer.fit()
 
 
-def test_a_forward_whose_flops_cannot_be_counted_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_forward_whose_flops_cannot_be_counted_stops_nothing() -> None:
 
     class Peeks(Trainer):
         def configure_models(self) -> None:
@@ -245,6 +235,5 @@ def test_a_forward_whose_flops_cannot_be_counted_stops_nothing(tmp_path: Path, m
         device_parameters=dt.DeviceParameters(device="cpu"),
         callbacks=dt.CallbackCollection([ModelSummary(inputs={"model": (torch.zeros(3),)}, file=file)]),
     )
-    with Peeks(config) as trainer:
-        trainer.fit()
+    fit(Peeks(config))
     assert "FLOPs unknown (RuntimeError: " in file.getvalue()

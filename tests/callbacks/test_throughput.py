@@ -76,8 +76,7 @@ def test_the_mean_over_several_intervals_is_all_samples_over_all_seconds() -> No
     assert found.values(RATE) == pytest.approx({5: 16 / 5.0}, rel=1e-12)
 
 
-def test_opening_the_loggers_is_left_out(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_opening_the_loggers_is_left_out() -> None:
     clock, recorder = Clock(), Recorder()
 
     class Slow(Logger):
@@ -189,8 +188,7 @@ def test_waiting_for_data_shows_and_is_not_training() -> None:
 
 
 @pytest.mark.parametrize("by", ["the config", "a callback", "the user after a validation"])
-def test_time_that_checkpoints_take_is_left_out(by: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_time_that_checkpoints_take_is_left_out(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, recorder = Clock(), Recorder()
     monkeypatch.setattr("dream_trainer.trainer.mixins.checkpointing.time", SimpleNamespace(monotonic=clock))
 

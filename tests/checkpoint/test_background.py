@@ -41,7 +41,6 @@ def test_a_task_runs_beside_the_caller_and_its_result_is_kept() -> None:
     assert held.started.wait(30)
     assert states(background) == (True, False, False)
     assert held.thread is not threading.current_thread()
-    assert held.thread is not None
     assert held.thread.name == "the name"
     assert not held.thread.daemon  # the interpreter waits for it
     held.let_go.set()
@@ -91,7 +90,6 @@ def test_a_new_task_forgets_nothing_of_the_last_one() -> None:
     with pytest.raises(RuntimeError, match=r"name: a task is running"):
         background.start(lambda: 1)
     held.let_go.set()
-    assert held.thread is not None
     held.thread.join()
     with pytest.raises(RuntimeError, match=r"was not collected"):
         background.start(lambda: 1)

@@ -418,15 +418,8 @@ def test_export_writes_nothing_where_something_is(run: Path, tmp_path: Path, com
     ],
 )
 def test_a_mistake_is_one_line(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Printed,
-    arguments: str,
-    code: int,
-    told: str,
+    run: Path, tmp_path: Path, command: Printed, arguments: str, code: int, told: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     third = run / "checkpoints" / "step_00000003"
     (third / "manifest.json").write_text("{")
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)

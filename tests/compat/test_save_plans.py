@@ -21,7 +21,6 @@ def plan_of(**tensors: torch.Tensor) -> SavePlan:
 def half_of(plan: SavePlan) -> SavePlan:
     """As of a rank that has the first half of the rows."""
     (item,) = plan.items
-    assert item.tensor_data is not None
     chunk = replace(item.tensor_data.chunk, sizes=torch.Size((2, 3)))
     return replace(plan, items=[replace(item, tensor_data=replace(item.tensor_data, chunk=chunk))])
 

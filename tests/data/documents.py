@@ -18,12 +18,7 @@ def document(number: int, length: int) -> NDArray[np.int64]:
 
 
 class NumberedDocuments(OrderedDataset):
-    """Documents of given lengths in an order by the seed, once or for ever.
-
-    Args:
-        lengths: Tokens of each document.
-        is_endless: Whether they come again when all were read.
-    """
+    """Documents of given lengths in an order by the seed, once or for ever."""
 
     def __init__(self, lengths: Any, is_endless: bool = False) -> None:
         self.sizes = np.asarray(lengths, dtype=np.int64)

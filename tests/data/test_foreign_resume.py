@@ -180,7 +180,6 @@ def test_a_resumed_pass_has_the_batches_of_the_uninterrupted_one(make: Callable[
 def test_a_state_that_was_loaded_and_not_yet_left_behind_is_saved_again_as_it_was() -> None:
     stream = open_stream(LiveShuffle())
     window = stream.next_window()
-    assert window is not None
     assert window.rank_state is not None
     before = typed_json.dumps(window.rank_state)
     second = open_stream(LiveShuffle())
@@ -245,8 +244,6 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
 def test_the_same_rank_reads_again_by_its_own_samples_when_its_batches_changed() -> None:
     stream = open_stream(Strided(4, 0, 1), batch_size=SampleCount())
     window = stream.next_window()
-    assert window is not None
-    assert window.rank_state is not None
     assert window.rank_state["samples"] == 12
     resumed = open_stream(Strided(2, 0, 1), batch_size=SampleCount())
     resumed.seek(window.end, window.rank_state)
@@ -276,7 +273,6 @@ def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytes
         stream.seek(DataPosition(0, 48, 12), None, is_pass_over=True)
     assert (loader.reads, caplog.records) == (0, [])
     window = stream.next_window()
-    assert window is not None
     assert window.end == DataPosition(1, 0, 3)
 
 

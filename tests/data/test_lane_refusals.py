@@ -242,7 +242,6 @@ def read_all(stream: Any, steps: int) -> None:
 def position_after(source: Any, steps: int, **options: Any) -> tuple[DataPosition, Any]:
     streams = open_lanes(source, (1, 1, 0), **options)
     found = [next_step(streams) for _ in range(steps)][-1]
-    assert found is not None
     return found[1], found[2][0]
 
 
@@ -352,7 +351,6 @@ def test_what_is_drawn_for_parts_of_a_sample_is_not_what_is_drawn_for_the_next_o
         StreamLoader(source, 96, transforms=transforms, collate_fn=list), accumulation=1, dp_rank=0, dp_size=1, seed=0
     )
     window = stream.next_window()
-    assert window is not None
     (batch,) = window.batches
     assert len({draw for _, draw in batch}) == 96
 

@@ -134,12 +134,10 @@ def test_a_state_handed_out_by_reference_is_copied(tmp_path: Path) -> None:
     next(iterator)
     assert state != before  # what was handed out has changed: such a reader it is
     found = [next_step(streams) for _ in range(6)]
-    assert found[2] is not None
     states = found[2][2][0]
     expected = found[3][0]  # type: ignore[index]
     streams[0].seek(found[2][1], states)
     again = next_step(streams)
-    assert again is not None
     assert again[0] == expected
 
 
@@ -276,7 +274,6 @@ def test_a_position_in_a_later_epoch_begins_it(tmp_path: Path) -> None:
     streams = open_lanes(source, (1, 1, 0), repeat=False)
     streams[0].seek(DataPosition(2, 32, 4), None, is_pass_over=True)
     found = next_step(streams)
-    assert found is not None
     assert (sorted(found[0]), found[1]) == ([1000 * shard for shard in range(8)], DataPosition(3, 8, 1))
 
 

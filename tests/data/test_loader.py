@@ -70,7 +70,6 @@ class MyBatchSampler(BatchSampler):
 )
 def test_plain_loaders_are_rebuilt_as_ours(loader: DataLoader, shuffle: bool) -> None:
     own = rebuild(loader)
-    assert own is not None
     assert (own.dataset, own.batch_size, own.shuffle, own.drop_last) == (DATA, 4, shuffle, False)
 
 
@@ -124,7 +123,6 @@ def test_a_rebuilt_loader_keeps_every_option() -> None:
 def test_what_cannot_be_rebuilt_serves_one_rank_and_is_refused_with_the_fix_beyond(loader: Any) -> None:
     assert rebuild(loader) is None
     window = train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=0).next_window()
-    assert window is not None
     assert window.size == 1
     with pytest.raises(DataError, match=r"DistributedDataLoader.*PerRankLoader"):
         train_stream(loader, accumulation=1, dp_rank=0, dp_size=2, seed=0)

@@ -169,7 +169,6 @@ def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> 
     _, position, (state,), _ = read([stream], 2)
     assert state == {"turns": [0], "anchor": [15, 105]}
     window = stream.next_window()
-    assert window is not None
     list(window.batches)
     assert stream.state_at(position) == state
     close([stream])

@@ -52,13 +52,7 @@ def mixture(**options: Any) -> Mixture:
 
 
 class Job:
-    """All ranks of a run, in one process.
-
-    Args:
-        layout: (ranks, accumulation, workers).
-        seed: The run's.
-        **options: Of the mixture.
-    """
+    """All ranks of a run, in one process."""
 
     def __init__(self, layout: tuple[int, int, int], seed: int = 3, **options: Any) -> None:
         ranks, accumulation, workers = layout

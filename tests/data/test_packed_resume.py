@@ -37,14 +37,7 @@ KINDS = {"packed": packed, "padded": padded}
 
 
 class Job:
-    """All ranks of a run, in one process.
-
-    Args:
-        kind: Of the rows.
-        is_endless: Whether their documents are.
-        layout: (ranks, accumulation, workers).
-        seed: The run's.
-    """
+    """All ranks of a run, in one process."""
 
     def __init__(self, kind: str, is_endless: bool, layout: tuple[int, int, int], seed: int = 3) -> None:
         ranks, accumulation, workers = layout

@@ -149,8 +149,6 @@ def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise
 def test_a_state_of_before_that_does_not_say_what_was_drawn_seeds_every_batch_as_then(kind: str) -> None:
     stream = open_stream(LateNoiseWithState(kind, 1))
     window = stream.next_window()
-    assert window is not None
-    assert window.rank_state is not None
     state = {name: value for name, value in window.rank_state.items() if name != "drawn"}
     resumed = open_stream(LateNoiseWithState(kind, 5))
     resumed.seek(window.end, state)

@@ -44,7 +44,6 @@ def read_step(streams: list[TrainStream]) -> tuple[list[tuple[float, ...]], Data
     assert all(
         window is not None and window.size == len(batches) for window, batches in zip(windows, per_rank, strict=True)
     )
-    assert windows[0] is not None
     return [row for chunk in zip(*per_rank, strict=True) for batch in chunk for row in batch], windows[0].end
 
 
@@ -128,7 +127,6 @@ def test_resuming_loads_no_sample_that_was_consumed() -> None:
     stream = train_stream(DistributedDataLoader(data, 5), accumulation=2, dp_rank=0, dp_size=1, seed=0)
     stream.seek(DataPosition(0, 80, 16), None)
     window = stream.next_window()
-    assert window is not None
     list(window.batches)
     assert data.loaded == list(range(80, 90))
 
@@ -146,7 +144,6 @@ def test_windows_are_loaded_only_when_they_are_iterated() -> None:
     data = CountingDataset(8)
     stream = train_stream(DistributedDataLoader(data, 2), accumulation=2, dp_rank=0, dp_size=1, seed=0)
     window = stream.next_window()
-    assert window is not None
     assert data.loaded == []
     next(iter(window.batches))
     assert data.loaded == [0, 1]
@@ -171,7 +168,6 @@ def test_a_position_at_the_end_of_a_pass_goes_on_with_the_next() -> None:
     stream.seek(DataPosition(3, 24, 2), None)
     assert stream.next_window() is None
     window = stream.next_window()
-    assert window is not None
     assert window.end == DataPosition(4, 12, 1)
 
 
@@ -280,7 +276,6 @@ def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> Non
         DistributedDataLoader(BrokenDataset(), 4, num_workers=workers), accumulation=2, dp_rank=0, dp_size=1, seed=0
     )
     window = stream.next_window()
-    assert window is not None
     batches: Iterator[Any] = iter(window.batches)
     assert next(batches).tolist() == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="sample 5 is damaged"):
@@ -294,7 +289,6 @@ def test_closing_ends_the_workers_even_if_a_window_is_half_read(
 ) -> None:
     stream = open_streams(1, 3, workers=2, persistent_workers=persistent)[0]
     window = stream.next_window()
-    assert window is not None
     batches = iter(window.batches)
     next(batches)
     assert len(own_children()) == 2
@@ -302,7 +296,6 @@ def test_closing_ends_the_workers_even_if_a_window_is_half_read(
     assert not own_children()
     stream.seek(DataPosition(0, 0, 0), None)
     window = stream.next_window()
-    assert window is not None
     assert len(list(window.batches)) == 3
     stream.close()
 
@@ -316,7 +309,6 @@ def test_the_workers_of_a_finished_pass_are_gone_when_it_is_over(
     loader = DistributedDataLoader(source, 12, num_workers=1, multiprocessing_context="fork")
     stream = train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=SEED)
     window = stream.next_window()
-    assert window is not None
     assert len(list(window.batches)) == 1
     del window
     assert stream.next_window() is None

@@ -476,7 +476,6 @@ def log_dtensors() -> dict[str, float]:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     world = World(DeviceParameters(device="cpu"), shard_by_default=False)
-    assert world.mesh is not None
     mesh = world.mesh["dp_replicate"]
     buffer = MetricBuffer()
     buffer.add("partial", DTensor.from_local(torch.tensor(1.0 + world.rank), mesh, [Partial()]))

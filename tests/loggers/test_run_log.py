@@ -76,7 +76,6 @@ class Counter:
         self.records.current.add(name, value, None, "mean")
 
     def show(self, name: str) -> None:
-        assert self.records.media is not None
         self.records.media.text(name, "x")
 
     def batch(self, loss: float, *, weight: float | None = None, draw: float | None = None) -> None:

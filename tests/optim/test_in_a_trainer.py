@@ -99,8 +99,7 @@ def run(config: Config) -> Trainer:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.chdir(tmp_path)
+def config() -> Config:
     return Config(
         project="t",
         group="t",
@@ -194,10 +193,7 @@ def muon_weights(directory: Path, **mesh: int) -> tuple[dict[str, Tensor], bool]
 
 
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 1}, {"dp_replicate": 1, "dp_shard": 2}])
-def test_muon_on_two_ranks_trains_as_on_one(
-    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_muon_on_two_ranks_trains_as_on_one(mesh: dict[str, int], tmp_path: Path) -> None:
     expected, is_shared = muon_weights(tmp_path)
     assert not is_shared
     for found, is_shared in run_world(partial(muon_weights, **mesh), 2, tmp_path):
@@ -225,10 +221,7 @@ def rates_on_each_rank(directory: Path) -> list[list[float]]:
     return [rates for *_, rates in run(config_in(directory, experiment="parts", stop_at=5)).steps]
 
 
-def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(tmp_path: Path) -> None:
     whole = run(config_in(tmp_path, experiment="whole"))
     first, second = run_world(rates_on_each_rank, 2, tmp_path)
     resumed = run(config_in(tmp_path, experiment="parts"))

@@ -26,16 +26,7 @@ class QuietHandler(WSGIRequestHandler):
 
 
 class Server:
-    """An S3 server on this machine. What it holds survives `stop`.
-
-    Attributes:
-        url: Of its endpoint.
-        requests: Method, path and the header Range of each request that came.
-        throttled: Requests still to be answered with 503 SlowDown.
-        refuses: Whether all are answered as those of a stranger are.
-        ignores_conditions: Whether If-None-Match is not heard.
-        before: Called with method and path before each request.
-    """
+    """An S3 server on this machine. What it holds survives `stop`."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)

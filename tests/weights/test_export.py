@@ -314,7 +314,7 @@ def test_what_no_export_wrote_is_never_removed(tmp_path: Path, model: Tied, chec
 
 @pytest.mark.pitfall(40)
 @pytest.mark.parametrize("where", [".", "export", "step_00000009", "step_00000003", "step_00000003/hf", "w.pt"])
-def test_a_runs_checkpoints_are_no_place_for_an_export(tmp_path: Path, checkpoint: Path, where: str) -> None:
+def test_a_runs_checkpoints_are_no_place_for_an_export(checkpoint: Path, where: str) -> None:
     before = {path.name for path in checkpoint.parent.iterdir()}
     with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
         export_checkpoint(checkpoint, checkpoint.parent / where, overwrite=True)
@@ -343,7 +343,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.pt"])
-def test_a_full_disk_is_an_error_and_the_earlier_export_stays(small_disk: Path, tmp_path: Path, name: str) -> None:
+def test_a_full_disk_is_an_error_and_the_earlier_export_stays(small_disk: Path, name: str) -> None:
     small, large = nn.Linear(4, 4), nn.Linear(200, 200)
     export_model(small, small_disk / name, world=Ranks.alone())
     before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}

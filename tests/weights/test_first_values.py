@@ -107,8 +107,7 @@ LEAVE_THE_BASE: dict[str, Callable[[], PeftConfig]] = {
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def directory(tmp_path: Path) -> Path:
     save_file(base().state_dict(), "base.safetensors")
     return tmp_path
 
