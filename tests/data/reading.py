@@ -59,3 +59,13 @@ def read(stream: TrainStream, passes: int) -> list[list[Any]]:
         else:
             windows.append([batch.tolist() if hasattr(batch, "tolist") else batch for batch in window.batches])
     return windows
+
+
+def windows_until(stream: TrainStream, count: int) -> list[Window]:
+    """The first `count` windows of all passes, of a stream that has read one ahead, as the loop does."""
+    windows = []
+    while len(windows) < count:
+        if (window := stream.next_window()) is not None:
+            windows.append(window)
+    stream.next_window()
+    return windows

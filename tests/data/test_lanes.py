@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -236,16 +235,6 @@ def test_batches_are_collated_as_by_a_loader(tmp_path: Path) -> None:
     loader = StreamLoader(make_source("live", tmp_path, [10] * 4), 4)
     batches = list(islice(loader, 3))
     assert [batch.tolist() for batch in batches] == [[shard * 1000 + step for shard in range(4)] for step in range(3)]
-
-
-def test_workers_are_gone_when_the_stream_is_closed(
-    tmp_path: Path, own_children: Callable[[], set[BaseProcess]]
-) -> None:
-    streams = open_lanes(make_source("live", tmp_path, [10] * 8), (1, 2, 2), lanes=4)
-    assert next_step(streams) is not None
-    assert len(own_children()) == 2
-    streams[0].close()
-    assert not own_children()
 
 
 def test_a_load_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
