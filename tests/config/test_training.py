@@ -21,16 +21,6 @@ def test_another_limit_alone_leaves_epochs_unlimited(limit: dict[str, Any]) -> N
     assert TrainingParameters(**limit).epoch_limit is None
 
 
-@pytest.mark.pitfall(7)
-def test_zero_is_kept_as_a_value() -> None:
-    parameters = TrainingParameters(
-        n_epochs=0, max_steps=0, max_samples=0, max_time=timedelta(0), val_steps_per_epoch=0, train_steps_per_epoch=0
-    )
-    assert parameters.epoch_limit == 0
-    assert (parameters.max_steps, parameters.max_samples, parameters.max_time) == (0, 0, timedelta(0))
-    assert (parameters.val_steps_per_epoch, parameters.train_steps_per_epoch) == (0, 0)
-
-
 def test_accumulation_is_as_configured_without_a_global_batch_size() -> None:
     assert accumulation_steps(TrainingParameters(gradient_accumulation_steps=4), batch_size=32, dp_size=8) == 4
 

@@ -29,7 +29,8 @@ from tests.api import (
     renamed,
     write_safetensors,
 )
-from tests.checkpoint.states import save
+from tests.checkpoint import states
+from tests.checkpoint.states import flip, save
 from tests.worlds import run_world
 
 
@@ -263,10 +264,7 @@ def test_names_are_changed_by_pattern(tmp_path: Path, model: Tied, checkpoint: P
 
 
 def test_a_flipped_byte_in_a_shard_ends_it_and_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
-    shard = checkpoint / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(checkpoint / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
         export_checkpoint(checkpoint, tmp_path / "deep" / "out")
     assert list((tmp_path / "deep").iterdir()) == []
@@ -333,13 +331,8 @@ def test_a_runs_directory_before_its_first_checkpoint_is_no_place_either(tmp_pat
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with states.small_disk(tmp_path / "disk", "64k") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.pt"])
