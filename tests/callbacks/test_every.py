@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from tests.api import CheckpointParameters, ConfigError, Every
+from tests.api import CheckpointParameters, Every
 from tests.trainer.small import Alone, Validates, batches, fit, make_config
 
 
@@ -106,13 +106,3 @@ def test_the_function_may_save_and_evaluate() -> None:
         trainer.fit()
         assert [manifest.step for manifest in trainer.checkpoints()] == [2, 4]
     assert losses[1] != losses[0]
-
-
-def test_values_that_cannot_work_are_errors() -> None:
-    for n, unit in ((0, "steps"), (1.5, "samples"), (0.0, "seconds"), (True, "epochs")):
-        with pytest.raises(ConfigError, match="n="):
-            Every(n, unit, print)
-    with pytest.raises(ConfigError, match="unit='minutes'.*'seconds'"):
-        Every(1, "minutes", print)
-    with pytest.raises(ConfigError, match="cannot be called"):
-        Every(1, "steps", "print")

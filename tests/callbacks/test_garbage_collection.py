@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import ConfigError, GarbageCollection
+from tests.api import GarbageCollection
 from tests.trainer.small import Alone, Batch, batches, fit, make_config
 
 
@@ -68,8 +68,3 @@ def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     fit(Watches(make_config(n_epochs=1, callbacks=[GarbageCollection()]), batches(2)))
     assert not gc.isenabled()
-
-
-def test_intervals_are_positive() -> None:
-    with pytest.raises(ConfigError, match="every_n_steps=0"):
-        GarbageCollection(0)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from tests.api import GIB, ConfigError, HookError, Memory, host_memory
+from tests.api import GIB, HookError, Memory, host_memory
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, batches, fit, make_config
 
@@ -77,13 +77,6 @@ def test_a_snapshot_on_demand_needs_a_launched_trainer() -> None:
     with Logged(make_config(callbacks=[memory], n_epochs=1), batches(1)) as trainer:
         trainer.fit()
         assert memory.snapshot() == trainer.run_dir / "memory" / "step_00000001_rank_0.txt"
-
-
-def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        Memory(0)
-    with pytest.raises(ConfigError):
-        Memory(history=-1)
 
 
 def test_after_two_steps_it_prints_the_bytes_of_each_part(capsys: pytest.CaptureFixture[str]) -> None:

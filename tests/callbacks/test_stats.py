@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dream_trainer as dt
 from tests.api import (
     ActivationStats,
-    ConfigError,
     GarbageCollection,
     GradientStats,
     LearningRate,
@@ -216,10 +215,3 @@ def test_steps_that_are_not_due_run_no_operation_for_them() -> None:
     stats = [GradientStats(), WeightStats(), ActivationStats()]
     idle = [*stats, Memory(), Profiler(), GarbageCollection(), LearningRate()]
     assert operations(idle) == operations([])
-
-
-@pytest.mark.parametrize("cls", [GradientStats, WeightStats])
-def test_what_cannot_work_is_refused(cls: Any) -> None:
-    for options in ({"every_n_steps": 0}, {"depth": -1}):
-        with pytest.raises(ConfigError):
-            cls(**options)

@@ -156,11 +156,6 @@ def test_sizes_work_on_meta() -> None:
     assert size_of(model) == (1_000_000, 1_000_000, 2_000_000, 2_000_000)
 
 
-def test_a_negative_depth_says_what_to_use() -> None:
-    with pytest.raises(ValueError, match="depth=-1"):
-        ModelSummary(depth=-1)
-
-
 def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from dream_trainer.callbacks.tables import print_table
 

@@ -213,11 +213,3 @@ def test_models_that_do_not_pair_end_the_setup_with_an_error(names: tuple[str, s
     config = make_config(n_epochs=1, callbacks=[WeightTransfer(*names)])
     with Others(config, batches(1)) as trainer, pytest.raises(ConfigError, match=message):
         trainer.fit()
-
-
-def test_values_that_cannot_work_are_errors() -> None:
-    for arguments in ({"decay": 1.0}, {"decay": -0.1}, {"every_n_steps": 0}):
-        with pytest.raises(ConfigError, match=next(iter(arguments))):
-            WeightTransfer("a", "b", **arguments)
-    with pytest.raises(ConfigError, match="both 'a'"):
-        WeightTransfer("a", "a")
