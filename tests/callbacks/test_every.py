@@ -28,11 +28,8 @@ def steps_of_calls(n: int, unit: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("n", "unit", "steps"),
     [
-        (3, "steps", [3, 6, 9]),
         (8, "samples", [2, 4, 6, 8, 10]),
-        (6, "samples", [2, 3, 5, 6, 8, 9]),
         (1, "samples", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-        (5, "batches", [3, 5, 8, 10]),
         (1, "epochs", [5, 10]),
         (2, "validations", [10]),
     ],

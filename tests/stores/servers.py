@@ -114,3 +114,19 @@ def pointing_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ser
     server.before = lambda method, path: None
     server.start()
     open_store.cache_clear()
+
+
+def winners_of_a_race(place: Any) -> list[int]:
+    """Of eight threads that create one object at once, those that did."""
+    won: list[int] = []
+
+    def race(number: int) -> None:
+        if place.store.create(place.key, str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return won
