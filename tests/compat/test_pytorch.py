@@ -3,6 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+
+def test_the_globals_of_dcp_metadata_are_those_that_a_save_of_tensors_refers_to(tmp_path: Path) -> None:
+    import pickle
+    import warnings
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from dream_trainer.compat.pytorch import dcp_metadata_globals
+
+    asked = set()
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module_name: str, global_name: str, /) -> Any:
+            asked.add((module_name, global_name))
+            return super().find_class(module_name, global_name)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    with (tmp_path / ".metadata").open("rb") as file:
+        Recorder(file).load()
+    assert asked - dcp_metadata_globals() == {("torch", "float32")}
+    assert {name for _, name in dcp_metadata_globals() - asked} <= {"PosixPath"}
 
 
 def flight_recorder_environment(directory: Path, **set_by_user: str) -> dict[str, str]:

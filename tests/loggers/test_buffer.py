@@ -217,6 +217,21 @@ def test_what_cannot_be_logged_is_an_error_that_names_it(add: Callable[[MetricBu
         add(MetricBuffer())
 
 
+def test_what_was_refused_does_not_decide_how_its_key_is_reduced(world: World) -> None:
+    buffer = MetricBuffer()
+    with pytest.raises(TypeError, match="'x'"):
+        buffer.add("x", "text", 1, "sum")  # type: ignore[arg-type]
+    buffer.add("x", 2.0)
+    buffer.add("x", 4.0)
+    assert buffer.reduce(world) == {"x": 3.0}
+
+
+def test_a_weight_that_is_no_number_shows(world: World) -> None:
+    buffer = MetricBuffer()
+    buffer.add("x", 2.0, math.nan)
+    assert math.isnan(buffer.reduce(world)["x"])
+
+
 def test_a_rewind_takes_back_what_came_after_the_mark_and_nothing_that_is_under_way(world: World) -> None:
     buffer = MetricBuffer()
     buffer.add("x", 1.0)
