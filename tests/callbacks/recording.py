@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import dream_trainer as dt
-from tests.trainer.small import Alone, Sharded
+from tests.trainer.small import Alone, Sharded, fit
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """A text file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class Logged(Alone, dt.LoggerMixin):
@@ -33,8 +51,7 @@ class Recorder(dt.Callback):
 
 def record(trainer: Any, recorder: Recorder) -> Recorder:
     """What a whole run of `trainer`, which has `recorder` among its callbacks, logs."""
-    with trainer:
-        trainer.fit()
+    fit(trainer)
     return recorder
 
 

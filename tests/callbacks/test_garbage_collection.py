@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.api import ConfigError, GarbageCollection
-from tests.trainer.small import Alone, Batch, batches, make_config
+from tests.api import GarbageCollection
+from tests.trainer.small import Alone, Batch, batches, fit, make_config
 
 
 class Watches(Alone):
@@ -50,8 +50,7 @@ def collector_as_it_was() -> Iterator[None]:
 
 def test_it_collects_at_the_chosen_steps_and_at_no_other_time() -> None:
     trainer = Watches(make_config(n_epochs=1, callbacks=[GarbageCollection(2, 6)]), batches(8))
-    with trainer:
-        trainer.fit()
+    fit(trainer)
     assert trainer.collected == [(2, 2), (4, 1), (6, 2), (8, 1)]
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
@@ -67,11 +66,5 @@ def test_after_an_exception_the_collector_is_as_it_was() -> None:
 
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
-    with Watches(make_config(n_epochs=1, callbacks=[GarbageCollection()]), batches(2)) as trainer:
-        trainer.fit()
+    fit(Watches(make_config(n_epochs=1, callbacks=[GarbageCollection()]), batches(2)))
     assert not gc.isenabled()
-
-
-def test_intervals_are_positive() -> None:
-    with pytest.raises(ConfigError, match="every_n_steps=0"):
-        GarbageCollection(0)

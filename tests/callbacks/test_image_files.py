@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import dream_trainer as dt
 from tests.api import Every, ImageFiles
-from tests.trainer.small import Alone, Batch, batches, make_config
+from tests.trainer.small import Alone, Batch, batches, fit, make_config
 
 
 def pictures(step: int) -> Tensor:
@@ -40,8 +40,7 @@ def pixels(path: Path) -> numpy.ndarray:
         return numpy.asarray(image)
 
 
-def test_what_the_steps_return_is_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_the_steps_return_is_in_the_files() -> None:
     callbacks = [ImageFiles("picture", every_n_steps=2), ImageFiles("grey"), ImageFiles("nothing", every_n_steps=1)]
     config = make_config(
         n_epochs=1, gradient_accumulation_steps=2, val_every_n_steps=2, num_sanity_val_steps=1, callbacks=callbacks
@@ -66,12 +65,10 @@ def test_what_the_steps_return_is_in_the_files(tmp_path: Path, monkeypatch: pyte
     assert (pixels(root / "val/a/grey/step_00000004.png")[2:4, 2:4] == 255).all()  # clamped
 
 
-def test_an_evaluate_within_training_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_evaluate_within_training_writes_no_file() -> None:
     evaluates = Every(1, "steps", lambda trainer: trainer.evaluate())
     config = make_config(max_steps=3, val_every_n_steps=2, callbacks=[ImageFiles("grey"), evaluates])
-    with Paints(config, batches(8), batches(1)) as trainer:
-        trainer.fit()
+    trainer = fit(Paints(config, batches(8), batches(1)))
     assert [path.name for path in (trainer.run_dir / "images").rglob("*.png")] == ["step_00000002.png"]
 
 
@@ -83,9 +80,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_images_of_several_ranks_are_refused_in_validation_where_a_rank_may_have_no_batch(
-    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_several_ranks_are_refused_in_validation_where_a_rank_may_have_no_batch(mesh: DeviceMesh) -> None:
     class Shares(Paints):
         is_whole = False
 
@@ -93,7 +88,6 @@ def test_images_of_several_ranks_are_refused_in_validation_where_a_rank_may_have
             picture = distribute_tensor(pictures(7), mesh)
             return {"picture": picture.full_tensor() if self.is_whole else picture}
 
-    monkeypatch.chdir(tmp_path)
     for is_whole in (False, True):
         with Shares(make_config(n_epochs=1, callbacks=[ImageFiles("picture")]), batches(1), batches(1)) as trainer:
             trainer.is_whole = is_whole
@@ -102,30 +96,23 @@ def test_images_of_several_ranks_are_refused_in_validation_where_a_rank_may_have
     assert pixels(trainer.run_dir / "images/val/picture/step_00000001.png").shape == (12, 20, 3)
 
 
-def test_a_grid_holds_no_more_images_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with Paints(
-        make_config(n_epochs=1, callbacks=[ImageFiles("picture", every_n_steps=1, max_images=1)]), batches(1)
-    ) as t:
-        t.fit()
+def test_a_grid_holds_no_more_images_than_asked_for() -> None:
+    t = fit(
+        Paints(make_config(n_epochs=1, callbacks=[ImageFiles("picture", every_n_steps=1, max_images=1)]), batches(1))
+    )
     assert pixels(t.run_dir / "images/train/picture/step_00000001.png").shape == (7, 8, 3)
 
 
-def test_a_shape_that_is_no_batch_of_images_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_shape_that_is_no_batch_of_images_is_an_error() -> None:
     config = make_config(n_epochs=1, callbacks=[ImageFiles("loss", every_n_steps=1)])
     with Paints(config, batches(1)) as trainer, pytest.raises(ValueError, match=r"'loss' has shape \(\)"):
         trainer.fit()
 
 
-def test_files_that_cannot_be_written_do_not_stop_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_files_that_cannot_be_written_do_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(n_epochs=1, callbacks=[ImageFiles("picture", every_n_steps=1)])
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "images").touch()
-    with Paints(config, batches(3)) as trainer:
-        trainer.fit()
+    trainer = fit(Paints(config, batches(3)))
     assert trainer.global_step == 3
     assert caplog.text.count("could not write") == 1

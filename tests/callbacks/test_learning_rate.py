@@ -29,28 +29,29 @@ class Scheduled(Logged):
         return {}
 
 
+def logged(cls: type[Logged], n: int, callback: LearningRate | None = None, **more: Any) -> Recorder:
+    """What is logged of `n` batches."""
+    recorder, made = Recorder(), {name: more.pop(name) for name in ("make_optimizer",) if name in more}
+    config = make_config(callbacks=[callback or LearningRate(), recorder], n_epochs=1, **{"log_every": 1} | more)
+    return record(cls(config, batches(n), **made), recorder)
+
+
 def test_the_rate_logged_at_a_step_is_the_one_it_used() -> None:
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
-    record(Scheduled(config, batches(5)), recorder)
+    recorder = logged(Scheduled, 5)
     assert recorder.values("lr") == pytest.approx({n: 0.1 / n for n in range(1, 6)}, rel=1e-15)
 
 
 def test_a_flush_of_several_steps_has_the_last_rate() -> None:
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate(), recorder], log_every=2, n_epochs=1, gradient_accumulation_steps=2)
-    record(Scheduled(config, batches(8)), recorder)
+    recorder = logged(Scheduled, 8, log_every=2, gradient_accumulation_steps=2)
     assert recorder.values("lr") == pytest.approx({2: 0.05, 4: 0.025}, rel=1e-15)
 
 
 def test_rates_may_be_tensors_that_the_scheduler_changes_in_place() -> None:
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate(), recorder], log_every=4, n_epochs=1)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64), fused=True)
 
-    record(Scheduled(config, batches(4), make_optimizer=optimizer), recorder)
+    recorder = logged(Scheduled, 4, log_every=4, make_optimizer=optimizer)
     assert recorder.values("lr") == pytest.approx({4: 0.025}, rel=1e-15)
 
 
@@ -59,11 +60,7 @@ def by_decay(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_groups_that_have_one_rate_are_one_curve() -> None:
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
-    trainer = Scheduled(config, batches(3), make_optimizer=by_decay)
-    record(trainer, recorder)
-    assert [group["name"] for group in trainer.optimizer.param_groups] == ["decay", "no_decay"]
+    recorder = logged(Scheduled, 3, make_optimizer=by_decay)
     assert names(recorder, "lr") == ["lr"]
     assert recorder.values("lr") == pytest.approx({n: 0.1 / n for n in range(1, 4)}, rel=1e-15)
 
@@ -73,9 +70,7 @@ def test_groups_whose_rates_part_have_a_curve_each_from_there_on() -> None:
         def post_train_step(self) -> None:
             self.optimizer.param_groups[1]["lr"] = {2: 0.2, 3: 0.1}.get(self.global_step, 0.1)
 
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
-    record(Parts(config, batches(4), make_optimizer=by_decay), recorder)
+    recorder = logged(Parts, 4, make_optimizer=by_decay)
     assert recorder.values("lr") == {1: 0.1, 2: 0.1}
     assert recorder.values("lr/optimizer/decay") == {3: 0.1, 4: 0.1}
     assert recorder.values("lr/optimizer/no_decay") == {3: 0.2, 4: 0.1}
@@ -91,9 +86,7 @@ def test_rates_that_are_only_at_first_alike_are_curves_from_the_first_step() -> 
         first, *rest = model.parameters()
         return torch.optim.SGD([{"params": [first], "lr": 0.5, "name": "a"}, {"params": rest, "name": "a"}], lr=0.25)
 
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
-    record(FromZero(config, batches(2), make_optimizer=optimizer), recorder)
+    recorder = logged(FromZero, 2, make_optimizer=optimizer)
     assert recorder.values("lr/optimizer/a.0") == pytest.approx({1: 0.0, 2: 0.05})
     assert recorder.values("lr/optimizer/a.1") == pytest.approx({1: 0.0, 2: 0.025})
     assert len(names(recorder, "lr")) == 2
@@ -113,9 +106,7 @@ def test_several_optimizers_have_a_curve_each() -> None:
                 self.step(self.model, [self.optimizer, self.other])
             return {}
 
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
-    record(Two(config, batches(1)), recorder)
+    recorder = logged(Two, 1)
     assert recorder.steps == {1: {"lr/optimizer": 0.5, "lr/other": 0.25}}
 
 
@@ -137,8 +128,6 @@ def test_an_optimizer_that_the_trainer_does_not_know_is_refused_in_words() -> No
 
 
 def test_several_groups_have_names_of_their_own_also_those_added_later() -> None:
-    recorder = Recorder()
-    config = make_config(callbacks=[LearningRate("rate"), recorder], log_every=1, n_epochs=1)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         first, *rest = model.parameters()
@@ -149,7 +138,7 @@ def test_several_groups_have_names_of_their_own_also_those_added_later() -> None
             if self.global_step == 2:
                 self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.125})
 
-    record(Grows(config, batches(3), make_optimizer=optimizer), recorder)
+    recorder = logged(Grows, 3, LearningRate("rate"), make_optimizer=optimizer)
     assert names(recorder, "rate") == ["rate/optimizer/1", "rate/optimizer/2", "rate/optimizer/first"]
     assert recorder.values("rate/optimizer/first") == {1: 0.5, 2: 0.5, 3: 0.5}
     assert recorder.values("rate/optimizer/2") == {3: 0.125}

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from tests.api import GIB, ConfigError, HookError, Memory, host_memory
+from tests.api import GIB, HookError, Memory, host_memory
 from tests.callbacks.recording import Logged, Recorder, names, record
-from tests.trainer.small import Batch, batches, make_config
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+from tests.trainer.small import Batch, batches, fit, make_config
 
 
 def test_host_memory_is_what_the_system_says() -> None:
@@ -85,21 +79,13 @@ def test_a_snapshot_on_demand_needs_a_launched_trainer() -> None:
         assert memory.snapshot() == trainer.run_dir / "memory" / "step_00000001_rank_0.txt"
 
 
-def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        Memory(0)
-    with pytest.raises(ConfigError):
-        Memory(history=-1)
-
-
 def test_after_two_steps_it_prints_the_bytes_of_each_part(capsys: pytest.CaptureFixture[str]) -> None:
     class Averaged(Logged):
         def setup(self) -> None:
             self.model = torch.nn.Linear(3, 1).double()
             self.optimizer = torch.optim.AdamW(self.model.parameters())
 
-    with Averaged(make_config(callbacks=[Memory()], max_steps=3), batches(3)) as trainer:
-        trainer.fit()
+    fit(Averaged(make_config(callbacks=[Memory()], max_steps=3), batches(3)))
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "float" in line]
     assert rows == [
         ["parameters", "32", "B", "float64"],

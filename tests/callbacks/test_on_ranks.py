@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from tests.api import GradientStats, NonFiniteReport, Throughput, WeightStats
 from tests.callbacks import test_activation_stats as activations
-from tests.callbacks.recording import LoggedSharded, Recorder, names, record
+from tests.callbacks.recording import Clock, LoggedSharded, Recorder, names, record
 from tests.callbacks.test_every_callback import all_together, trained
 from tests.callbacks.test_stats import by_hand, logged
-from tests.callbacks.test_throughput import Clock
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import Batch, Samples, Spread, assert_same_weights, batches, fused_adamw, make_config
+from tests.trainer.small import Batch, Samples, Spread, assert_same_weights, batches, fit, fused_adamw, make_config
 from tests.worlds import run_world
 
 Logs = dict[int, dict[str, float]]
@@ -77,8 +76,7 @@ def nonfinite() -> Path:
     config = make_config(callbacks=[NonFiniteReport()], n_epochs=1, nonfinite="skip")
     # Long enough for a look in the midst of training.
     trainer = Bad(config, DataLoader(Samples(64), 1), make_optimizer=fused_adamw)
-    with trainer:
-        trainer.fit()
+    fit(trainer)
     return trainer.run_dir.absolute() / "nonfinite"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ from tests.trainer.small import Alone, Batch, batches, make_config
 
 # PyTorch says so where no step is left to warm up in.
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def traces(trainer: Any) -> dict[str, list[str]]:
@@ -120,9 +114,3 @@ def test_a_run_that_resumes_before_the_chosen_steps_records_them(done: int) -> N
     ((name, events),) = traces(run_until(8, Profiler(5, 2, warm_up_steps=3))).items()
     assert name == "step_00000005_rank_0.json.gz"
     assert steps_in(events) == 2
-
-
-def test_what_cannot_work_is_refused() -> None:
-    for options in ({"first_step": 0}, {"n_steps": 0}, {"warm_up_steps": -1}, {"with_stack": 1}):
-        with pytest.raises(ConfigError):
-            Profiler(**options)  # type: ignore[arg-type]

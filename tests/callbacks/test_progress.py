@@ -8,91 +8,40 @@ import re
 import sys
 import time
 import timeit
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.nn as nn
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import ConfigError, Pace, Progress
+from tests.callbacks.recording import Clock, Terminal
+from tests.trainer import small
+from tests.trainer.small import Config, Samples, Spread, Validates, make_config
 from tests.worlds import run_world
 
 
-class Terminal(io.StringIO):
-    """A text file that says it is a terminal."""
+class Regression(Validates, Spread, dt.LoggerMixin):
+    """Twelve batches of two samples, to train and to validate on."""
 
-    def isatty(self) -> bool:
-        return True
-
-
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, DataLoader(Samples(24), 2), DataLoader(Samples(24), 2))
 
 
-class Regression(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
-    def configure_models(self) -> None:
-        self.model = nn.Linear(2, 1)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 48).reshape(24, 2), torch.ones(24, 1))
-        loader = torch.utils.data.DataLoader(data, batch_size=2)
-        return loader, loader
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
-        return {"loss": loss}
-
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
+def make(*callbacks: dt.Callback, cls: type[Regression] = Regression, **training: Any) -> Regression:
+    return cls(make_config(callbacks=callbacks, log_every=1, **training))
 
 
-@dataclass(kw_only=True)
-class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.LoggerConfigMixin):
-    pass
-
-
-def make(*callbacks: Progress, **training: Any) -> Regression:
-    return Regression(
-        Config(
-            project="p",
-            group="g",
-            experiment="e",
-            training_parameters=dt.TrainingParameters(**training),
-            device_parameters=dt.DeviceParameters(device="cpu"),
-            logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
-            callbacks=dt.CallbackCollection(callbacks),
-        )
-    )
-
-
-def fit(callback: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **training: Any) -> Regression:
-    monkeypatch.chdir(tmp_path)
-    trainer = make(callback, **training)
-    with trainer:
-        trainer.fit()
-    return trainer
+def fit(callback: Progress, cls: type[Regression] = Regression, **training: Any) -> Regression:
+    return small.fit(make(callback, cls=cls, **training))
 
 
 @pytest.mark.pitfall(47)
-def test_a_pipe_gets_plain_lines_without_control_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_plain_lines_without_control_codes() -> None:
     file = io.StringIO()
-    fit(Progress(file=file, line_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(file=file, line_seconds=0.0), n_epochs=1)
     lines = file.getvalue().splitlines()
     assert "\x1b" not in file.getvalue()
     assert "\r" not in file.getvalue()
@@ -108,25 +57,24 @@ def test_a_pipe_gets_plain_lines_without_control_codes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.pitfall(47)
-def test_plain_lines_come_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_come_at_intervals() -> None:
     file = io.StringIO()
-    fit(Progress(file=file, line_seconds=3600), tmp_path, monkeypatch, n_epochs=2)
+    fit(Progress(file=file, line_seconds=3600), n_epochs=2)
     kinds = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
     assert kinds == ["epoch 0", "validation", "validation", "epoch 2"]
 
 
-def test_two_that_would_print_every_line_twice_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_that_would_print_every_line_twice_are_refused() -> None:
     pair = Progress(), Progress(("val/loss",))
     with pytest.raises(ConfigError, match="two Progress callbacks .*file=..."), make(*pair) as trainer:
         trainer.fit()
 
 
-def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     file = Terminal()
-    fit(Progress(file=file, refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(file=file, refresh_seconds=0.0), n_epochs=1)
     text = file.getvalue()
     assert "\x1b[?25l" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
@@ -157,12 +105,12 @@ class FakeIPython:
 
 
 def test_a_notebook_gets_one_output_that_is_replaced_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ipython = FakeIPython({"IPKernelApp": {"connection_file": "kernel.json"}})
     for name, module in ipython.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    fit(Progress(("train/loss", "<b>"), refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(("train/loss", "<b>"), refresh_seconds=0.0), n_epochs=1)
     (output,) = ipython.outputs
     assert any("validating" in shown["text/plain"] for shown in output)
     assert 'max="12" value="12"' in output[-1]["text/html"]
@@ -176,31 +124,29 @@ def test_a_notebook_gets_one_output_that_is_replaced_in_place(
 
 @pytest.mark.parametrize("config", [None, {"TerminalIPythonApp": {}}], ids=["no shell", "IPython in a terminal"])
 def test_what_is_no_notebook_gets_lines(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ipython = FakeIPython(config)
     for name, module in ipython.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    fit(Progress(), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(), n_epochs=1)
     assert not ipython.outputs
     assert "epoch 0 | step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_no_number_is_cut_off_in_a_narrow_terminal(
-    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_is_cut_off_in_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     file = Terminal()
-    fit(Progress(("train/loss", "val/loss"), file=file, refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=2)
+    fit(Progress(("train/loss", "val/loss"), file=file, refresh_seconds=0.0), n_epochs=2)
     assert "…" not in file.getvalue()
     last = file.getvalue().split("epoch 2")[-1]
     assert "eta" in last
     assert "samples/s" in last
 
 
-def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     before = sys.stdout
     file = Terminal()
@@ -211,11 +157,8 @@ def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytes
                 raise RuntimeError("on purpose")
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.chdir(tmp_path)
-    trainer = make(Progress(file=file))
-    trainer.__class__ = Fails
-    with pytest.raises(RuntimeError, match="on purpose"), trainer:
-        trainer.fit()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Progress(file=file), Fails)
     assert sys.stdout is before
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
 
@@ -226,12 +169,10 @@ def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytes
     [{"n_epochs": 1, "gradient_accumulation_steps": 50}, {"max_steps": 1}, {"max_steps": 0}, {"n_epochs": 0}],
     ids=str,
 )
-def test_epochs_shorter_than_a_window_divide_nothing_by_zero(
-    training: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epochs_shorter_than_a_window_divide_nothing_by_zero(training: dict[str, Any]) -> None:
     clock = Clock()  # which never moves
     said = io.StringIO()
-    fit(Progress(file=said, line_seconds=0.0, clock=clock), tmp_path, monkeypatch, **training)
+    fit(Progress(file=said, line_seconds=0.0, clock=clock), **training)
     assert not {"nan", "inf"} & set(said.getvalue().split())
     assert "steps/s" not in said.getvalue()
 
@@ -255,13 +196,9 @@ def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
 
 
 @pytest.mark.pitfall(50)
-def test_two_progress_callbacks_both_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_progress_callbacks_both_show() -> None:
     files = [io.StringIO(), io.StringIO()]
-    config = make(Progress(file=files[0]), n_epochs=1).config
-    callbacks = dt.CallbackCollection([Progress(file=file) for file in files])
-    with Regression(replace(config, callbacks=callbacks)) as trainer:
-        trainer.fit()
+    small.fit(make(*(Progress(file=file) for file in files), n_epochs=1))
     assert all("step 12/12" in file.getvalue() for file in files)
 
 
@@ -289,70 +226,59 @@ class Saving(Regression, dt.CheckpointMixin, dt.EvalMixin):
         return super().state_dict()
 
 
-@dataclass(kw_only=True)
-class SavingConfig(Config, dt.CheckpointConfigMixin, dt.EvalConfigMixin):
-    pass
-
-
-def make_saving(callback: Progress, save_every: int, cls: type[Saving] = Saving, **training: Any) -> Saving:
-    config = make(callback, **training).config
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    saves = dt.CheckpointParameters(save_every_n_steps=save_every, save_every_n_epochs=None, async_save=False)
-    return cls(SavingConfig(**fields, checkpoint_parameters=saves))
+def make_saving(*callbacks: dt.Callback, save_every: int, cls: type[Saving], **training: Any) -> Saving:
+    config = make_config(callbacks=callbacks, log_every=1, **training)
+    config.checkpoint_parameters = dt.CheckpointParameters(
+        save_every_n_steps=save_every, save_every_n_epochs=None, async_save=False
+    )
+    return cls(config)
 
 
 class Quick(Saving):
     naps = False
 
 
-def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
     first, second = io.StringIO(), io.StringIO()
-    with make_saving(Progress(file=first), 6, Quick, n_epochs=1) as trainer:
+    with make_saving(Progress(file=first), save_every=6, cls=Quick, n_epochs=1) as trainer:
         trainer.fit()
         trainer.evaluate({"test": trainer.val_dataloaders[""]})
-    with make_saving(Progress(file=second), 6, Quick, n_epochs=2, num_sanity_val_steps=1) as trainer:
+    with make_saving(Progress(file=second), save_every=6, cls=Quick, n_epochs=2, num_sanity_val_steps=1) as trainer:
         trainer.fit()
     told = [line for line in first.getvalue().splitlines() if not line.startswith("epoch")]
-    assert told[0] == "checkpoint | runs/p/g/e/checkpoints/step_00000006"
+    assert told[0] == "checkpoint | runs/tests/trainer/run/checkpoints/step_00000006"
     assert re.fullmatch(r"validation \| step 12 \| val/loss \S+ \| took \d+\.\d s", told[1])
-    assert told[2] == "checkpoint | runs/p/g/e/checkpoints/step_00000012"
+    assert told[2] == "checkpoint | runs/tests/trainer/run/checkpoints/step_00000012"
     assert re.fullmatch(r"evaluation \| step 12 \| val/test/loss \S+ \| took \d+\.\d s", told[3])
     assert len(told) == 4
     assert re.match(
-        "resumed at step 12 from runs/p/g/e/checkpoints/step_00000012\n"
+        "resumed at step 12 from runs/tests/trainer/run/checkpoints/step_00000012\n"
         r"sanity validation \| step 12 \| val/loss \S+ \| took \d+\.\d s\n"
         r"epoch 1 \| step 13/24",
         second.getvalue(),
     )
 
 
-def test_a_live_bar_has_them_above_itself_and_breaks_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_bar_has_them_above_itself_and_breaks_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.chdir(tmp_path)
     file = Terminal()
-    with make_saving(Progress(file=file), 6, Quick, n_epochs=1) as trainer:
+    with make_saving(Progress(file=file), save_every=6, cls=Quick, n_epochs=1) as trainer:
         trainer.fit()
     text = file.getvalue()
-    assert "checkpoint | runs/p/g/e/checkpoints/step_00000006\n" in text
-    assert "checkpoint | runs/p/g/e/checkpoints/step_00000012\n" in text
+    assert "checkpoint | runs/tests/trainer/run/checkpoints/step_00000006\n" in text
+    assert "checkpoint | runs/tests/trainer/run/checkpoints/step_00000012\n" in text
     assert text.index("\x1b[?25l") < text.index("checkpoint |") < text.rindex("\x1b[?25h")
 
 
-def test_a_validation_within_which_is_evaluated_has_its_own_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_within_which_is_evaluated_has_its_own_line() -> None:
     class Tests(Quick):
         def post_val_epoch(self, metrics: dict[str, float]) -> None:
             if not self.is_evaluating:
                 self.evaluate({"test": self.val_dataloaders[""]})
 
-    monkeypatch.chdir(tmp_path)
     file = io.StringIO()
-    with make_saving(Progress(file=file), 100, Tests, n_epochs=1) as trainer:
+    with make_saving(Progress(file=file), save_every=100, cls=Tests, n_epochs=1) as trainer:
         trainer.fit()
     told = [line.split(" | ") for line in file.getvalue().splitlines()]
     assert [(kind, rest[1].split()[0]) for kind, *rest in told if kind in ("validation", "evaluation")] == [
@@ -361,9 +287,7 @@ def test_a_validation_within_which_is_evaluated_has_its_own_line(
     ]
 
 
-def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them() -> None:
     looks: list[tuple[float, float]] = []
 
     class Looks(dt.Callback):
@@ -375,19 +299,16 @@ def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them(
                 rate = progress._pace.rates()[0]
                 looks.append((rate, progress._pace.seconds_left(12, 10, time.monotonic())))
 
-    monkeypatch.chdir(tmp_path)
     progress = Progress(file=io.StringIO(), line_seconds=3600)
-    config = make_saving(progress, 3, max_steps=10, val_every_n_steps=3, val_every_n_epochs=None).config
-    callbacks = dt.CallbackCollection([*config.callbacks, Looks()])
-    with Saving(replace(config, callbacks=callbacks)) as trainer:
-        trainer.fit()
+    limits = {"max_steps": 10, "val_every_n_steps": 3, "val_every_n_epochs": None}
+    small.fit(make_saving(progress, Looks(), save_every=3, cls=Saving, **limits))
     ((rate, left),) = looks
     # From step 3 to 10 there were three validations and saves, which would make it 7 steps in 0.97 s.
     assert 10 < rate < 100
     assert left > 2 * 0.97 / 7
 
 
-def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_line_tells_rates_and_the_time_left() -> None:
     clock, file = Clock(), io.StringIO()
 
     class SecondsPass(dt.Callback):
@@ -396,11 +317,7 @@ def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypat
         def post_train_step(self, trainer: Any) -> None:
             clock.now += 1.0
 
-    monkeypatch.chdir(tmp_path)
-    config = make(Progress(file=file, clock=clock, line_seconds=7.5), n_epochs=1).config
-    callbacks = dt.CallbackCollection([*config.callbacks, SecondsPass()])
-    with Regression(replace(config, callbacks=callbacks)) as trainer:
-        trainer.fit()
+    small.fit(make(Progress(file=file, clock=clock, line_seconds=7.5), SecondsPass(), n_epochs=1))
     second = file.getvalue().splitlines()[1]
     assert "1 steps/s | 2 samples/s | eta 0:03" in second
 
@@ -422,55 +339,33 @@ def test_rates_are_of_training_alone_and_the_time_left_counts_validation_in() ->
     assert pace.seconds_left(1012, 112, now) == pytest.approx(900 * 12.5 / 9)
 
 
-def test_the_wait_for_data_is_a_share_of_training_after_warm_up() -> None:
-    pace = Pace(0, 0, 0.0)
-    pace.look(1, 32, 50.0, waiting=40.0)
-    assert pace.share_waiting() == 0
-    pace.look(3, 96, 60.0, waiting=45.0)
-    pace.look(4, 128, 64.0, waiting=46.0)
-    pace.look(5, 160, 80.0, idle=12.0, waiting=47.0)  # 8 s of training in all
-    assert pace.share_waiting() == pytest.approx(2 / 8)
-
-
-def test_training_that_waits_for_its_data_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(torch.utils.data.TensorDataset):
-        def __getitem__(self, index: Any) -> Any:
+def test_training_that_waits_for_its_data_says_so() -> None:
+    class Slow(Samples):
+        def __getitem__(self, index: int) -> Any:
             time.sleep(0.01)
             return super().__getitem__(index)
 
     class SlowRegression(Regression):
         def configure_dataloaders(self) -> tuple[Any, Any]:
-            return torch.utils.data.DataLoader(Slow(torch.ones(24, 2), torch.ones(24, 1)), batch_size=2), None
+            return DataLoader(Slow(24), 2), None
 
-    monkeypatch.chdir(tmp_path)
     file = io.StringIO()
-    with SlowRegression(make(Progress(file=file), n_epochs=1).config) as trainer:
-        trainer.fit()
+    fit(Progress(file=file), SlowRegression, n_epochs=1)
     (share,) = re.findall(r"waits for data (\d+)%", file.getvalue().splitlines()[-1])
     assert 50 < int(share) <= 100
 
 
-def test_the_time_left_is_unknown_before_warm_up_and_without_an_end() -> None:
-    pace = Pace(0, 0, 0.0)
-    pace.look(1, 32, 1.0)
-    assert pace.seconds_left(100, 1, 1.0) is None
-    for step in range(2, 10):
-        pace.look(step, step * 32, float(step))
-    assert pace.seconds_left(None, 9, 9.0) is None
-    assert pace.seconds_left(5, 9, 9.0) == 0
-
-
-def test_tokens_are_shown_where_their_number_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_shown_where_their_number_is_known() -> None:
     file = io.StringIO()
-    fit(Progress(file=file, tokens_per_sample=128), tmp_path, monkeypatch, n_epochs=1)
+    fit(Progress(file=file, tokens_per_sample=128), n_epochs=1)
     assert "tokens/s" in file.getvalue()
     assert "samples/s" not in file.getvalue()
 
 
 @pytest.mark.pitfall(16)
-def test_a_step_costs_a_look_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_costs_a_look_at_the_clock() -> None:
     callback = Progress(file=io.StringIO(), line_seconds=3600)
-    trainer = fit(callback, tmp_path, monkeypatch, n_epochs=1)
+    trainer = fit(callback, n_epochs=1)
     calls = 20000
     seconds = min(timeit.repeat(lambda: callback.post_train_step(trainer), number=calls, repeat=5)) / calls
     assert seconds < 2e-6

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
+from dream_trainer.callbacks.tables import print_table
 from tests.api import (
     ConfigError,
     GroupParameters,
@@ -24,6 +25,8 @@ from tests.api import (
     forward_flops,
     size_of,
 )
+from tests.callbacks.recording import Terminal
+from tests.trainer.small import fit, make_config
 from tests.worlds import run_world
 
 
@@ -58,29 +61,19 @@ class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
         return {}
 
 
-@dataclass(kw_only=True)
-class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.FSDPConfigMixin):
-    pass
+def trained(*callbacks: dt.Callback, cls: type[Trainer] = Trainer, **training: Any) -> Trainer:
+    return fit(cls(make_config(callbacks=callbacks, **training)))
 
 
 def summaries() -> str:
     file = io.StringIO()
-    config = Config(
-        project="p",
-        group="g",
-        experiment="e",
-        training_parameters=dt.TrainingParameters(max_steps=3, n_epochs=2, gradient_accumulation_steps=5),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        callbacks=dt.CallbackCollection([ModelSummary(file=file), TrainerSummary(file=file)]),
-    )
-    with Trainer(config) as trainer:
-        trainer.fit()
+    limits = {"max_steps": 3, "n_epochs": 2, "gradient_accumulation_steps": 5}
+    trainer = trained(ModelSummary(file=file), TrainerSummary(file=file), **limits)
     assert trainer.global_step == 3
     return file.getvalue()
 
 
-def test_summaries_tell_parameters_and_batch_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_summaries_tell_parameters_and_batch_arithmetic() -> None:
     text = summaries()
     # 10x4 tied, 4x8+8 frozen, 8x4+4.
     assert "model: 116 parameters, 76 trainable, 464 B" in text
@@ -109,8 +102,7 @@ class Named(dt.DreamTrainerConfig):
     layer: type = Mine
 
 
-def test_nested_parameters_are_spelled_as_one_would_set_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_nested_parameters_are_spelled_as_one_would_set_them() -> None:
     file = io.StringIO()
     config = Named(
         project="p",
@@ -125,8 +117,7 @@ def test_nested_parameters_are_spelled_as_one_would_set_them(tmp_path: Path, mon
         plain=OptimizerParameters(),
         mine=Mine(),
     )
-    with Trainer(config) as trainer:
-        trainer.fit()
+    fit(Trainer(config))
     rows = dict(line.split(maxsplit=1) for line in file.getvalue().splitlines()[1:])
     assert rows["optimizer"] == "name='adamw', lr=0.1, groups.0.pattern='^head', groups.0.lr_scale=2.0"
     assert rows["schedule"] == "name='cosine'"
@@ -159,18 +150,7 @@ def test_sizes_work_on_meta() -> None:
     assert size_of(model) == (1_000_000, 1_000_000, 2_000_000, 2_000_000)
 
 
-def test_a_negative_depth_says_what_to_use() -> None:
-    with pytest.raises(ValueError, match="depth=-1"):
-        ModelSummary(depth=-1)
-
-
 def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dream_trainer.callbacks.tables import print_table
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
     print_table("title", ("a", "b"), [("x[bold]", "1")], file)
@@ -178,22 +158,11 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "│" in file.getvalue()
 
 
-def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() -> None:
     file = io.StringIO()
     tokens = torch.zeros(3, 5, dtype=torch.int64)
-    config = Config(
-        project="p",
-        group="g",
-        experiment="e",
-        training_parameters=dt.TrainingParameters(max_steps=1),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        callbacks=dt.CallbackCollection([ModelSummary(inputs={"model": (tokens,)}, file=file)]),
-    )
-    with Trainer(config) as trainer:
-        trainer.fit()
+    summary = ModelSummary(inputs={"model": (tokens,)}, file=file)
+    trained(summary, max_steps=1)
     # 15 tokens through 4 x 8, 8 x 4 and 4 x 10.
     assert forward_flops(Tied(), (tokens,)) == 15 * 2 * (32 + 32 + 40)
     assert ", 3.12 K FLOPs per forward" in file.getvalue()
@@ -202,8 +171,7 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
         def configure_models(self) -> None:
             self.model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8))
 
-    with Shorter(config) as trainer:  # the next trainer of this callback has another model of that name
-        trainer.fit()
+    trained(summary, cls=Shorter, max_steps=1)
     assert ", 960 FLOPs per forward" in file.getvalue()
     dropout = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
     state, random = {k: v.clone() for k, v in dropout.state_dict().items()}, torch.get_rng_state()
@@ -212,21 +180,12 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_inputs_of_a_model_that_is_not_there_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = Config(
-        project="p",
-        group="g",
-        experiment="e",
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        callbacks=dt.CallbackCollection([ModelSummary(inputs={"net": (torch.zeros(1, 5),)}, file=io.StringIO())]),
-    )
-    with pytest.raises(ConfigError, match=r"inputs has \['net'\].*There are \['model'\]"), Trainer(config) as trainer:
-        trainer.fit()
+def test_inputs_of_a_model_that_is_not_there_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"inputs has \['net'\].*There are \['model'\]"):
+        trained(ModelSummary(inputs={"net": (torch.zeros(1, 5),)}, file=io.StringIO()))
 
 
-def test_a_forward_whose_flops_cannot_be_counted_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_forward_whose_flops_cannot_be_counted_stops_nothing() -> None:
 
     class Peeks(Trainer):
         def configure_models(self) -> None:
@@ -237,14 +196,5 @@ def test_a_forward_whose_flops_cannot_be_counted_stops_nothing(tmp_path: Path, m
             return {}
 
     file = io.StringIO()
-    config = Config(
-        project="p",
-        group="g",
-        experiment="e",
-        training_parameters=dt.TrainingParameters(n_epochs=1),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        callbacks=dt.CallbackCollection([ModelSummary(inputs={"model": (torch.zeros(3),)}, file=file)]),
-    )
-    with Peeks(config) as trainer:
-        trainer.fit()
+    trained(ModelSummary(inputs={"model": (torch.zeros(3),)}, file=file), cls=Peeks, n_epochs=1)
     assert "FLOPs unknown (RuntimeError: " in file.getvalue()

@@ -35,6 +35,7 @@ from tests.trainer.small import (
     Spread,
     assert_same_weights,
     batches,
+    fit,
     make_config,
     network,
     weights,
@@ -89,8 +90,7 @@ def steps_of_clock() -> list[int]:
     slow = Every(1, "steps", lambda _: time.sleep(0.02))
     only_main = Every(1, "steps", lambda t: calls.append(-t.global_step), main_process_only=True)
     config = make_config(max_steps=12, global_batch_size=4, callbacks=[slow, every, only_main])
-    with Sharded(config, DistributedDataLoader(Samples(16), 2)) as trainer:
-        trainer.fit()
+    fit(Sharded(config, DistributedDataLoader(Samples(16), 2)))
     return calls
 
 
@@ -137,8 +137,7 @@ def test_swa_averages_shards_and_goes_on_at_another_world_size(
         assert_same_weights(rank["averaged"], swa_alone.by_hand(DATA[:6], (3, 5)))
     assert_same_weights(load_file("live/model.safetensors"), swa_alone.by_hand(DATA[:6], (3, 5)))
     swa = SWA(3, every=2, unit="steps")
-    with Saved(saved_config(8, swa)) as trainer:  # alone
-        trainer.fit()
+    trainer = fit(Saved(saved_config(8, swa)))
     assert_same_weights(averaged(swa), swa_alone.by_hand(DATA, (3, 5, 7)))
     export_checkpoint(trainer.checkpoints()[-1].path, directory / "stored", weights="swa")
     assert_same_weights(load_file("stored/model.safetensors"), swa_alone.by_hand(DATA, (3, 5, 7)))

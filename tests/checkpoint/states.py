@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -45,25 +50,54 @@ def make_snapshot(
     )
 
 
-def save(
-    root: Path,
-    step: int,
-    *,
-    tensors: Mapping[str, Tensor] | None = None,
-    shared: Mapping[str, Any] | None = None,
-    rank_state: Mapping[str, Any] | None = None,
-    rank_tensors: Mapping[str, Tensor] | None = None,
-    description: Mapping[str, Any] | None = None,
-    world: Ranks | None = None,
-    replace: bool = False,
-) -> Path:
-    """Writes a checkpoint of whatever is given, the rest filled in."""
-    snapshot = make_snapshot(
-        step,
-        tensors=tensors,
-        shared=shared,
-        rank_state=rank_state,
-        rank_tensors=rank_tensors,
-        description=description,
-    )
+def save(root: Path, step: int, *, world: Ranks | None = None, replace: bool = False, **content: Any) -> Path:
+    """Writes a checkpoint of whatever is given to `make_snapshot`, the rest filled in."""
+    snapshot = make_snapshot(step, **content)
     return write_checkpoint(root, snapshot, world=Ranks.alone() if world is None else world, replace=replace)
+
+
+def flip(file: Path, at: float = 0.5) -> None:
+    """Changes one bit."""
+    content = bytearray(file.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    file.write_bytes(content)
+
+
+def killed_at(call: int, function: Callable[[], object]) -> bool:
+    """Runs `function` in a child that kills itself at its `call`-th file-system call; False if it had fewer."""
+    child = os.fork()
+    if child == 0:
+        try:
+            count = 0
+
+            def counted(name: str) -> None:
+                original = getattr(os, name)
+
+                def wrapper(*args: object, **kwargs: object) -> object:
+                    nonlocal count
+                    count += 1
+                    if count == call:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return original(*args, **kwargs)
+
+                setattr(os, name, wrapper)
+
+            for name in ("mkdir", "rename", "fsync", "unlink", "rmdir"):
+                counted(name)
+            function()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@contextmanager
+def small_disk(at: Path, size: str) -> Iterator[Path]:
+    """A file system of its own, of `size` as mount spells it."""
+    at.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", at], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield at
+    subprocess.run(["umount", at], check=True)

@@ -26,7 +26,7 @@ from tests.api import (
     read_shared,
     verify_checkpoint,
 )
-from tests.checkpoint.states import save, some_tensors
+from tests.checkpoint.states import flip, save, some_tensors
 
 FILES = [".metadata", "__0_0.distcp", "shared.json", "rank_00000.json", "rank_00000.safetensors"]
 
@@ -41,12 +41,6 @@ def lengthen(file: Path) -> None:
 
 def empty(file: Path) -> None:
     file.write_bytes(b"")
-
-
-def flip(file: Path, at: float = 0.5) -> None:
-    content = bytearray(file.read_bytes())
-    content[int(at * (len(content) - 1))] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.fixture

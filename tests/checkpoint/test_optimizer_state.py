@@ -300,29 +300,20 @@ def test_own_state_by_position_is_refused_where_parameters_have_another_order(tm
     assert not fresh.state
 
 
-def test_two_state_tensors_of_one_name_are_an_error() -> None:
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": [torch.ones(1)], "a.0": torch.ones(1)}, r"two tensors of its state .*net\.0\.weight\.a\.0"),
+        ({"sums": {"deep": [torch.eye(2).to_sparse()]}}, r"net\.0\.weight\.sums\.deep\.0 is no dense tensor"),
+        ({"history": object()}, r"optimizers\.main\.state\.net\.0\.weight\.values\.history: <class 'object'>"),
+    ],
+    ids=["one name", "sparse", "another type"],
+)
+def test_state_that_cannot_be_kept_is_an_error_naming_it(state: dict[str, Any], message: str) -> None:
     model = net(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model[0].weight] |= {"a": [torch.ones(1)], "a.0": torch.ones(1)}
-    with pytest.raises(CheckpointError, match=r"two tensors of its state .*net\.0\.weight\.a\.0"):
-        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
-
-
-def test_a_sparse_state_tensor_is_an_error_naming_it() -> None:
-    model = net(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model[0].weight]["sums"] = {"deep": [torch.eye(2).to_sparse()]}
-    with pytest.raises(CheckpointError, match=r"optimizers\.main\.net\.0\.weight\.sums\.deep\.0 is no dense tensor"):
-        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
-
-
-def test_state_of_a_type_that_cannot_be_kept_is_an_error_naming_it() -> None:
-    model = net(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model[0].weight]["history"] = object()
-    with pytest.raises(
-        CheckpointError, match=r"optimizers\.main\.state\.net\.0\.weight\.values\.history: <class 'object'>"
-    ):
+    optimizer.state[model[0].weight] |= state
+    with pytest.raises(CheckpointError, match=message):
         optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
 
 

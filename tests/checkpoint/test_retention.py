@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from tests.api import (
     retire,
     verify_checkpoint,
 )
-from tests.checkpoint.states import DESCRIPTION, save
+from tests.checkpoint.states import DESCRIPTION, killed_at, save
 
 NAN = math.nan
 METRICS = (5.0, 1.0, 4.0, NAN, 3.0, 2.0)
@@ -190,36 +188,6 @@ def test_a_directory_that_does_not_exist_has_nothing_to_remove(tmp_path: Path) -
     assert retire(tmp_path / "absent", POLICY) == []
 
 
-def retire_killed_at(root: Path, call: int) -> bool:
-    """Retires in a child that kills itself before its `call`-th change of the disk; False if it made fewer."""
-    child = os.fork()
-    if child == 0:
-        try:
-            count = 0
-
-            def counted(name: str) -> None:
-                original = getattr(os, name)
-
-                def wrapper(*args: Any, **kwargs: Any) -> Any:
-                    nonlocal count
-                    count += 1
-                    if count == call:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return original(*args, **kwargs)
-
-                setattr(os, name, wrapper)
-
-            for name in ("rename", "fsync", "unlink", "rmdir"):
-                counted(name)
-            retire(root, POLICY)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
 @pytest.mark.pitfall(30)
 def test_killed_at_any_point_it_leaves_whole_checkpoints_and_goes_on_when_run_again(tmp_path: Path) -> None:
     call, killed = 0, True
@@ -228,7 +196,7 @@ def test_killed_at_any_point_it_leaves_whole_checkpoints_and_goes_on_when_run_ag
         root = tmp_path / str(call)
         for step, value in enumerate(METRICS, start=1):
             save_with(root, step, value)
-        killed = retire_killed_at(root, call)
+        killed = killed_at(call, lambda: retire(root, POLICY))  # noqa: B023 (called at once)
         listed = {path.name for path in root.iterdir() if path.name.startswith("step_")}
         assert listed == {f"step_{step:08d}" for step in steps(root)}
         assert {2, 5, 6} <= steps(root)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.api import (
-    CheckpointError,
     CheckpointParameters,
     HostCopies,
     Manifest,
@@ -126,32 +125,12 @@ def counting(directory: Path, **options: Any) -> Iterator[Counter]:
 # -- when
 
 
-def test_it_saves_by_steps(tmp_path: Path) -> None:
-    with counting(tmp_path, **NOTHING | {"save_every_n_steps": 2}) as run:
-        run.train(5)
-    assert run.saved == run.on_disk == [2, 4]
-
-
 def test_it_saves_by_epochs(tmp_path: Path) -> None:
     with counting(tmp_path, **NOTHING | {"save_every_n_epochs": 2}) as run:
         for epoch in (1, 2, 3, 4):
             run.train(2)
             run.train(epoch=epoch)
     assert run.saved == [6, 12]
-
-
-def test_it_saves_by_the_clock_since_the_last_save_of_any_kind(tmp_path: Path) -> None:
-    with counting(tmp_path, **NOTHING | {"save_every_n_minutes": 2.0, "save_every_n_steps": 5}) as run:
-        run.train(12, seconds=50)
-    # Due at 120 seconds: heard before the window in which step 4 was completed, and again after step 5's.
-    assert run.saved == [4, 5, 9, 10]
-
-
-def test_the_last_step_is_on_the_disk_when_it_is_done(tmp_path: Path) -> None:
-    with counting(tmp_path, save_every_n_epochs=None, copies=HostCopies(torch.device("cpu"))) as run:
-        run.train(2)
-        run.train(is_last=True)
-        assert run.saved == run.on_disk == [3]
 
 
 def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_for_it(tmp_path: Path) -> None:
@@ -170,30 +149,12 @@ def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_fo
     assert [manifest.metrics for manifest in list_checkpoints(tmp_path)] == [{"val/loss": 0.5}]
 
 
-def test_a_checkpoint_has_no_metrics_of_another_step(tmp_path: Path) -> None:
-    with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.saver.validated(0, {"val/loss": 0.5})
-        run.train()
-    assert list_checkpoints(tmp_path)[0].metrics == {}
-
-
-def test_it_saves_the_best_and_remembers_how_good_that_was(tmp_path: Path) -> None:
-    best = NOTHING | {"save_on_best": True, "best_metric": "val/loss"}
-    with counting(tmp_path, **best) as run:
-        for value in (0.5, 0.7, 0.0, 0.0, -1.0, float("nan")):
-            run.saver.validated(run.step, {"val/loss": value})
-            run.train()
+def test_a_best_metric_that_no_validation_has_is_said(tmp_path: Path) -> None:
+    with counting(tmp_path, save_on_best=True, best_metric="val/loss", **NOTHING) as run:
         run.saver.validated(run.step, {"val/accuracy": 1.0})
-        state = run.saver.state()
-    assert run.saved == [1, 3, 5]
-    assert state == {"best_value": -1.0}
+        run.train()
+    assert run.saved == []
     assert run.said == ["best_metric='val/loss' is not among the validation's metrics: ['val/accuracy']."]
-    with counting(tmp_path / "resumed", **best) as run:
-        run.saver.load_state(state)
-        for value in (0.0, -2.0):
-            run.saver.validated(run.step, {"val/loss": value})
-            run.train()
-    assert run.saved == [2]
 
 
 def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
@@ -224,18 +185,6 @@ def test_a_save_that_comes_due_while_one_is_written_is_skipped_if_that_is_asked_
         assert run.saved == [1]
     assert run.saved == [1, 4]
     assert "step 3 is not saved: the last checkpoint is still being written" in caplog.text
-
-
-def test_a_save_that_comes_due_while_one_is_written_waits_for_it(tmp_path: Path) -> None:
-    copies = HeldCopies()
-    with counting(tmp_path, copies=copies, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.train()
-        opens = threading.Timer(0.1, copies.gate.set)
-        opens.start()
-        run.train()
-        assert run.saved == [1]
-        opens.join()
-    assert run.saved == [1, 2]
 
 
 def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_path: Path) -> None:
@@ -270,42 +219,6 @@ def test_the_time_that_training_waits_is_counted(tmp_path: Path) -> None:
 # -- what fails
 
 
-def test_a_save_that_failed_ends_the_run_where_all_hear_of_it(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    directory.write_text("no directory can be made here")
-    run = Counter(directory, copies=HostCopies(torch.device("cpu")), **NOTHING | {"save_every_n_steps": 1})
-    run.train()
-    while run.saver.is_writing:
-        pass
-    assert run.saver.flags() == (False, False, True)
-    with pytest.raises(CheckpointError, match="Could not write the checkpoint of step 1"):
-        run.speak()
-    assert (run.saved, run.lost) == ([], 1)
-    run.finish()
-
-
-def test_a_save_that_failed_is_said_and_the_next_one_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = tmp_path / "checkpoints"
-    directory.write_text("no directory can be made here")
-    with counting(directory, on_save_error="warn", **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.train()
-        assert (run.saved, run.lost) == ([], 1)
-        assert "a checkpoint could not be saved; training goes on" in caplog.text
-        directory.unlink()
-        run.saver.save()  # of the same step
-        run.train()
-    assert run.saved == run.on_disk == [1, 2]
-
-
-def test_the_last_save_of_a_run_is_never_lost_in_silence(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    directory.write_text("no directory can be made here")
-    run = Counter(directory, copies=HostCopies(torch.device("cpu")), on_save_error="warn", save_every_n_epochs=None)
-    with pytest.raises(CheckpointError):
-        run.train(is_last=True)
-    run.finish()
-
-
 def test_after_an_exception_a_save_that_fails_is_only_said(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     directory.write_text("no directory can be made here")
@@ -333,37 +246,6 @@ def goes_on_from(saver: Saver, manifest: Manifest, *, is_own: bool) -> None:
     saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
 
 
-def test_what_a_run_leaves_by_going_back_is_set_aside(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step)
-    with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
-        goes_on_from(run.saver, list_checkpoints(tmp_path)[1], is_own=True)
-        assert run.on_disk == [1, 2, 3, 4]  # as yet it may only be evaluated
-        run.saver.begin_training()
-        assert run.on_disk == [1, 2]
-        run.step = 2
-        run.ask()  # it is there
-        assert run.saved == []
-        run.train()
-    assert run.on_disk == [1, 2, 3]
-    assert len(list(tmp_path.iterdir())) == 5  # two were renamed
-
-
-def test_a_run_that_goes_on_from_another_runs_checkpoint_sets_its_own_aside_when_it_saves(tmp_path: Path) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
-    for step in (1, 2, 3, 4):
-        save(own, step)
-    theirs = read_manifest(save(other, 2))
-    with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.step = 2
-        goes_on_from(run.saver, theirs, is_own=False)
-        run.saver.begin_training()
-        assert run.on_disk == [1, 2, 3, 4]
-        run.train()
-        assert run.on_disk == [1, 3]
-        assert [manifest.step for manifest in list_checkpoints(other)] == [2]
-
-
 def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for step in (1, 2, 3, 4):
@@ -375,13 +257,6 @@ def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]
-
-
-def test_checkpoints_that_are_no_longer_kept_are_removed(tmp_path: Path) -> None:
-    with counting(tmp_path, keep_last=1, keep_every_n_steps=2, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.train(5)
-    assert run.saved == [1, 2, 3, 4, 5]
-    assert run.on_disk == [2, 4, 5]
 
 
 def test_what_never_saves_answers_the_loop() -> None:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import resource
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +33,8 @@ from tests.api import (
     tensor_metadata,
     verify_checkpoint,
 )
-from tests.checkpoint.states import DESCRIPTION, save, some_tensors
+from tests.checkpoint import states
+from tests.checkpoint.states import DESCRIPTION, flip, killed_at, save, some_tensors
 
 
 def steps(root: Path) -> list[int]:
@@ -103,10 +103,7 @@ def test_saving_a_step_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_saving_a_step_again_replaces_a_damaged_one(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    shard = path / "__0_0.distcp"
-    damaged = bytearray(shard.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    shard.write_bytes(damaged)
+    flip(path / "__0_0.distcp")
     assert save(tmp_path, 1) == path
     verify_checkpoint(path, world=Ranks.alone())
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
@@ -216,13 +213,8 @@ def test_the_state_of_a_rank_that_did_not_exist_is_an_error(tmp_path: Path) -> N
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with states.small_disk(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 def large(nbytes: int) -> dict[str, torch.Tensor]:
@@ -269,36 +261,6 @@ def test_a_limit_on_file_sizes_is_an_error_and_leaves_nothing(tmp_path: Path) ->
 
 
 # -- when it is killed
-
-
-def killed_at(call: int, function: Callable[[], object]) -> bool:
-    """Runs `function` in a child that kills itself at its `call`-th file-system call; False if it had fewer."""
-    child = os.fork()
-    if child == 0:
-        try:
-            count = 0
-
-            def counted(name: str) -> None:
-                original = getattr(os, name)
-
-                def wrapper(*args: object, **kwargs: object) -> object:
-                    nonlocal count
-                    count += 1
-                    if count == call:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return original(*args, **kwargs)
-
-                setattr(os, name, wrapper)
-
-            for name in ("mkdir", "rename", "fsync", "unlink", "rmdir"):
-                counted(name)
-            function()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
 
 
 def disk_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> list[tuple[str, Path]]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.api import GROUPS, list_checkpoints, main, max_difference
-from tests.checkpoint.states import DESCRIPTION, save
+from tests.checkpoint.states import DESCRIPTION, flip, save
 
 METRICS: Mapping[int, Any] = {1: 5.0, 2: 1.0, 3: 4.0, 4: math.nan, 5: None, 6: 2.0}
 
@@ -62,9 +62,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def damage(path: Path, name: str = "__0_0.distcp") -> None:
-    content = bytearray((path / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / name).write_bytes(content)
+    flip(path / name)
 
 
 def add_what_is_not_whole(run: Path) -> None:
@@ -272,10 +270,11 @@ def test_diff_without_values_reads_no_shard(run: Path, command: Printed) -> None
         ([1.0, math.inf], [1.0, -math.inf], math.inf),
         ([0.0], [-0.0], 0.0),
         ([], [], None),
+        ([math.nan, 1.0], [1.0, 5.0], math.nan),
     ],
 )
 def test_differences_are_of_values(a: list[float], b: list[float], expected: float | None) -> None:
-    assert max_difference(torch.tensor(a), torch.tensor(b)) == expected
+    assert repr(max_difference(torch.tensor(a), torch.tensor(b))) == repr(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
@@ -283,10 +282,6 @@ def test_differences_are_told_for_every_kind_of_number(dtype: torch.dtype) -> No
     a, b = torch.tensor([0.0, 1.0]).to(dtype), torch.tensor([1.0, 1.0]).to(dtype)
     assert max_difference(a, b) == 1.0
     assert max_difference(a, a.clone()) is None
-
-
-def test_a_nan_on_one_side_is_the_difference() -> None:
-    assert math.isnan(max_difference(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 5.0])) or 0.0)
 
 
 # -- prune
@@ -418,15 +413,8 @@ def test_export_writes_nothing_where_something_is(run: Path, tmp_path: Path, com
     ],
 )
 def test_a_mistake_is_one_line(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Printed,
-    arguments: str,
-    code: int,
-    told: str,
+    run: Path, tmp_path: Path, command: Printed, arguments: str, code: int, told: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     third = run / "checkpoints" / "step_00000003"
     (third / "manifest.json").write_text("{")
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)

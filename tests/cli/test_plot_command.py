@@ -135,12 +135,9 @@ def test_nan_is_a_gap_and_a_step_logged_again_counts_once(tmp_path: Path) -> Non
     assert not any(map(math.isfinite, list(curve.points.values())[1:]))
 
 
-def test_the_command_writes_what_the_suffix_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_what_the_suffix_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
 
-    monkeypatch.chdir(tmp_path)
     for name in ("a/run", "b/run"):
         a_run(tmp_path / name)
     assert main(["plot", "a/run", "b/run/metrics.jsonl", "--output", "out/both.svg"]) == 0
@@ -170,16 +167,10 @@ def test_the_command_writes_what_the_suffix_says(
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_cannot_be_drawn_is_one_line_and_an_exit_code(
-    arguments: list[str],
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import re
 
-    monkeypatch.chdir(tmp_path)
     a_run(Path("run"))
     write(Path("empty"), [])
     write(Path("damaged"), [], tail='{"step": 1, "trai\n{"epoch": 2}\n')
@@ -209,13 +200,12 @@ print({"torch", "matplotlib"} & set(sys.modules))
 
 
 def test_of_a_group_all_runs_that_logged_something_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a/one", "a/two", "b/three"):
         a_run(tmp_path / "project" / name)
     (tmp_path / "project/a/empty").mkdir()
     (tmp_path / "project/a/empty/config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
     for path, names in (("project/a", ["one", "two"]), ("project", ["one", "two", "three"])):
         assert main(["plot", path, "--output", "plot.svg", "--metrics", "val/loss"]) == 0
         drawn = Path("plot.svg").read_text()

@@ -43,12 +43,6 @@ def test_ranks_that_share_sequences_leave_the_others_to_data_parallelism() -> No
     assert shape(DeviceParameters(context_parallel=2, tensor_parallel=2), 8, fsdp=False) == (2, 1)
     assert shape(DeviceParameters(context_parallel=4, dp_shard=2), 16) == (2, 2)
     assert shape(DeviceParameters(context_parallel=2), 16, per_host=8) == (2, 4)
-    with pytest.raises(ConfigError, match=r"context_parallel=3 does not divide world_size=8. Use 1, 2, 4 or 8"):
-        shape(DeviceParameters(context_parallel=3), 8)
-    with pytest.raises(ConfigError, match=r"=4 does not divide world_size=4 \(tp=2 leaves 2\). Use 1 or 2"):
-        shape(DeviceParameters(context_parallel=4, tensor_parallel=2), 4)
-    with pytest.raises(ConfigError, match=r"cp=2, tp=1\): 2 are left for data parallelism. Use .*1 x 2"):
-        shape(DeviceParameters(context_parallel=2, dp_shard=4, dp_replicate=1), 4)
 
 
 def test_parameters_lie_on_ranks_that_share_sequences_as_on_any_others() -> None:
@@ -93,24 +87,38 @@ def test_auto_takes_the_ranks_that_are_left() -> None:
     assert shape(DeviceParameters(dp_replicate=4, dp_shard=2), 8) == (4, 2)
 
 
-def test_a_size_that_does_not_divide_is_answered_with_the_valid_ones() -> None:
-    expected = (
-        'dp_shard=3 does not divide world_size=8 (pp=1, dp_replicate="auto", cp=1, tp=1 leave 8). '
-        'Use dp_shard="auto", or 1, 2, 4 or 8.'
-    )
-    with pytest.raises(ConfigError) as raised:
-        shape(DeviceParameters(dp_shard=3), 8)
-    assert str(raised.value) == expected
-
-
-def test_sizes_that_do_not_make_the_world_are_answered_with_the_pairs_that_do() -> None:
-    with pytest.raises(ConfigError, match="makes 4 ranks, but world_size=6 .*6 x 1, 3 x 2, 2 x 3 or 1 x 6"):
-        shape(DeviceParameters(dp_replicate=2, dp_shard=2), 6)
-
-
-def test_more_ranks_than_a_single_device_preset_has_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="makes 1 ranks, but world_size=2"):
-        shape(DeviceParameters.single_device(), 2)
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "message"),
+    [
+        (
+            {"dp_shard": 3},
+            8,
+            r"dp_shard=3 does not divide world_size=8 .* leave 8\)\. Use dp_shard=\"auto\", or 1, 2, 4 or 8\.$",
+        ),
+        (
+            {"dp_replicate": 2, "dp_shard": 2},
+            6,
+            "makes 4 ranks, but world_size=6 .*6 x 1, 3 x 2, 2 x 3 or 1 x 6",
+        ),
+        ({"dp_replicate": 1, "dp_shard": 1}, 2, "makes 1 ranks, but world_size=2"),
+        ({"context_parallel": 3}, 8, "context_parallel=3 does not divide world_size=8. Use 1, 2, 4 or 8"),
+        (
+            {"context_parallel": 4, "tensor_parallel": 2},
+            4,
+            r"=4 does not .*=4 \(tp=2 leaves 2\). Use 1 or 2",
+        ),
+        (
+            {"context_parallel": 2, "dp_shard": 4, "dp_replicate": 1},
+            4,
+            r"cp=2, tp=1\): 2 are left for data parallelism. Use .*1 x 2",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_the_world_are_answered_with_those_that_do(
+    sizes: dict[str, int], world_size: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape(DeviceParameters(**sizes), world_size)
 
 
 @pytest.mark.parametrize("parameters", [DeviceParameters(dp_shard=2), DeviceParameters.fsdp()])

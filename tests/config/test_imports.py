@@ -9,14 +9,24 @@ import pytest
 
 import dream_trainer
 
-
-@pytest.mark.pitfall(51)
-def test_building_a_config_imports_no_library_of_its_own() -> None:
-    program = (
-        "import sys\n"
+NAMES_OF = "[getattr({0}, name) for name in {0}.__all__]\n"
+PROGRAMS = {
+    "a config": (
         "from dream_trainer.config import BaseTrainerConfig, check_config\n"
         "check_config(BaseTrainerConfig(project='p', group='g', experiment='e'))\n"
-        "print(sorted({'tyro', 'cattrs', 'rich', 'wandb', 'torchmetrics'} & set(sys.modules)))\n"
+    ),
+    "callbacks": "from dream_trainer import callbacks\n" + NAMES_OF.format("callbacks"),
+    "loggers": "from dream_trainer import LoggerMixin, loggers\n" + NAMES_OF.format("loggers"),
+}
+
+
+@pytest.mark.pitfall(51)
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_no_optional_package_is_imported_before_it_is_used(what: str) -> None:
+    program = (
+        f"import sys\n{PROGRAMS[what]}"
+        "optional = {'tyro', 'cattrs', 'rich', 'wandb', 'tensorboard', 'torchmetrics', 'matplotlib', 'PIL', 'psutil'}\n"
+        "print(sorted(optional & set(sys.modules)))\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

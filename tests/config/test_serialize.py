@@ -74,11 +74,6 @@ def test_a_config_survives_json() -> None:
     assert (again.data, again.colour, again.seed) == (Path("a/b"), Colour.RED, 0)
 
 
-def test_a_duration_becomes_seconds() -> None:
-    data = to_dict(rich(training_parameters=TrainingParameters(max_time=timedelta(minutes=2))))
-    assert data["training_parameters"]["max_time"] == 120.0
-
-
 def test_callbacks_are_recorded_by_class_and_plain_fields_and_stay_at_their_default_on_the_way_back() -> None:
     data = to_dict(rich(callbacks=CallbackCollection([Watcher(3), Watcher(5)])))
     assert [(entry["class"].rsplit(".", 1)[-1], entry["every"]) for entry in data["callbacks"]] == [
@@ -253,8 +248,4 @@ def test_the_record_of_a_callback_survives_json_and_one_more_shifts_no_other() -
 
 
 def test_the_difference_names_fields_that_only_one_side_has() -> None:
-    assert difference({"a": 1, "b": None}, {"b": None, "c": [1]}) == ["a: 1 -> (absent)", "c: (absent) -> [1]"]
-
-
-def test_a_tuple_equals_the_list_that_json_made_of_it() -> None:
-    assert difference({"betas": (0.9, 0.95)}, {"betas": [0.9, 0.95]}) == []
+    assert difference({"a": 1, "b": (1, 2)}, {"b": [1, 2], "c": [1]}) == ["a: 1 -> (absent)", "c: (absent) -> [1]"]

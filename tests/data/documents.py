@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.packing.document_blocks import DocumentBlocks
+from dream_trainer.data.packing.padding import PaddedRows
+from dream_trainer.data.window import DataPosition
+from tests.data.reading import Layout, close, next_step, open_ranks, seek
 
 APART = 100_000
 """Token `t` of document `d` is `d * APART + t`: each says where it comes from."""
@@ -18,12 +24,7 @@ def document(number: int, length: int) -> NDArray[np.int64]:
 
 
 class NumberedDocuments(OrderedDataset):
-    """Documents of given lengths in an order by the seed, once or for ever.
-
-    Args:
-        lengths: Tokens of each document.
-        is_endless: Whether they come again when all were read.
-    """
+    """Documents of given lengths in an order by the seed, once or for ever."""
 
     def __init__(self, lengths: Any, is_endless: bool = False) -> None:
         self.sizes = np.asarray(lengths, dtype=np.int64)
@@ -55,3 +56,33 @@ def web_like_lengths(count: int, seed: int = 0) -> NDArray[np.int64]:
     """Lengths as texts have them: most are short, some are very long."""
     drawn = np.random.RandomState(seed).lognormal(4.0, 1.0, count)
     return np.maximum(drawn.astype(np.int64), 1)
+
+
+class PackedJob:
+    """All ranks of a run over rows, in one process."""
+
+    def __init__(self, make_rows: Callable[[], DocumentBlocks], layout: Layout, global_batch: int, seed: int) -> None:
+        example = make_rows()
+        options = {"collate_fn": example.collate} if isinstance(example, PaddedRows) else {}
+        self.streams = open_ranks(make_rows, layout, global_batch, seed=seed, **options)
+
+    def go_on(self, saved: str) -> None:
+        """From what `saved` gave, written to a file and read again."""
+        position, state = json.loads(saved)
+        seek(self.streams, DataPosition(**position), state)
+
+    def read(self, count: int) -> Iterator[tuple[int, list[Any]]]:
+        """The epoch and the batches of each step."""
+        while count:
+            if (step := next_step(self.streams)) is not None:
+                batches, window = step
+                self.end, count = window.end, count - 1
+                yield self.end.epoch, batches
+
+    def saved(self) -> list[str]:
+        """What each rank would save now."""
+        position = {name: getattr(self.end, name) for name in ("epoch", "samples", "batches", "length")}
+        return [json.dumps((position, stream.state_at(self.end))) for stream in self.streams]
+
+    def close(self) -> None:
+        close(self.streams)

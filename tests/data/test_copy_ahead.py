@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.api import copy_stream, on_device
-from tests.trainer.small import Alone, batches, make_config
+from tests.trainer.small import Alone, batches, fit, make_config
 
 CPU = torch.device("cpu")
 
@@ -81,6 +81,5 @@ def test_a_trainer_on_the_cpu_moves_each_batch_once_just_before_its_step() -> No
             events.append(f"train {batch[2].tolist()[0]}")
             return super().training_step(batch, batch_idx)
 
-    with Tells(make_config(n_epochs=1, gradient_accumulation_steps=2), batches(4, size=1)) as trainer:
-        trainer.fit()
+    fit(Tells(make_config(n_epochs=1, gradient_accumulation_steps=2), batches(4, size=1)))
     assert events == [f"{what} {number}" for number in range(4) for what in ("move", "train")]

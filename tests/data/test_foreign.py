@@ -3,32 +3,15 @@ from __future__ import annotations
 import logging
 import timeit
 from collections.abc import Iterator
-from itertools import count, islice
-from typing import Any
+from itertools import count
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.api import DataError, DataPosition, PerRankLoader, TrainStream, train_stream
-from tests.data.samples import DrawingDataset, ShuffledStream, global_states, rows
-
-
-def open_stream(loader: Any, accumulation: int = 1, rank: int = 0, size: int = 1) -> TrainStream:
-    return train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=size, seed=3)
-
-
-def read(stream: TrainStream, passes: int) -> list[list[Any]]:
-    """Each window's batches, as lists of numbers."""
-    windows = []
-    while passes:
-        window = stream.next_window()
-        if window is None:
-            passes -= 1
-        else:
-            windows.append([batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in window.batches])
-    return windows
+from tests.api import DataError, DataPosition, PerRankLoader
+from tests.data.reading import open_stream, read
+from tests.data.samples import ShuffledStream
 
 
 class Polled:
@@ -140,29 +123,6 @@ def test_a_per_rank_loader_is_used_as_it_is_on_each_rank() -> None:
     assert not any(stream.is_even for stream in streams)
 
 
-def weighted() -> DataLoader:
-    data = DrawingDataset(20)
-    return DataLoader(data, 2, sampler=WeightedRandomSampler([1.0 + i for i in range(20)], 20), collate_fn=collate)
-
-
-def collate(samples: list[Any]) -> list[tuple[float, ...]]:
-    return rows(torch.utils.data.default_collate(samples))
-
-
-def buffered() -> DataLoader:
-    return DataLoader(ShuffledStream(20), 2)
-
-
-def stateful(workers: int = 0) -> StatefulDataLoader:
-    data = DrawingDataset(20)
-    sampler = WeightedRandomSampler([1.0] * 20, 20, replacement=False)
-    return StatefulDataLoader(data, 2, sampler=sampler, num_workers=workers, collate_fn=indices)
-
-
-def indices(samples: list[Any]) -> list[int]:
-    return [sample["index"] for sample in samples]
-
-
 class CountedStream(IterableDataset):
     """An iterable dataset that knows where it is and notes what it produced in this process."""
 
@@ -184,20 +144,6 @@ class CountedStream(IterableDataset):
         self.next = state["next"]
 
 
-@pytest.mark.pitfall(33)
-@pytest.mark.parametrize("make", [weighted, buffered])
-@pytest.mark.parametrize("stop_after", [0, 1, 3, 4, 5])
-def test_a_plain_loader_in_its_own_order_resumes_by_reading_again(make: Any, stop_after: int) -> None:
-    expected = read(open_stream(make(), accumulation=3), passes=3)
-    first = open_stream(make(), accumulation=3)
-    windows = [window for window in (first.next_window() for _ in range(stop_after)) if window is not None]
-    position = windows[-1].end if windows else DataPosition(0, 0, 0)
-    torch.rand(3)  # whatever training draws
-    second = open_stream(make(), accumulation=3)
-    second.seek(position, None)
-    assert read(second, passes=3 - position.epoch) == expected[len(windows) :]
-
-
 def test_reading_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     stream = open_stream([1, 2, 3])
     with caplog.at_level(logging.WARNING, "dream_trainer"):
@@ -208,29 +154,10 @@ def test_reading_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert read(stream, passes=1) == [[3]]
 
 
-@pytest.mark.pitfall(33)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop_after", [1, 3, 4, 6])
-def test_a_stateful_loader_resumes_from_the_state_of_the_window_that_was_trained(workers: int, stop_after: int) -> None:
-    expected = read(open_stream(stateful(workers), accumulation=3), passes=2)
-    first = open_stream(stateful(workers), accumulation=3)
-    windows = []
-    while len(windows) < stop_after:
-        if (window := first.next_window()) is not None:
-            windows.append(window)
-    first.next_window()  # read ahead, as the loop does
-    end, state = windows[-1].end, windows[-1].rank_state
-    torch.rand(3)  # whatever training draws
-    second = open_stream(stateful(workers), accumulation=3)
-    second.seek(end, state)
-    assert read(second, passes=2 - end.epoch) == expected[stop_after:]
-
-
 @pytest.mark.pitfall(34)
 def test_a_stateful_dataset_resumes_without_producing_what_was_consumed() -> None:
     first = open_stream(StatefulDataLoader(CountedStream(), 2))
     window = [first.next_window() for _ in range(4)][-1]
-    assert window is not None
     data = CountedStream()
     second = open_stream(StatefulDataLoader(data, 2))
     second.seek(window.end, window.rank_state)
@@ -238,47 +165,12 @@ def test_a_stateful_dataset_resumes_without_producing_what_was_consumed() -> Non
     assert data.produced == [8, 9, 10, 11]
 
 
-@pytest.mark.pitfall(32)
-@pytest.mark.parametrize("make", [weighted, buffered, lambda: StatefulDataLoader(ShuffledStream(20), 2)])
-def test_torch_loaders_leave_the_global_generators_untouched(make: Any) -> None:
-    before = global_states()
-    read(open_stream(make()), passes=2)
-    assert global_states() == before
-
-
-@pytest.mark.pitfall(11)
-def test_ranks_and_passes_of_a_torch_loader_draw_differently() -> None:
-    streams = [open_stream(PerRankLoader(weighted()), rank=rank, size=2) for rank in (0, 1)]
-    passes = [read(stream, passes=1) for stream in streams for _ in range(2)]
-    assert len({str(windows) for windows in passes}) == 4
-
-
-@pytest.mark.pitfall(32)
-def test_resuming_any_iterable_leaves_the_global_generators_untouched() -> None:
-    stream = open_stream(PerRankLoader(Noise()))
-    before = global_states()
-    stream.seek(DataPosition(0, 0, 3), None)
-    assert global_states() == before
-
-
-class Noise:
-    """Batches drawn from the global generator."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.rand(2) for _ in range(5))
-
-
-def test_an_iterator_that_was_read_cannot_be_sought() -> None:
-    stream = open_stream(iter([1, 2, 3]))
-    stream.next_window()
-    with pytest.raises(DataError, match="cannot go back"):
-        stream.seek(DataPosition(0, 0, 0), None)
-
-
-def test_an_iterator_can_be_sought_before_it_is_read() -> None:
+def test_an_iterator_can_be_sought_before_it_is_read_only() -> None:
     stream = open_stream(iter(range(6)), accumulation=2)
     stream.seek(DataPosition(0, 0, 4), None)
     assert read(stream, passes=1) == [[4, 5]]
+    with pytest.raises(DataError, match="cannot go back"):
+        stream.seek(DataPosition(0, 0, 0), None)
 
 
 def test_windows_of_a_list_cost_microseconds() -> None:
@@ -298,9 +190,3 @@ def test_windows_of_a_list_cost_microseconds() -> None:
         batches
     )
     assert cost < 3e-6
-
-
-def test_a_tensor_loader_of_one_rank_needs_no_wrapping() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=None)
-    assert [window[0][0].item() for window in read(open_stream(loader), passes=1)] == [0, 1, 2, 3]
-    assert list(islice(loader, 0)) == []

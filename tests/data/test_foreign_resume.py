@@ -14,9 +14,10 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dream_trainer.checkpoint import typed_json
-from tests.api import DataError, DataPosition, PerRankLoader, SampleCount, TrainStream, train_stream
+from tests.api import DataError, DataPosition, PerRankLoader, SampleCount, TrainStream
+from tests.data import reading
+from tests.data.reading import read, windows_until
 from tests.data.samples import ShuffledStream, global_states
-from tests.data.test_foreign import read
 
 LENGTH = 20
 
@@ -126,61 +127,54 @@ def nodes_in_a_stream() -> nodes.Loader[Any]:
     return nodes.Loader(nodes.Batcher(nodes.IterableWrapper(ShuffledStream(LENGTH)), 2))
 
 
-MAKERS: list[Callable[[], Any]] = [
-    LiveShuffle,
-    OrderAtStart,
-    EndedUntilRead,
-    HandWritten,
-    nodes_by_number,
-    nodes_in_a_stream,
-    lambda: StatefulDataLoader(DATA, batch_sampler=EagerBatches()),
-    lambda: StatefulDataLoader(DATA, batch_sampler=LazyBatches()),
-    lambda: StatefulDataLoader(ShuffledStream(LENGTH), 2),
-]
-NAMES = [
-    "live shuffle",
-    "order at start",
-    "ended until read",
-    "hand-written",
-    "nodes",
-    "nodes stream",
-    "eager",
-    "lazy",
-    "stateful stream",
-]
+def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * LENGTH, LENGTH, replacement=False, generator=generator)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "live shuffle": LiveShuffle,
+    "order at start": OrderAtStart,
+    "ended until read": EndedUntilRead,
+    "hand-written": HandWritten,
+    "nodes": nodes_by_number,
+    "nodes stream": nodes_in_a_stream,
+    "weighted": lambda: DataLoader(DATA, 2, sampler=weighted()),
+    "stream": lambda: DataLoader(ShuffledStream(LENGTH), 2),
+    "stateful": lambda: StatefulDataLoader(DATA, 2, sampler=weighted()),
+    "stateful, workers": lambda: StatefulDataLoader(DATA, 2, sampler=weighted(), num_workers=2),
+    "eager": lambda: StatefulDataLoader(DATA, batch_sampler=EagerBatches()),
+    "lazy": lambda: StatefulDataLoader(DATA, batch_sampler=LazyBatches()),
+    "stateful stream": lambda: StatefulDataLoader(ShuffledStream(LENGTH), 2),
+}
 
 
 def open_stream(loader: Any, accumulation: int = 3, **options: Any) -> TrainStream:
-    return train_stream(loader, accumulation=accumulation, **({"dp_rank": 0, "dp_size": 1, "seed": 3} | options))
+    return reading.open_stream(loader, accumulation, **options)
 
 
+@pytest.mark.pitfall(33)
 @pytest.mark.pitfall(75)
 @pytest.mark.pitfall(76)
-@pytest.mark.parametrize("make", MAKERS, ids=NAMES)
-def test_a_resumed_pass_has_the_batches_of_the_uninterrupted_one(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_resumed_pass_has_the_batches_of_the_uninterrupted_one(kind: str) -> None:
+    make = MAKERS[kind]
     expected = read(open_stream(make()), passes=3)
     assert sorted(number for batch in expected[0:4] for row in batch for number in row if number in DATA) == DATA
     assert expected[0:4] != expected[4:8]  # another order in each pass
     for stop_after in range(1, 8):
-        first = open_stream(make())
-        windows = []
-        while len(windows) < stop_after:
-            if (window := first.next_window()) is not None:
-                windows.append(window)
-        first.next_window()  # read ahead, as the loop does
-        state = typed_json.loads(typed_json.dumps(windows[-1].rank_state))
+        last = windows_until(open_stream(make()), stop_after)[-1]
+        state = typed_json.loads(typed_json.dumps(last.rank_state))
         torch.manual_seed(stop_after)
         random.seed(stop_after)
         second = open_stream(make())
-        second.seek(windows[-1].end, state)
-        assert read(second, passes=3 - windows[-1].end.epoch) == expected[stop_after:], stop_after
+        second.seek(last.end, state)
+        assert read(second, passes=3 - last.end.epoch) == expected[stop_after:], stop_after
 
 
 @pytest.mark.pitfall(75)
 def test_a_state_that_was_loaded_and_not_yet_left_behind_is_saved_again_as_it_was() -> None:
     stream = open_stream(LiveShuffle())
     window = stream.next_window()
-    assert window is not None
     assert window.rank_state is not None
     before = typed_json.dumps(window.rank_state)
     second = open_stream(LiveShuffle())
@@ -190,17 +184,11 @@ def test_a_state_that_was_loaded_and_not_yet_left_behind_is_saved_again_as_it_wa
 
 
 @pytest.mark.pitfall(76)
-@pytest.mark.parametrize("make", MAKERS, ids=NAMES)
-def test_training_draws_the_same_whatever_its_loader_draws(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+def test_training_draws_the_same_whatever_its_loader_draws(kind: str) -> None:
     before = global_states()
-    read(open_stream(make()), passes=2)
+    read(open_stream(MAKERS[kind]()), passes=2)
     assert global_states() == before
-
-
-@pytest.mark.pitfall(76)
-def test_ranks_draw_differently_from_a_hand_written_loader() -> None:
-    ranks = [read(open_stream(PerRankLoader(HandWritten()), dp_rank=rank, dp_size=2), passes=1) for rank in (0, 1)]
-    assert ranks[0] != ranks[1]
 
 
 class Strided:
@@ -235,7 +223,7 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
     four = [PerRankLoader(kind(2, rank, 4)) for rank in range(4)]
     rest = []
     for rank, loader in enumerate(four):
-        stream = open_stream(loader, accumulation=1, dp_rank=rank, dp_size=4, batch_size=SampleCount())
+        stream = open_stream(loader, accumulation=1, rank=rank, size=4, batch_size=SampleCount())
         stream.seek(DataPosition(0, 24, 3), None)
         rest += [number for ((batch,),) in zip(read(stream, passes=1)) for number in batch]
     assert sorted(rest) == sorted(number for (batch,) in whole[3:] for number in batch)
@@ -245,8 +233,6 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
 def test_the_same_rank_reads_again_by_its_own_samples_when_its_batches_changed() -> None:
     stream = open_stream(Strided(4, 0, 1), batch_size=SampleCount())
     window = stream.next_window()
-    assert window is not None
-    assert window.rank_state is not None
     assert window.rank_state["samples"] == 12
     resumed = open_stream(Strided(2, 0, 1), batch_size=SampleCount())
     resumed.seek(window.end, window.rank_state)
@@ -260,7 +246,7 @@ def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
     stream = open_stream(Strided(5, 0, 1), batch_size=SampleCount())
     with pytest.raises(DataError, match=r"24 samples.*Strided.*batch of 5.*after 20"):
         stream.seek(DataPosition(0, 24, 3), None)
-    stream = open_stream(PerRankLoader(Strided(5, 0, 1)), dp_size=5, batch_size=SampleCount())
+    stream = open_stream(PerRankLoader(Strided(5, 0, 1)), size=5, batch_size=SampleCount())
     with pytest.raises(DataError, match="24 samples.*dp_size=5"):
         stream.seek(DataPosition(0, 24, 3), None)
     stream = open_stream(Strided(8, 0, 1), batch_size=SampleCount())
@@ -276,18 +262,13 @@ def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytes
         stream.seek(DataPosition(0, 48, 12), None, is_pass_over=True)
     assert (loader.reads, caplog.records) == (0, [])
     window = stream.next_window()
-    assert window is not None
     assert window.end == DataPosition(1, 0, 3)
 
 
-def weighted(generator: torch.Generator | None = None) -> DataLoader[Any]:
-    sampler = WeightedRandomSampler([1.0] * LENGTH, LENGTH, replacement=False, generator=generator)
-    return DataLoader(DATA, 2, sampler=sampler)
-
-
 def test_a_plain_loader_reads_again_by_samples_too() -> None:
-    expected = [number for batches in read(open_stream(weighted()), passes=1) for batch in batches for number in batch]
-    stream = open_stream(weighted(), batch_size=SampleCount())
+    make = MAKERS["weighted"]
+    expected = [number for batches in read(open_stream(make()), passes=1) for batch in batches for number in batch]
+    stream = open_stream(make(), batch_size=SampleCount())
     stream.seek(DataPosition(0, 8, 1), None)
     assert [number for batches in read(stream, passes=1) for batch in batches for number in batch] == expected[8:]
 
@@ -305,9 +286,10 @@ class Shuffled(torch.utils.data.Sampler[int]):
 @pytest.mark.pitfall(76)
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_later_pass_is_resumed_where_workers_persist(kind: type[Any]) -> None:
-    def open_stream() -> tuple[TrainStream, Any]:
-        loader = kind(range(LENGTH), batch_size=2, sampler=Shuffled(), num_workers=1, persistent_workers=True)
-        return train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=7), loader
+    def opened() -> TrainStream:
+        return open_stream(
+            kind(range(LENGTH), batch_size=2, sampler=Shuffled(), num_workers=1, persistent_workers=True), 1
+        )
 
     def windows(stream: TrainStream) -> list[tuple[list[int], Any]]:
         found = []
@@ -315,12 +297,12 @@ def test_a_later_pass_is_resumed_where_workers_persist(kind: type[Any]) -> None:
             found.append((torch.cat(list(window.batches)).tolist(), window))
         return found
 
-    stream, _ = open_stream()
+    stream = opened()
     windows(stream)
     straight = windows(stream)
     stream.close()
     at = straight[3][1]
-    resumed, _ = open_stream()
+    resumed = opened()
     resumed.seek(at.end, at.rank_state)
     rest = windows(resumed)
     resumed.close()

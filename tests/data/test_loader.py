@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.api import DataError, DistributedDataLoader, PerRankLoader, loader_batch_size, rebuild, train_stream
+from tests.api import DataError, DistributedDataLoader, PerRankLoader, loader_batch_size, rebuild
+from tests.data.reading import open_stream
 from tests.data.samples import DrawingDataset, ShuffledStream
 
 DATA = TensorDataset(torch.arange(12))
@@ -70,38 +72,15 @@ class MyBatchSampler(BatchSampler):
 )
 def test_plain_loaders_are_rebuilt_as_ours(loader: DataLoader, shuffle: bool) -> None:
     own = rebuild(loader)
-    assert own is not None
     assert (own.dataset, own.batch_size, own.shuffle, own.drop_last) == (DATA, 4, shuffle, False)
 
 
 def test_a_rebuilt_loader_keeps_every_option() -> None:
-    plain = DataLoader(
-        DATA,
-        3,
-        drop_last=True,
-        collate_fn=keep_list,
-        num_workers=2,
-        pin_memory=True,
-        persistent_workers=True,
-        prefetch_factor=5,
-        worker_init_fn=note_worker,
-        timeout=9,
-        multiprocessing_context="spawn",
-    )
+    options = {"batch_size": 3, "drop_last": True, "collate_fn": keep_list, "num_workers": 2, "pin_memory": True}
+    options |= {"persistent_workers": True, "prefetch_factor": 5, "worker_init_fn": note_worker, "timeout": 9}
+    plain = DataLoader(DATA, multiprocessing_context="spawn", **options)
     own = rebuild(plain)
-    assert own is not None
-    for name in (
-        "batch_size",
-        "drop_last",
-        "collate_fn",
-        "num_workers",
-        "pin_memory",
-        "persistent_workers",
-        "prefetch_factor",
-        "worker_init_fn",
-        "timeout",
-        "multiprocessing_context",
-    ):
+    for name in (*options, "multiprocessing_context"):
         assert vars(own)[name] == getattr(plain, name), name
 
 
@@ -123,18 +102,17 @@ def test_a_rebuilt_loader_keeps_every_option() -> None:
 @pytest.mark.pitfall(12)
 def test_what_cannot_be_rebuilt_serves_one_rank_and_is_refused_with_the_fix_beyond(loader: Any) -> None:
     assert rebuild(loader) is None
-    window = train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=0).next_window()
-    assert window is not None
+    window = open_stream(loader).next_window()
     assert window.size == 1
     with pytest.raises(DataError, match=r"DistributedDataLoader.*PerRankLoader"):
-        train_stream(loader, accumulation=1, dp_rank=0, dp_size=2, seed=0)
+        open_stream(loader, size=2)
 
 
 @pytest.mark.pitfall(12)
 def test_a_plain_loader_with_several_ranks_gives_each_its_own_samples() -> None:
     seen = []
     for rank in range(3):
-        stream = train_stream(DataLoader(DATA, 2, shuffle=True), accumulation=1, dp_rank=rank, dp_size=3, seed=0)
+        stream = open_stream(DataLoader(DATA, 2, shuffle=True), rank=rank, size=3)
         while (window := stream.next_window()) is not None:
             seen += [index for (batch,) in window.batches for index in batch.tolist()]
     assert sorted(seen) == list(range(12))
@@ -146,18 +124,13 @@ def test_a_subclass_that_adds_only_a_constructor_is_dealt_with_all_that_it_sets(
     seen = []
     for rank in range(2):
         loader = GraphLoader(DATA, 3, shuffle=True, follow=["x"])
-        stream = train_stream(loader, accumulation=1, dp_rank=rank, dp_size=2, seed=0)
+        stream = open_stream(loader, rank=rank, size=2)
         while (window := stream.next_window()) is not None:
             (batch,) = window.batches
             assert type(batch) is Joined
             assert window.sizes == [batch.num_graphs] == [3]
             seen += [int(sample[0]) for sample in batch]
     assert sorted(seen) == list(range(12))
-
-
-def test_a_subclass_with_code_of_its_own_is_refused_with_what_it_has() -> None:
-    with pytest.raises(DataError, match=r"MyLoader, a DataLoader with methods of its own \(__iter__\).*dp_size=2"):
-        train_stream(MyLoader(DATA, 4), accumulation=1, dp_rank=0, dp_size=2, seed=0)
 
 
 def test_our_loader_by_itself_is_a_loader_for_a_single_process() -> None:
@@ -167,17 +140,23 @@ def test_our_loader_by_itself_is_a_loader_for_a_single_process() -> None:
     assert len(DistributedDataLoader(DrawingDataset(10), 4, drop_last=False)) == 3
 
 
-def test_wrong_datasets_and_batch_sizes_are_refused() -> None:
-    with pytest.raises(DataError, match="ShuffledStream has no length"):
-        DistributedDataLoader(ShuffledStream(4), 2)
-    with pytest.raises(DataError, match="batch_size=0"):
-        DistributedDataLoader(DATA, 0)
-    with pytest.raises(DataError, match="0 samples"):
-        DistributedDataLoader(TensorDataset(torch.ones(0)), 2)
-    with pytest.raises(DataError, match="several ranks already"):
-        PerRankLoader(DistributedDataLoader(DATA, 2))
-    with pytest.raises(DataError, match="cannot be iterated"):
-        PerRankLoader(3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        ("ShuffledStream has no length", lambda: DistributedDataLoader(ShuffledStream(4), 2)),
+        ("batch_size=0", lambda: DistributedDataLoader(DATA, 0)),
+        ("0 samples", lambda: DistributedDataLoader(TensorDataset(torch.ones(0)), 2)),
+        ("several ranks already", lambda: PerRankLoader(DistributedDataLoader(DATA, 2))),
+        ("cannot be iterated", lambda: PerRankLoader(3)),
+        (
+            r"MyLoader, a DataLoader with methods of its own \(__iter__\).*dp_size=2",
+            lambda: open_stream(MyLoader(DATA, 4), size=2),
+        ),
+    ],
+)
+def test_wrong_datasets_loaders_and_batch_sizes_are_refused(message: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(DataError, match=message):
+        make()
 
 
 def test_the_batch_size_is_read_where_the_loader_says_it() -> None:

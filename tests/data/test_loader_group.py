@@ -62,7 +62,6 @@ def step_of(streams: list[TrainStream]) -> dict[str, list[int]] | None:
         return None
     found: dict[str, list[int]] = {}
     for window in windows:
-        assert window is not None
         batches = list(window.batches)
         assert len(batches) == window.size
         for batch in batches:
@@ -211,7 +210,6 @@ class Reader:
     def step(self) -> list[Any]:
         window = self.ahead or self._load()
         self.ahead = None
-        assert window is not None
         if window.is_last is None:
             self.ahead = self._load()
         self.is_over = window.is_last if window.is_last is not None else self.ahead is None
@@ -298,11 +296,9 @@ def test_a_stream_in_a_group_goes_on_on_other_ranks() -> None:
             windows = [stream.next_window() for stream in streams]
             found: dict[str, list[int]] = {}
             for window in windows:
-                assert window is not None
                 for name, (samples,) in window.batches:
                     found.setdefault(name, []).extend(samples.tolist())
             steps.append({name: sorted(samples) for name, samples in found.items()})
-        assert windows[0] is not None
         end = windows[0].end
         rank_states = json.loads(json.dumps([window.rank_state for window in windows if window is not None]))
         saved = end, rank_states, json.loads(json.dumps(streams[0].state_at(end)))
@@ -313,7 +309,6 @@ def test_loaders_of_one_length_have_orders_of_their_own() -> None:
     dataset = numbers(16)
     loaders = {name: DataLoader(dataset, batch_size=16, shuffle=True) for name in ("one", "other")}
     (window,) = [open_streams(loaders, 1, 1)[0].next_window()]
-    assert window is not None
     (batch,) = window.batches
     assert batch["one"][0].tolist() != batch["other"][0].tolist()
 
@@ -399,7 +394,6 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
 def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:
     stream = train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
     window = stream.next_window()
-    assert window is not None
     list(window.batches)
     state = stream.state_at(window.end)
 
@@ -421,7 +415,6 @@ def test_a_run_over_one_loader_does_not_go_on_with_several() -> None:
 def test_another_number_of_ranks_is_refused_where_only_a_loader_knows_its_place() -> None:
     stream = train_stream({"plain": Plain(9)}, accumulation=1, dp_rank=0, dp_size=1, seed=3)
     window = stream.next_window()
-    assert window is not None
     state = stream.state_at(window.end)
     with pytest.raises(DataError, match="only the training loader 'plain' itself knows"):
         stream.seek(window.end, None, state=state)

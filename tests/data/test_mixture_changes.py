@@ -37,7 +37,6 @@ def opened(mixture: Any, batch_size: int = 100) -> TrainStream:
 def step(stream: TrainStream) -> tuple[list[Any], Any]:
     """The samples of the next step and the position after it; a pass ends with its last step, as in a trainer."""
     window = stream.next_window()
-    assert window is not None
     samples = [sample for batch in window.batches for sample in batch]
     if window.is_last:
         stream.end_pass()
@@ -114,7 +113,6 @@ def test_rows_are_counted_anew_when_weights_were_set(block_size: int) -> None:
     following: list[Any] | None = None
     for number in range(16):
         window = stream.next_window()
-        assert window is not None
         found = [row["tokens"].tolist() for batch in window.batches for row in batch]
         assert following is None or found == following
         if window.is_last:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.api import DataPosition, DistributedDataLoader, Mixture, Stage, TrainStream, train_stream
+from tests.api import DataPosition, Mixture, Stage, TrainStream
+from tests.data.reading import Layout, close, next_step, open_ranks, seek
 from tests.data.samples import DrawingDataset, rows
 
 GLOBAL_BATCH, STEPS = 48, 60
@@ -41,39 +42,20 @@ def mixture(**changed: Any) -> Mixture:
     return Mixture(sources, **options | changed)
 
 
-def open_streams(layout: tuple[int, int, int], seed: int = 3, **changed: Any) -> list[TrainStream]:
-    ranks, accumulation, workers = layout
-    size = GLOBAL_BATCH // (ranks * accumulation)
-    fork = {"multiprocessing_context": "fork"} if workers else {}
-    return [
-        train_stream(
-            DistributedDataLoader(mixture(**changed), size, num_workers=workers, **fork),
-            accumulation=accumulation,
-            dp_rank=rank,
-            dp_size=ranks,
-            seed=seed,
-        )
-        for rank in range(ranks)
-    ]
+def open_streams(layout: Layout, seed: int = 3, **changed: Any) -> list[TrainStream]:
+    return open_ranks(lambda: mixture(**changed), layout, GLOBAL_BATCH, seed=seed)
 
 
 def read(streams: list[TrainStream], steps: int) -> tuple[list[str], DataPosition, list[Any]]:
     """A digest of what is in each step, where they end, and the state as each rank says it."""
     digests, end = [], DataPosition(0, 0, 0)
     for _ in range(steps):
-        windows = [stream.next_window() for stream in streams]
-        per_rank = [list(window.batches) for window in windows if window is not None]
-        samples = [row for chunk in zip(*per_rank, strict=True) for batch in chunk for row in rows(batch)]
+        batches, window = next_step(streams)
+        samples = [row for batch in batches for row in rows(batch)]
         assert len(samples) == GLOBAL_BATCH
         digests.append(hashlib.sha256(repr(samples).encode()).hexdigest())
-        assert windows[0] is not None
-        end = windows[0].end
+        end = window.end
     return digests, end, [stream.state_at(end) for stream in streams]
-
-
-def close(streams: list[TrainStream]) -> None:
-    for stream in streams:
-        stream.close()
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +75,7 @@ def test_other_seeds_and_weights_are_other_samples(reference: list[str]) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_workers_and_accumulation_do_not_change_a_step(
-    layout: tuple[int, int, int], reference: list[str]
-) -> None:
+def test_ranks_workers_and_accumulation_do_not_change_a_step(layout: Layout, reference: list[str]) -> None:
     streams = open_streams(layout)
     assert read(streams, STEPS)[0] == reference
     close(streams)
@@ -109,8 +89,7 @@ def test_stopped_anywhere_and_resumed_twice_on_other_layouts_it_goes_on(stop: in
     for layout, steps in zip(layouts, (stop, 1, STEPS), strict=True):
         streams = open_streams(layout)
         if state is not None:
-            for stream in streams:
-                stream.seek(position, None, state=state)
+            seek(streams, position, state)
         digests, position, states = read(streams, min(steps, STEPS - len(found)))
         close(streams)
         assert all(other == states[0] for other in states)
@@ -126,13 +105,11 @@ def test_weights_set_between_two_steps_count_from_the_next_whatever_workers_had_
         streams = open_streams(layout)
         before = read(streams, 10)[0]
         for stream in streams:
-            assert stream.reader is not None
             stream.reader.loader.dataset.set_weights({"talk": 1, "docs": 1})
         after, position, states = read(streams, 10)
         close(streams)
         streams = open_streams((1, 1, 0))
-        for stream in streams:
-            stream.seek(position, None, state=states[-1])
+        seek(streams, position, states[-1])
         found.append(before + after + read(streams, 20)[0])
     assert found[0] == found[1]
     straight = read(open_streams((1, 1, 0)), 40)[0]

@@ -15,9 +15,9 @@ from tests.api import (
     DistributedDataLoader,
     OrderedDataset,
     TrainStream,
-    train_stream,
     validation_batches,
 )
+from tests.data.reading import Layout, close, next_step, open_ranks, open_stream, seek
 
 GLOBAL_BATCH = 8
 LAYOUTS = [(1, 1, 0), (1, 2, 2), (2, 1, 0), (2, 2, 2), (4, 2, 0), (4, 1, 0)]
@@ -70,19 +70,9 @@ class Walk(OrderedDataset):
         return asked
 
 
-def open_streams(ranks: int, accumulation: int, workers: int, length: int = ENDLESS) -> list[TrainStream]:
-    size = GLOBAL_BATCH // (ranks * accumulation)
-    options: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
-    return [
-        train_stream(
-            DistributedDataLoader(Walk(length), size, num_workers=workers, **options),
-            accumulation=accumulation,
-            dp_rank=rank,
-            dp_size=ranks,
-            seed=3,
-        )
-        for rank in range(ranks)
-    ]
+def open_streams(*layout: int, length: int = ENDLESS) -> list[TrainStream]:
+    options = {"persistent_workers": True} if layout[2] else {}
+    return open_ranks(lambda: Walk(length), layout, GLOBAL_BATCH, **options)
 
 
 def read(streams: Sequence[TrainStream], steps: int) -> tuple[list[Any], DataPosition, list[Any], bool]:
@@ -90,18 +80,11 @@ def read(streams: Sequence[TrainStream], steps: int) -> tuple[list[Any], DataPos
     found: list[Any] = []
     position, is_last = DataPosition(0, 0, 0), False
     while len(found) < steps:
-        windows = [stream.next_window() for stream in streams]
-        if windows[0] is None:
-            continue
-        per_rank = [list(window.batches) for window in windows if window is not None]
-        found.append([row for chunk in zip(*per_rank, strict=True) for batch in chunk for row in batch.tolist()])
-        position, is_last = windows[0].end, bool(windows[0].is_last)
+        if (step := next_step(streams)) is not None:
+            batches, window = step
+            found.append([row for batch in batches for row in batch.tolist()])
+            position, is_last = window.end, bool(window.is_last)
     return found, position, [stream.state_at(position) for stream in streams], is_last
-
-
-def close(streams: Sequence[TrainStream]) -> None:
-    for stream in streams:
-        stream.close()
 
 
 def turn(streams: Sequence[TrainStream]) -> None:
@@ -110,7 +93,7 @@ def turn(streams: Sequence[TrainStream]) -> None:
 
 
 def straight(length: int, steps: int, turn_after: int | None = None) -> list[Any]:
-    streams = open_streams(1, 1, 0, length)
+    streams = open_streams(1, 1, 0, length=length)
     before = read(streams, turn_after)[0] if turn_after else []
     if turn_after:
         turn(streams)
@@ -128,14 +111,13 @@ def test_sample_p_of_an_endless_dataset_is_consumed_pth() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_resume_anywhere_on_another_layout_goes_on(layout: tuple[int, int, int], stop: int) -> None:
+def test_a_resume_anywhere_on_another_layout_goes_on(layout: Layout, stop: int) -> None:
     expected = straight(ENDLESS, 8)
     first = open_streams(*LAYOUTS[-1 - LAYOUTS.index(layout)])
     found, position, states, _ = read(first, stop)
     close(first)
     second = open_streams(*layout)
-    for stream in second:
-        stream.seek(position, None, state=states[-1])
+    seek(second, position, states[-1])
     found += read(second, 8 - stop)[0]
     close(second)
     assert found == expected
@@ -143,9 +125,7 @@ def test_a_resume_anywhere_on_another_layout_goes_on(layout: tuple[int, int, int
 
 @pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
 @pytest.mark.parametrize("stop", [2, 3, 4])
-def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resume(
-    layout: tuple[int, int, int], stop: int
-) -> None:
+def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resume(layout: Layout, stop: int) -> None:
     expected = straight(24, 8, turn_after=2)
     assert [sorted({row[2] for row in step}) for step in expected[:4]] == [[1], [1], [2], [1]]
     assert [step[0][:2] for step in expected[2:4]] == [[0, 16], [1, 0]]
@@ -157,8 +137,7 @@ def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resum
     if stop > 2:
         close(streams)
         streams = open_streams(1, 4, 0, length=24)
-        for stream in streams:
-            stream.seek(position, None, is_pass_over=is_last, state=states[0])
+        seek(streams, position, states[0], is_pass_over=is_last)
     found += read(streams, 8 - stop)[0]
     close(streams)
     assert found == expected
@@ -168,9 +147,7 @@ def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> 
     (stream,) = open_streams(1, 2, 2)
     _, position, (state,), _ = read([stream], 2)
     assert state == {"turns": [0], "anchor": [15, 105]}
-    window = stream.next_window()
-    assert window is not None
-    list(window.batches)
+    next_step([stream])
     assert stream.state_at(position) == state
     close([stream])
 
@@ -179,7 +156,7 @@ def test_another_kind_of_dataset_than_the_checkpoints_is_refused() -> None:
     (stream,) = open_streams(1, 1, 0)
     with pytest.raises(DataError, match=r"no state of the dataset \(Walk\)"):
         stream.seek(DataPosition(0, 8, 1), None)
-    plain = train_stream(DistributedDataLoader(range(16), 8), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    plain = open_stream(DistributedDataLoader(range(16), 8))
     with pytest.raises(DataError, match="decides its order itself, and range does not"):
         plain.seek(DataPosition(0, 8, 1), None, state={"turns": []})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,15 +13,12 @@ from torch.utils.data import Dataset
 
 from tests.api import (
     DataError,
-    DataPosition,
-    DistributedDataLoader,
     Mixture,
     PackedRows,
     Stage,
-    TrainStream,
-    train_stream,
 )
-from tests.data.documents import APART, document, web_like_lengths
+from tests.data.documents import APART, PackedJob, document, web_like_lengths
+from tests.data.reading import Layout
 
 GLOBAL_BATCH, STEPS, ROW_LENGTH, BLOCK_SIZE = 8, 16, 256, 60
 LAYOUTS = [(1, 1, 0), (2, 1, 2), (4, 2, 0), (1, 4, 2), (2, 2, 0), (4, 1, 2)]
@@ -51,32 +47,16 @@ def mixture(**options: Any) -> Mixture:
     return Mixture(sources, **{"weights": {"code": 3, "web": 1}, "stages": stages, **options})
 
 
-class Job:
-    """All ranks of a run, in one process.
+class Job(PackedJob):
+    """Over rows of a mixture of these sources."""
 
-    Args:
-        layout: (ranks, accumulation, workers).
-        seed: The run's.
-        **options: Of the mixture.
-    """
-
-    def __init__(self, layout: tuple[int, int, int], seed: int = 3, **options: Any) -> None:
-        ranks, accumulation, workers = layout
+    def __init__(self, layout: Layout, seed: int = 3, **options: Any) -> None:
         self.mixtures: list[Mixture] = []
-        self.streams: list[TrainStream] = []
-        for rank in range(ranks):
-            self.mixtures.append(mixture(**options))
-            rows = PackedRows(self.mixtures[-1], ROW_LENGTH, block_size=BLOCK_SIZE)
-            context: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
-            size = GLOBAL_BATCH // (ranks * accumulation)
-            loader = DistributedDataLoader(rows, size, num_workers=workers, **context)
-            self.streams.append(train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=seed))
+        super().__init__(lambda: self.rows(options), layout, GLOBAL_BATCH, seed)
 
-    def go_on(self, saved: str) -> None:
-        """From what `steps` gave, written to a file and read again."""
-        position, state = json.loads(saved)
-        for stream in self.streams:
-            stream.seek(DataPosition(**position), None, state=state)
+    def rows(self, options: dict[str, Any]) -> PackedRows:
+        self.mixtures.append(mixture(**options))
+        return PackedRows(self.mixtures[-1], ROW_LENGTH, block_size=BLOCK_SIZE)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         for each in self.mixtures:
@@ -86,19 +66,13 @@ class Job:
         """Of each step a digest of its real tokens in global order and how many are of which source; and what each rank
         would save then."""
         found: SourceDigests = []
-        for _ in range(count):
-            windows = [window for stream in self.streams if (window := stream.next_window()) is not None]
-            chunks = zip(*(window.batches for window in windows), strict=True)
-            batches = [batch for chunk in chunks for batch in chunk]
+        for _, batches in self.read(count):
             tokens = np.concatenate([batch["tokens"][batch["documents"] >= 0].numpy() for batch in batches])
             numbers = np.bincount(tokens // APART // 1000, minlength=len(NAMES)).tolist()
             found.append((hashlib.sha256(tokens.tobytes()).hexdigest(), dict(zip(NAMES, numbers, strict=True))))
-        end = windows[0].end
-        position = {name: getattr(end, name) for name in ("epoch", "samples", "batches", "length")}
-        states = [json.dumps((position, stream.state_at(end))) for stream in self.streams]
-        for stream in self.streams:
-            stream.close()
-        return found, states
+        saved = self.saved()
+        self.close()
+        return found, saved
 
 
 def nothing(job: Job) -> None: ...
@@ -147,7 +121,7 @@ def test_a_curriculum_goes_on_twice_with_the_same_tokens_in_each_step(
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
-def test_weights_that_are_set_lose_no_token_of_the_block_that_was_begun(layout: tuple[int, int, int]) -> None:
+def test_weights_that_are_set_lose_no_token_of_the_block_that_was_begun(layout: Layout) -> None:
     job, unchanged = Job(layout, stages=()), Job(layout, stages=())
     found, expected = job.steps(3)[0], unchanged.steps(3)[0]
     job.set_weights({"docs": 1})

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 import pytest
 
 from tests.api import (
-    DataPosition,
-    DistributedDataLoader,
     DocumentBlocks,
     PackedRows,
     PaddedRows,
-    TrainStream,
-    train_stream,
 )
-from tests.data.documents import NumberedDocuments, web_like_lengths
+from tests.data.documents import NumberedDocuments, PackedJob, web_like_lengths
+from tests.data.reading import Layout
 
 GLOBAL_BATCH, STEPS = 8, 12
 LAYOUTS = [(1, 1, 0), (1, 4, 2), (2, 2, 2), (2, 1, 0), (4, 1, 2), (4, 2, 0)]
@@ -36,56 +32,23 @@ def padded(is_endless: bool) -> DocumentBlocks:
 KINDS = {"packed": packed, "padded": padded}
 
 
-class Job:
-    """All ranks of a run, in one process.
+class Job(PackedJob):
+    """Over rows of a kind, whose digests tell their real tokens and labels."""
 
-    Args:
-        kind: Of the rows.
-        is_endless: Whether their documents are.
-        layout: (ranks, accumulation, workers).
-        seed: The run's.
-    """
-
-    def __init__(self, kind: str, is_endless: bool, layout: tuple[int, int, int], seed: int = 3) -> None:
-        ranks, accumulation, workers = layout
-        self.streams: list[TrainStream] = []
-        for rank in range(ranks):
-            rows = KINDS[kind](is_endless)
-            options: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
-            options |= {"collate_fn": rows.collate} if isinstance(rows, PaddedRows) else {}
-            size = GLOBAL_BATCH // (ranks * accumulation)
-            loader = DistributedDataLoader(rows, size, num_workers=workers, **options)
-            self.streams.append(train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=seed))
-
-    def go_on(self, saved: str) -> None:
-        """From what `steps` gave, written to a file and read again."""
-        position, state = json.loads(saved)
-        for stream in self.streams:
-            stream.seek(DataPosition(**position), None, state=state)
+    def __init__(self, kind: str, is_endless: bool, layout: Layout, seed: int = 3) -> None:
+        super().__init__(lambda: KINDS[kind](is_endless), layout, GLOBAL_BATCH, seed)
 
     def steps(self, count: int) -> tuple[list[str], list[str]]:
-        """A digest of the real tokens and labels of each step in global order, and what each rank would save then."""
+        """Of each step, and what each rank would save then."""
         digests: list[str] = []
-        while len(digests) < count:
-            windows = [window for stream in self.streams if (window := stream.next_window()) is not None]
-            if not windows:
-                continue
-            end = windows[0].end
-            digest = hashlib.sha256(str(end.epoch).encode())
-            for chunk in zip(*(window.batches for window in windows), strict=True):
-                for batch in chunk:
-                    for tokens, labels, documents in zip(
-                        batch["tokens"], batch["labels"], batch["documents"], strict=True
-                    ):
-                        real = documents >= 0
-                        digest.update(json.dumps([tokens[real].tolist(), labels[real].tolist()]).encode())
+        for epoch, batches in self.read(count):
+            digest = hashlib.sha256(str(epoch).encode())
+            for batch in batches:
+                for tokens, labels, documents in zip(batch["tokens"], batch["labels"], batch["documents"], strict=True):
+                    real = documents >= 0
+                    digest.update(json.dumps([tokens[real].tolist(), labels[real].tolist()]).encode())
             digests.append(digest.hexdigest())
-        position = {name: getattr(end, name) for name in ("epoch", "samples", "batches", "length")}
-        return digests, [json.dumps((position, stream.state_at(end))) for stream in self.streams]
-
-    def close(self) -> None:
-        for stream in self.streams:
-            stream.close()
+        return digests, self.saved()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -82,13 +82,7 @@ def test_documents_may_be_mappings_with_weights_for_each_token() -> None:
 
 
 class Weighted(NumberedDocuments):
-    """Documents whose weights are `weight`, but for those at the positions in `learned`, which have 1.
-
-    Args:
-        sizes: Tokens of each document.
-        weight: Of each token of the others.
-        learned: Positions.
-    """
+    """Documents whose weights are `weight`, but for those at the positions in `learned`, which have 1."""
 
     def __init__(self, sizes: Any, weight: float, learned: tuple[int, ...] = (), is_endless: bool = False) -> None:
         super().__init__(sizes, is_endless)

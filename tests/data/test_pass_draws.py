@@ -30,10 +30,10 @@ from tests.api import (
     iterate,
     preserved_random_state,
     seed_cpu,
-    train_stream,
 )
+from tests.data import reading
+from tests.data.reading import read, windows_until
 from tests.data.samples import global_states
-from tests.data.test_foreign import read
 
 SEED, EPOCH, RANK, LENGTH = 3, 0, 1, 8
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -120,7 +120,7 @@ def test_training_draws_as_if_there_were_no_loader(kind: str, first: int) -> Non
 
 
 def open_stream(loader: Any, **options: Any) -> TrainStream:
-    return train_stream(loader, **({"accumulation": 2, "dp_rank": 0, "dp_size": 1, "seed": SEED} | options))
+    return reading.open_stream(loader, 2, seed=SEED, **options)
 
 
 @pytest.mark.pitfall(33)
@@ -131,17 +131,12 @@ def open_stream(loader: Any, **options: Any) -> TrainStream:
 def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise], first: int, kind: str) -> None:
     expected = read(open_stream(make(kind, first)), passes=2)
     for stop_after in range(1, LENGTH):
-        interrupted = open_stream(make(kind, first))
-        windows = []
-        while len(windows) < stop_after:
-            if (window := interrupted.next_window()) is not None:
-                windows.append(window)
-        interrupted.next_window()  # read ahead, as the loop does
-        state = typed_json.loads(typed_json.dumps(windows[-1].rank_state))
+        last = windows_until(open_stream(make(kind, first)), stop_after)[-1]
+        state = typed_json.loads(typed_json.dumps(last.rank_state))
         seed_cpu(stop_after)
         resumed = open_stream(make(kind, first))
-        resumed.seek(windows[-1].end, state)
-        assert read(resumed, passes=2 - windows[-1].end.epoch) == expected[stop_after:], stop_after
+        resumed.seek(last.end, state)
+        assert read(resumed, passes=2 - last.end.epoch) == expected[stop_after:], stop_after
 
 
 @pytest.mark.pitfall(33)
@@ -149,8 +144,6 @@ def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise
 def test_a_state_of_before_that_does_not_say_what_was_drawn_seeds_every_batch_as_then(kind: str) -> None:
     stream = open_stream(LateNoiseWithState(kind, 1))
     window = stream.next_window()
-    assert window is not None
-    assert window.rank_state is not None
     state = {name: value for name, value in window.rank_state.items() if name != "drawn"}
     resumed = open_stream(LateNoiseWithState(kind, 5))
     resumed.seek(window.end, state)
@@ -163,7 +156,7 @@ def test_a_state_of_before_that_does_not_say_what_was_drawn_seeds_every_batch_as
 def test_ranks_and_passes_draw_differently_also_where_they_begin_late(kind: str) -> None:
     found = []
     for rank in (0, 1):
-        stream = open_stream(PerRankLoader(LateNoise(kind, 5)), dp_rank=rank, dp_size=2)
+        stream = open_stream(PerRankLoader(LateNoise(kind, 5)), rank=rank, size=2)
         found += [[batch[1] for window in read(stream, passes=1) for batch in window if len(batch) == 2] for _ in "01"]
     assert len({number for numbers in found for number in numbers}) == 4 * (LENGTH - 5)
 
@@ -202,6 +195,7 @@ def test_a_drawn_order_and_drawn_samples_do_not_disturb_each_other_nor_training(
     assert global_states() == before
     resumed = open_stream(make())
     resumed.seek(DataPosition(0, 0, 4), None)
+    assert global_states() == before
     assert read(resumed, passes=2) == expected[2:]
     seeds = [hash_seed(b"batch", SEED, 0, number, 0) for number in range(1, LENGTH)]
     drawn = [batch for window in expected[: LENGTH // 2] for (batch,) in window]

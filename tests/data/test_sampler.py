@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.api import RankBatchSampler, Sharding, end_with_tail, end_without_tail, epoch_order
+from tests.api import RankBatchSampler, Sharding, end_with_tail, end_without_tail, epoch_order, sample_seed
 
 
 def batches(
@@ -60,3 +61,30 @@ def test_a_long_pass_has_every_batch_once_and_in_order(count: int) -> None:
     for rank in (0, 1):
         expected = [order[start + 3 * rank :][:3].tolist() for start in range(0, count * 6, 6)]
         assert batches(count * 6, 3, rank, 2, 0, count * 6) == expected
+
+
+def test_an_order_holds_every_sample_once_and_differs_by_epoch_and_seed() -> None:
+    orders = [epoch_order(seed, epoch, 50, True) for seed in (0, 1) for epoch in (0, 1)]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(50))
+    assert len({tuple(order.tolist()) for order in orders}) == 4
+
+
+def test_an_order_is_the_same_whenever_it_is_asked_for_and_draws_from_no_global_generator() -> None:
+    before = torch.get_rng_state()
+    first = epoch_order(3, 7, 20, True)
+    torch.rand(5)
+    assert torch.equal(first, epoch_order(3, 7, 20, True))
+    torch.set_rng_state(before)
+    epoch_order(3, 7, 20, True)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_without_shuffling_the_order_is_the_datasets_own() -> None:
+    assert epoch_order(3, 7, 4, False).tolist() == [0, 1, 2, 3]
+
+
+def test_sample_seeds_differ_in_each_of_their_numbers() -> None:
+    seeds = {sample_seed(seed, epoch, index) for seed in range(5) for epoch in range(-1, 5) for index in range(100)}
+    assert len(seeds) == 5 * 6 * 100
+    assert all(0 <= seed < 2**64 for seed in seeds)

@@ -39,11 +39,6 @@ def test_each_sample_is_drawn_under_its_own_seed_whatever_its_batch() -> None:
     assert together[0][1] == torch.rand((), dtype=torch.float64).item()
 
 
-def test_another_epoch_draws_anew() -> None:
-    data = KeyedDataset(DrawingDataset(10), default_collate, 7)
-    assert rows(data.__getitems__((0, [3])))[0][1:] != rows(data.__getitems__((1, [3])))[0][1:]
-
-
 def test_torch_and_numpy_do_not_get_the_same_stream() -> None:
     seed_cpu(sample_seed(1, 2, 3))
     from_torch = torch.randint(0, 2**31, (4,)).tolist()

@@ -25,8 +25,8 @@ from tests.api import (
     WebDatasetShards,
     WithLengths,
     measure_lengths,
-    train_stream,
 )
+from tests.data.reading import close, next_step, open_ranks
 
 ROWS = [{"text": f"row {i} ä", "n": i} for i in range(25)]
 
@@ -139,26 +139,11 @@ def test_hugging_face_datasets_are_sources_as_they_are(tmp_path: Path) -> None:
     dataset.save_to_disk(tmp_path / "saved")
     mixture = Mixture({"hf": Dataset.load_from_disk(tmp_path / "saved"), "lines": json_lines(tmp_path)})
     steps = []
-    for ranks, workers in ((1, 0), (2, 2)):
-        streams = [
-            train_stream(
-                DistributedDataLoader(
-                    mixture, 4 // ranks, num_workers=workers, multiprocessing_context="fork" if workers else None
-                ),
-                accumulation=1,
-                dp_rank=rank,
-                dp_size=ranks,
-                seed=1,
-            )
-            for rank in range(ranks)
-        ]
-        found = []
-        for _ in range(30):
-            batches = [next(iter(stream.next_window().batches)) for stream in streams]  # type: ignore[union-attr]
-            found.append([number for batch in batches for number in batch["n"].tolist()])
-        for stream in streams:
-            stream.close()
-        steps.append(found)
+    for layout in ((1, 1, 0), (2, 1, 2)):
+        streams = open_ranks(lambda: mixture, layout, 4)
+        read = [next_step(streams)[0] for _ in range(30)]
+        steps.append([[number for batch in batches for number in batch["n"].tolist()] for batches in read])
+        close(streams)
     assert steps[0] == steps[1]
     assert {number for step in steps[0] for number in step} == set(range(25))
 

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.api import DataError, DataPosition, DistributedDataLoader, Mixture, TrainStream, epoch_order, train_stream
+from tests.api import DataError, DataPosition, DistributedDataLoader, Mixture, TrainStream, epoch_order
+from tests.data.reading import close, next_step, open_ranks, open_stream, seek
 from tests.data.samples import BrokenDataset, CountingDataset, DrawingDataset, global_states, rows
 
 SEED = 11
@@ -21,43 +21,26 @@ LAYOUTS = [(1, 1), (1, 3), (1, 4), (2, 1), (2, 3), (3, 1), (3, 4), (4, 1), (4, 3
 def open_streams(
     world: int, accumulation: int, *, length: int = 40, workers: int = 0, **options: Any
 ) -> list[TrainStream]:
-    batch_size = GLOBAL_BATCH // (world * accumulation)
-    return [
-        train_stream(
-            DistributedDataLoader(DrawingDataset(length), batch_size, shuffle=True, num_workers=workers, **options),
-            accumulation=accumulation,
-            dp_rank=rank,
-            dp_size=world,
-            seed=SEED,
-        )
-        for rank in range(world)
-    ]
+    layout = (world, accumulation, workers)
+    return open_ranks(lambda: DrawingDataset(length), layout, GLOBAL_BATCH, seed=SEED, shuffle=True, **options)
 
 
 def read_step(streams: list[TrainStream]) -> tuple[list[tuple[float, ...]], DataPosition] | None:
     """One optimizer step of all ranks: its samples in global order, and the position after it."""
-    windows = [stream.next_window() for stream in streams]
-    if any(window is None for window in windows):
-        assert all(window is None for window in windows)
+    if (step := next_step(streams)) is None:
         return None
-    per_rank = [[rows(batch) for batch in window.batches] for window in windows if window is not None]
-    assert all(
-        window is not None and window.size == len(batches) for window, batches in zip(windows, per_rank, strict=True)
-    )
-    assert windows[0] is not None
-    return [row for chunk in zip(*per_rank, strict=True) for batch in chunk for row in batch], windows[0].end
+    batches, window = step
+    return [row for batch in batches for row in rows(batch)], window.end
 
 
 def read_steps(streams: list[TrainStream], passes: int) -> list[list[tuple[float, ...]]]:
     steps = []
     while passes:
-        step = read_step(streams)
-        if step is None:
+        if (step := read_step(streams)) is None:
             passes -= 1
         else:
             steps.append(step[0])
-    for stream in streams:
-        stream.close()
+    close(streams)
     return steps
 
 
@@ -82,22 +65,20 @@ def test_epochs_have_different_orders_and_samples_different_draws(reference: lis
     assert len(set(draws)) == len(draws)
 
 
-@pytest.mark.parametrize(("world", "accumulation"), LAYOUTS)
-def test_samples_and_draws_do_not_depend_on_world_or_accumulation(
-    world: int, accumulation: int, reference: list
+@pytest.mark.parametrize(
+    ("world", "accumulation", "options"),
+    [
+        *((*layout, {}) for layout in LAYOUTS),
+        (2, 3, {"workers": 1}),
+        (2, 3, {"workers": 2}),
+        (2, 3, {"workers": 2, "persistent_workers": True}),
+        (1, 1, {"workers": 1, "multiprocessing_context": "spawn"}),
+    ],
+)
+def test_samples_and_draws_do_not_depend_on_world_accumulation_or_workers(
+    world: int, accumulation: int, options: dict[str, Any], reference: list
 ) -> None:
-    assert read_steps(open_streams(world, accumulation), passes=2) == reference
-
-
-@pytest.mark.parametrize(("workers", "persistent"), [(1, False), (2, False), (2, True)])
-def test_samples_and_draws_do_not_depend_on_workers(workers: int, persistent: bool, reference: list) -> None:
-    streams = open_streams(2, 3, workers=workers, persistent_workers=persistent)
-    assert read_steps(streams, passes=2) == reference
-
-
-def test_workers_may_be_spawned(reference: list) -> None:
-    streams = open_streams(1, 1, workers=1, multiprocessing_context="spawn")
-    assert read_steps(streams, passes=1) == reference[:3]
+    assert read_steps(open_streams(world, accumulation, **options), passes=2) == reference
 
 
 @pytest.mark.pitfall(33)
@@ -116,8 +97,7 @@ def test_a_run_resumed_at_any_window_in_another_layout_reads_the_rest_unchanged(
             rows_of_step, position = step
             steps.append(rows_of_step)
     streams = open_streams(*after, workers=2 if stop_after == 4 else 0)
-    for stream in streams:
-        stream.seek(position, None)
+    seek(streams, position)
     steps += read_steps(streams, passes=2 - position.epoch)
     assert steps == reference
 
@@ -125,31 +105,24 @@ def test_a_run_resumed_at_any_window_in_another_layout_reads_the_rest_unchanged(
 @pytest.mark.pitfall(34)
 def test_resuming_loads_no_sample_that_was_consumed() -> None:
     data = CountingDataset(100)
-    stream = train_stream(DistributedDataLoader(data, 5), accumulation=2, dp_rank=0, dp_size=1, seed=0)
+    stream = open_stream(DistributedDataLoader(data, 5), 2)
     stream.seek(DataPosition(0, 80, 16), None)
-    window = stream.next_window()
-    assert window is not None
-    list(window.batches)
+    list(stream.next_window().batches)
     assert data.loaded == list(range(80, 90))
 
 
 @pytest.mark.pitfall(8)
-def test_a_pass_loads_exactly_what_it_trains() -> None:
+def test_a_pass_loads_exactly_what_it_trains_and_a_window_only_when_it_is_iterated() -> None:
     data = CountingDataset(11)
-    stream = train_stream(DistributedDataLoader(data, 2), accumulation=2, dp_rank=0, dp_size=1, seed=0)
+    stream = open_stream(DistributedDataLoader(data, 2), 2)
+    window = stream.next_window()
+    assert data.loaded == []
+    next(batches := iter(window.batches))
+    assert data.loaded == [0, 1]
+    list(batches)
     while (window := stream.next_window()) is not None:
         list(window.batches)
     assert data.loaded == list(range(8))
-
-
-def test_windows_are_loaded_only_when_they_are_iterated() -> None:
-    data = CountingDataset(8)
-    stream = train_stream(DistributedDataLoader(data, 2), accumulation=2, dp_rank=0, dp_size=1, seed=0)
-    window = stream.next_window()
-    assert window is not None
-    assert data.loaded == []
-    next(iter(window.batches))
-    assert data.loaded == [0, 1]
 
 
 def test_a_window_says_how_many_samples_it_has_and_where_it_ends() -> None:
@@ -171,23 +144,14 @@ def test_a_position_at_the_end_of_a_pass_goes_on_with_the_next() -> None:
     stream.seek(DataPosition(3, 24, 2), None)
     assert stream.next_window() is None
     window = stream.next_window()
-    assert window is not None
     assert window.end == DataPosition(4, 12, 1)
 
 
 def ragged_steps(length: int, batch_size: int, world: int, accumulation: int) -> list[tuple[list[list[int]], bool]]:
     """Each step: per rank the sizes of its micro-batches, and whether it says that it is uneven. Checks that no sample
     repeats."""
-    streams = [
-        train_stream(
-            DistributedDataLoader(TensorDataset(torch.arange(length)), batch_size, drop_last=False),
-            accumulation=accumulation,
-            dp_rank=rank,
-            dp_size=world,
-            seed=0,
-        )
-        for rank in range(world)
-    ]
+    layout, data = (world, accumulation, 0), TensorDataset(torch.arange(length))
+    streams = open_ranks(lambda: data, layout, batch_size * world * accumulation, drop_last=False)
     steps, seen = [], []
     while (first := streams[0].next_window()) is not None:
         windows = [first] + [stream.next_window() for stream in streams[1:]]
@@ -208,16 +172,13 @@ def test_on_one_rank_a_kept_tail_trains_as_in_plain_pytorch() -> None:
 
 
 @pytest.mark.pitfall(13)
-def test_on_several_ranks_a_kept_tail_is_split_evenly() -> None:
+def test_on_several_ranks_a_kept_tail_is_split_evenly_or_dropped_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert ragged_steps(13, 4, 2, 1) == [([[4], [4]], False), ([[3], [2]], True)]
     assert ragged_steps(14, 2, 3, 2) == [([[2, 2]] * 3, False)]  # 2 samples are too few for 3 ranks
     assert ragged_steps(15, 2, 3, 1) == [([[2]] * 3, False), ([[2]] * 3, False), ([[1]] * 3, False)]
     assert ragged_steps(6, 2, 2, 2) == [([[2, 1], [2, 1]], True)]
-
-
-def test_dropping_fewer_samples_than_ranks_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        ragged_steps(14, 2, 3, 2)
     assert [record.message for record in caplog.records] == [
         "The last 2 samples of each epoch are dropped: they are fewer than the data-parallel ranks."
     ]
@@ -227,10 +188,7 @@ def test_a_plain_loaders_tail_is_trained_on_one_rank_and_dropped_with_a_notice_o
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loader = DataLoader(TensorDataset(torch.arange(11)), 2)
-    streams = [
-        train_stream(loader, accumulation=1, dp_rank=rank, dp_size=size, seed=0)
-        for rank, size in ((0, 1), (0, 2), (1, 2))
-    ]
+    streams = [open_stream(loader, rank=rank, size=size) for rank, size in ((0, 1), (0, 2), (1, 2))]
     assert [stream.steps_per_epoch for stream in streams] == [6, 2, 2]
     assert ["last 3 samples" in record.message for record in caplog.records] == [True]
 
@@ -242,7 +200,7 @@ def test_too_little_data_for_one_window_is_an_error_with_its_numbers() -> None:
     ):
         open_streams(2, 3, length=7)
     with pytest.raises(DataError, match=r"7 samples.*drop_last=False"):
-        train_stream(DataLoader(DrawingDataset(7), 4), accumulation=1, dp_rank=0, dp_size=2, seed=0)
+        open_stream(DataLoader(DrawingDataset(7), 4), size=2)
     with pytest.raises(DataError, match="1 samples, fewer than dp_size=2"):
         ragged_steps(1, 4, 2, 1)
 
@@ -251,37 +209,14 @@ def test_too_little_data_for_one_window_is_an_error_with_its_numbers() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_reading_leaves_the_global_generators_untouched(workers: int) -> None:
     before = global_states()
-    stream = open_streams(1, 3, workers=workers)[0]
-    for _ in range(5):
-        window = stream.next_window()
-        if window is not None:
-            list(window.batches)
-    stream.close()
+    read_steps(open_streams(1, 3, workers=workers), passes=2)
     assert global_states() == before
-
-
-def test_the_parts_of_a_random_split_are_seeded_per_sample_too() -> None:
-    part, _ = random_split(DrawingDataset(30), [24, 6], torch.Generator().manual_seed(0))
-    seen = []
-    for world in (1, 2):
-        streams = [
-            train_stream(
-                DataLoader(part, 12 // world, shuffle=True), accumulation=1, dp_rank=rank, dp_size=world, seed=3
-            )
-            for rank in range(world)
-        ]
-        seen.append(read_steps(streams, passes=1))
-    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> None:
-    stream = train_stream(
-        DistributedDataLoader(BrokenDataset(), 4, num_workers=workers), accumulation=2, dp_rank=0, dp_size=1, seed=0
-    )
-    window = stream.next_window()
-    assert window is not None
-    batches: Iterator[Any] = iter(window.batches)
+    stream = open_stream(DistributedDataLoader(BrokenDataset(), 4, num_workers=workers), 2)
+    batches: Iterator[Any] = iter(stream.next_window().batches)
     assert next(batches).tolist() == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="sample 5 is damaged"):
         next(batches)
@@ -293,17 +228,12 @@ def test_closing_ends_the_workers_even_if_a_window_is_half_read(
     persistent: bool, own_children: Callable[[], set[BaseProcess]]
 ) -> None:
     stream = open_streams(1, 3, workers=2, persistent_workers=persistent)[0]
-    window = stream.next_window()
-    assert window is not None
-    batches = iter(window.batches)
-    next(batches)
+    next(iter(stream.next_window().batches))
     assert len(own_children()) == 2
     stream.close()
     assert not own_children()
     stream.seek(DataPosition(0, 0, 0), None)
-    window = stream.next_window()
-    assert window is not None
-    assert len(list(window.batches)) == 3
+    assert len(list(stream.next_window().batches)) == 3
     stream.close()
 
 
@@ -313,11 +243,7 @@ def test_the_workers_of_a_finished_pass_are_gone_when_it_is_over(
 ) -> None:
     dataset = DrawingDataset(12)
     source = Mixture({"only": dataset}, num_samples=12) if ordered else dataset
-    loader = DistributedDataLoader(source, 12, num_workers=1, multiprocessing_context="fork")
-    stream = train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=SEED)
-    window = stream.next_window()
-    assert window is not None
-    assert len(list(window.batches)) == 1
-    del window
+    (stream,) = open_ranks(lambda: source, (1, 1, 1), 12)
+    assert len(list(stream.next_window().batches)) == 1
     assert stream.next_window() is None
     assert not own_children()

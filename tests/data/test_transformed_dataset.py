@@ -12,14 +12,13 @@ from torch.utils.data import Dataset
 from tests.api import (
     Batch,
     DataError,
-    DistributedDataLoader,
     Filter,
     Map,
     Shuffle,
     TransformedDataset,
     Unbatch,
-    train_stream,
 )
+from tests.data.reading import close, next_step, open_ranks
 from tests.data.samples import BrokenDataset, global_states
 
 
@@ -85,21 +84,10 @@ def test_a_filter_is_computed_once_and_alike_in_every_process() -> None:
 def test_what_functions_draw_is_seeded_by_sample_on_any_ranks(workers: int) -> None:
     data = TransformedDataset(range(24), [Filter(lambda x: x != 3), Map(drawn)])
     found = []
-    for ranks, accumulation in ((1, 1), (2, 2)):
-        loader = DistributedDataLoader(
-            data, 8 // (ranks * accumulation), shuffle=True, num_workers=workers, collate_fn=list
-        )
-        streams = [
-            train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=5)
-            for rank in range(ranks)
-        ]
-        steps = [
-            sorted(sample for stream in streams for batch in stream.next_window().batches for sample in batch)  # type: ignore[union-attr]
-            for _ in range(2)
-        ]
-        found.append(steps)
-        for stream in streams:
-            stream.close()
+    for layout in ((1, 1, workers), (2, 2, workers)):
+        streams = open_ranks(lambda: data, layout, 8, shuffle=True, collate_fn=list)
+        found.append([sorted(sample for batch in next_step(streams)[0] for sample in batch) for _ in range(2)])
+        close(streams)
     assert found[0] == found[1]
 
 

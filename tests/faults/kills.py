@@ -81,14 +81,7 @@ def listed(directory: Path) -> list[int]:
 
 
 def trial(job: Job, directory: Path, truth: dict[str, Any], plans: Sequence[Plan], seed: int) -> list[Kill]:
-    """Kills the run as planned, restarting it each time, and lets it end.
-
-    Returns:
-        The kills that came about. A run may end before the last ones come.
-
-    Raises:
-        AssertionError: Something was lost that must not be.
-    """
+    """Kills the run as planned, restarting it each time, and lets it end."""
     rng = random.Random(seed)
     kills: list[Kill] = []
     newest, number = 0, 0

@@ -39,11 +39,7 @@ def enter(namespace: Path) -> None:
 
 
 class Hosts:
-    """Hosts with an interface `eth0` each, joined by one switch; a context that makes and removes them.
-
-    Args:
-        count: Number of hosts.
-    """
+    """Hosts with an interface `eth0` each, joined by one switch; a context that makes and removes them."""
 
     def __init__(self, count: int) -> None:
         self.count = count

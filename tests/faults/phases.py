@@ -59,16 +59,7 @@ class Fault:
 
 
 def arm(fault: Fault, rank: int, directory: Path) -> None:
-    """Makes `fault` happen in this process, if it is the one that passes.
-
-    Args:
-        fault: What, where and when.
-        rank: This process's rank.
-        directory: Where the ranks of this attempt wrote their process ids.
-
-    Raises:
-        AttributeError: The product no longer has the function; correct `PHASES`.
-    """
+    """Makes `fault` happen in this process, if it is the one that passes."""
     if rank != fault.rank:
         return
     if fault.phase == "in the midst of retention":

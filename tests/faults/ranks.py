@@ -69,15 +69,7 @@ def attempt_directory(directory: Path, attempt: int) -> Path:
 
 
 class Attempt:
-    """One start of a job: its processes and their diaries. As a context it leaves no process behind.
-
-    Args:
-        job: What to run.
-        directory: Working directory; the same for each start of one run.
-        number: Which start this is, from 0.
-        hosts: What its ranks are spread over; None on one host.
-        environment: Further variables of the ranks of each host.
-    """
+    """One start of a job: its processes and their diaries. As a context it leaves no process behind."""
 
     def __init__(
         self,

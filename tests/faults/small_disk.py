@@ -13,9 +13,6 @@ from tests.faults.phases import Fault, fill
 class SmallDisk:
     """A tmpfs of 4 MB where the run's checkpoints are, with room for all of them until it is filled; a context that
     mounts and unmounts it.
-
-    Args:
-        directory: Working directory of the job.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -86,6 +86,5 @@ def run(environment: dict[str, str], namespace: Path, directory: Path, name: str
         counted = {key: (after[key] - trainer.before[key]) / (STEPS - FIRST) for key in after}
         text = trainer.describe()
     if os.environ["LOCAL_RANK"] == "0":
-        assert said is not None
         found = {"counted": counted, "inside": said.inside, "between": said.between, "text": text}
         Path(f"{name}-{environment['GROUP_RANK']}.json").write_text(json.dumps(found))

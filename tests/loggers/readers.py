@@ -1,4 +1,4 @@
-"""Readers of what loggers wrote that share no code with them."""
+"""What loggers are given, and readers of what they wrote that share no code with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ import json
 import struct
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from dream_trainer.loggers.interface import Stamp
+from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
+
+PIXELS = torch.zeros(3, 2, 5, dtype=torch.uint8)
+MEDIA = {
+    "val/pair": Images((Image(PIXELS, "first"), Image(PIXELS + 9))),
+    "clip": Video(torch.stack([PIXELS, PIXELS + 1]), fps=5),
+    "tone": Audio(torch.zeros(1, 50), 100),
+    "weights": Histogram((3, 4), (-1.0, 0.0, 1.0)),
+    "rows": Table(("x", "y"), ((1, "a"), (2, "b"))),
+    "note": Text("a < b"),
+}
+
+
+def stamp(step: int) -> Stamp:
+    return Stamp(step, step // 5, step * 32, 1.5e9)
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:

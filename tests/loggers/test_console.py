@@ -60,19 +60,3 @@ def test_durations_counts_and_bytes_are_readable() -> None:
         "2 T",
     ]
     assert [format_bytes(b) for b in (512, 1536, 2**40)] == ["512 B", "1.50 KiB", "1.00 TiB"]
-
-
-@pytest.mark.pitfall(51)
-def test_loggers_import_nothing_optional() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, dream_trainer, dream_trainer.loggers as loggers\n"
-        "[getattr(loggers, name) for name in loggers.__all__], dream_trainer.LoggerMixin\n"
-        "optional = {'wandb', 'tensorboard', 'torchmetrics', 'matplotlib', 'rich', 'PIL', 'torch.distributed.tensor'}\n"
-        "bad = optional & set(sys.modules)\n"
-        "assert not bad, bad"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 from tests.api import History
 
 
 def line(step: int) -> dict[str, float]:
     return {"step": step, "loss": 1 / step}
-
-
-def test_it_is_a_list_that_json_writes() -> None:
-    history = History(None)
-    for step in (1, 2, 3):
-        history.append(line(step))
-    assert isinstance(history, list)
-    assert json.loads(json.dumps(history)) == history == [line(1), line(2), line(3)]
-    assert history[-1] == line(3)
-    assert history[1:] == [line(2), line(3)]
-    assert [one["step"] for one in reversed(history)] == [3, 2, 1]
 
 
 def test_it_keeps_the_newest_and_counts_what_it_drops() -> None:

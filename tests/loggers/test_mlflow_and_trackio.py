@@ -15,40 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.api import (
-    Audio,
     ConfigError,
-    Histogram,
-    Image,
-    Images,
     LoggerParameters,
     MLflowLogger,
     MLflowParameters,
-    Stamp,
-    Table,
-    Text,
     TrackioParameters,
-    Video,
     check_loggers,
     read_jsonl,
 )
+from tests.loggers.readers import MEDIA, stamp
 
 CONFIG = {"project": "p", "group": "g", "experiment": "e", "seed": 7, "optimizer": {"lr": 0.5}}
-PIXELS = torch.zeros(3, 2, 5, dtype=torch.uint8)
-MEDIA = {
-    "val/pair": Images((Image(PIXELS, "first"), Image(PIXELS + 9))),
-    "clip": Video(torch.stack([PIXELS, PIXELS + 1]), fps=5),
-    "tone": Audio(torch.zeros(1, 50), 100),
-    "weights": Histogram((3, 4), (-1.0, 0.0, 1.0)),
-    "rows": Table(("x", "y"), ((1, "a"), (2, "b"))),
-    "note": Text("a < b"),
-}
-
-
-def stamp(step: int) -> Stamp:
-    return Stamp(step, step // 5, step * 32, 1.5e9)
 
 
 def query(path: Path, question: str) -> list[tuple[Any, ...]]:
@@ -61,7 +40,6 @@ def query(path: Path, question: str) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaves_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -149,7 +127,8 @@ def test_an_mlflow_run_has_its_names_its_config_and_every_kind_of_media(
 TRACKIO = """
 import sys, threading
 from pathlib import Path
-from tests.loggers.test_mlflow_and_trackio import CONFIG, MEDIA, stamp
+from tests.loggers.readers import MEDIA, stamp
+from tests.loggers.test_mlflow_and_trackio import CONFIG
 from dream_trainer.config.logger_parameters import TrackioParameters
 from dream_trainer.loggers.trackers import TrackioLogger
 logger = TrackioLogger(TrackioParameters(name="shown", init_arguments={"auto_log_cpu": False}))

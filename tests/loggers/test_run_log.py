@@ -15,7 +15,6 @@ from tests.api import (
     LoggerParameters,
     Media,
     Ranks,
-    Record,
     Records,
     RunLog,
     Stamp,
@@ -76,7 +75,6 @@ class Counter:
         self.records.current.add(name, value, None, "mean")
 
     def show(self, name: str) -> None:
-        assert self.records.media is not None
         self.records.media.text(name, "x")
 
     def batch(self, loss: float, *, weight: float | None = None, draw: float | None = None) -> None:
@@ -108,54 +106,12 @@ def run(tmp_path: Path) -> Counter:
 # -- numbers
 
 
-def test_the_numbers_of_two_windows_are_one_mean_with_the_step_of_the_second(run: Counter) -> None:
-    for losses in ((1.0, 2.0), (3.0, 6.0), (10.0, 20.0), (30.0, 60.0)):
-        run.window(*losses)
-    run.window(5.0, is_last=True)
-    expected = [(2, {"train/loss": 3.0}), (4, {"train/loss": 30.0}), (5, {"train/loss": 5.0})]
-    assert run.notes.got == run.told == expected
-    assert [(line["step"], line["samples"], line["train/loss"]) for line in run.log.history] == [
-        (2, 8, 3.0),
-        (4, 16, 30.0),
-        (5, 20, 5.0),
-    ]
-
-
 def test_a_line_is_written_a_window_after_it_was_due_so_that_nobody_waits(run: Counter) -> None:
     run.window(1.0)
     run.window(3.0)
     assert run.told == []
     run.window(7.0)
     assert run.told == [(2, {"train/loss": 2.0})]
-
-
-def test_what_is_logged_in_a_micro_batch_counts_by_its_weight_or_its_size(run: Counter) -> None:
-    run.log.window_started()
-    run.batch(1.0, weight=1.0, draw=10.0)
-    run.batch(1.0, weight=9.0, draw=0.0)
-    run.step = 2
-    run.log.window_finished(2, is_last=True)
-    run.log.window_started()
-    run.batch(1.0, draw=10.0)
-    run.size = 3 * BATCH
-    run.add("draw", 0.0)  # after the batch; the window's end decides
-    run.step = 4
-    run.log.window_finished(4, is_last=True)
-    assert [line["draw"] for line in run.log.history] == [1.0, 2.5]
-
-
-def test_a_window_that_runs_again_is_counted_once(run: Counter) -> None:
-    run.window(1.0)
-    run.log.window_started()
-    run.batch(100.0, draw=100.0)
-    run.add("draw", 100.0)
-    run.show("first try")
-    run.log.window_dropped()
-    run.batch(3.0, draw=5.0)
-    run.show("second try")
-    run.step = 2
-    run.log.window_finished(2, is_last=True)
-    assert run.notes.got == [(2, "second try"), (2, {"train/loss": 2.0, "draw": 5.0})]
 
 
 def test_loggers_are_opened_when_there_is_something_to_write(run: Counter) -> None:
@@ -176,45 +132,7 @@ def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) 
     assert run.notes.got == []
 
 
-# -- media
-
-
-def test_media_wait_for_their_window_and_for_the_numbers_of_earlier_steps(run: Counter) -> None:
-    run.window(1.0)
-    run.log.window_started()
-    run.show("in the window")
-    run.batch(3.0)
-    run.step = 2
-    run.in_window = False
-    run.show("between windows")
-    assert run.notes.got == []
-    run.log.window_finished(2)
-    run.window(5.0)
-    assert run.notes.got == [(2, "in the window"), (2, "between windows"), (2, {"train/loss": 2.0})]
-
-
-def test_media_of_a_validation_are_written_with_it_and_those_of_others_never(run: Counter) -> None:
-    run.window(1.0)
-    run.window(3.0)
-    for name in ("of an evaluation", "sample"):
-        run.log.validation_started(is_training=True)
-        with run.records.inside(Record(prefix="val/", media=run.records.validation_media)):
-            run.show(name)
-    run.log.validated({"val/loss": 9.0})
-    assert run.notes.got == [(2, {"train/loss": 2.0}), (2, "val/sample"), (2, {"val/loss": 9.0})]
-
-
 # -- a validation's end
-
-
-def test_what_listeners_to_a_validation_log_is_a_line_of_its_own(run: Counter) -> None:
-    run.window(1.0)
-    with run.log.line_of_its_own(counts=True):
-        run.add("val/rank", 7.0)
-        with run.log.line_of_its_own(counts=False):  # one of them evaluates
-            run.add("val/rank", 100.0)
-    run.window(3.0, is_last=True)
-    assert run.told == [(1, {"val/rank": 7.0}), (2, {"train/loss": 2.0})]
 
 
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
@@ -228,31 +146,6 @@ def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Count
 
 
 # -- state
-
-
-def train(run: Counter, *steps: int, last: int = 7) -> None:
-    for step in steps:
-        run.window(float(step), 10.0 * step, is_last=step == last)
-
-
-def clockless(run: Counter) -> list[dict[str, float]]:
-    return [{name: value for name, value in line.items() if name != "time"} for line in run.log.history]
-
-
-@pytest.mark.parametrize("stop", range(1, 7))
-def test_a_resumed_log_writes_the_same_lines(stop: int, tmp_path: Path) -> None:
-    straight = Counter(tmp_path / "straight", every=3)
-    train(straight, *range(1, 8))
-    first = Counter(tmp_path / "parts", every=3, loggers=(JSONLLogger(),))
-    train(first, *range(1, stop + 1))
-    state = first.state()
-    first.log.close(first.step, has_trained=True)
-    second = Counter(tmp_path / "parts", every=3, loggers=(JSONLLogger(),))
-    second.resume(state)
-    train(second, *range(stop + 1, 8))
-    second.log.close(second.step, has_trained=True)
-    assert clockless(second) == clockless(straight)
-    assert second.notes.opened[0] == ({"seed": 3}, stop)
 
 
 def test_lines_that_were_written_after_the_checkpoint_are_told_again_and_written_once(tmp_path: Path) -> None:

@@ -8,27 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import wandb
 from wandb.sdk.lib import module
 
 import dream_trainer as dt
 from tests.api import (
-    Audio,
     ConfigError,
-    Histogram,
-    Image,
-    Images,
     LoggerParameters,
-    Stamp,
-    Table,
-    Text,
-    Video,
     WandbLogger,
     WandbParameters,
     check_loggers,
 )
-from tests.loggers.readers import newest_wandb_file, wandb_files, wandb_history, wandb_records
+from tests.loggers.readers import MEDIA, newest_wandb_file, stamp, wandb_files, wandb_history, wandb_records
 from tests.loggers.wandb_server import wandb_server
 from tests.trainer.small import Alone, Batch, Validates, batches, make_config
 
@@ -46,10 +37,6 @@ def own_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     wandb.teardown()
     module.unset_globals()  # a run that a test left as a kill does
-
-
-def stamp(step: int) -> Stamp:
-    return Stamp(step, step // 5, step * 32, 1.5e9)
 
 
 def train(logger: WandbLogger, run_dir: Path, steps: range, resumed_step: int | None = None) -> dict[str, Any]:
@@ -213,7 +200,6 @@ def test_arguments_of_init_reach_wandb(tmp_path: Path) -> None:
     arguments = {"notes": "why", "job_type": "sweep", "settings": {"x_label": "mine"}}
     logger = WandbLogger(WandbParameters(mode="offline", init_arguments=arguments))
     train(logger, tmp_path, range(1, 2))
-    assert logger.run is not None
     assert logger.run.settings.x_label == "mine"
     finish(logger)
     (path,) = wandb_files(tmp_path)
@@ -252,32 +238,23 @@ def test_wandb_mode_decides_where_the_config_does_not(tmp_path: Path, monkeypatc
 
 
 def test_every_kind_of_media_has_its_place_and_its_file(tmp_path: Path) -> None:
-    pixels = torch.zeros(3, 2, 5, dtype=torch.uint8)
     logger = WandbLogger(OFFLINE)
     logger.open(tmp_path, CONFIG, None)
-    shown = {
-        "pair": Images((Image(pixels, "first"), Image(pixels + 9))),
-        "clip": Video(torch.stack([pixels, pixels + 1]), fps=5),
-        "tone": Audio(torch.zeros(1, 50), 100),
-        "weights": Histogram((3, 4), (-1.0, 0.0, 1.0)),
-        "rows": Table(("x", "y"), ((1, "a"), ("b", None))),
-        "note": Text("a < b"),
-    }
-    assert all(logger.log_media(name, media, stamp(4)) for name, media in shown.items())
+    assert all(logger.log_media(name, media, stamp(4)) for name, media in MEDIA.items())
     logger.log({"loss": 0.5}, stamp(4))
     finish(logger)
     (path,) = wandb_files(tmp_path)
     (row,) = wandb_history(path)
-    kinds = {name: row[f"{name}/_type"] for name in shown}
+    kinds = {name: row[f"{name}/_type"] for name in MEDIA}
     assert kinds == {
-        "pair": "images/separated",
+        "val/pair": "images/separated",
         "clip": "video-file",
         "tone": "audio-file",
         "weights": "histogram",
         "rows": "table-file",
         "note": "html-file",
     }
-    assert (row["_step"], row["loss"], row["pair/count"], row["pair/captions"][0]) == (4, 0.5, 2, "first")
+    assert (row["_step"], row["loss"], row["val/pair/count"], row["val/pair/captions"][0]) == (4, 0.5, 2, "first")
     assert (row["weights/values"], row["weights/bins"]) == ([3, 4], [-1, 0, 1])
     for name in ("clip", "tone", "rows", "note"):
         assert (path.parent / "files" / row[f"{name}/path"]).stat().st_size > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from tests.api import Tape, default_init, materialize, remember
+from tests.api import Tape
+from tests.meta.building import deferred
 
 CONFIGS = [
     LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2),
@@ -32,10 +34,7 @@ CONFIGS = [
 def test_it_has_the_same_values_and_logits(config: PretrainedConfig, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    tape = Tape(seed=1)
-    with tape.recording():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    materialize({"model": model}, remember({"model": model}, tape), "cpu")
+    model = deferred(lambda: AutoModelForCausalLM.from_pretrained(tmp_path), seed=1)
     for (name, expected), (_, found) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
         assert torch.equal(found, expected), name
     tokens = torch.arange(16).view(2, 8)
@@ -47,10 +46,8 @@ def test_a_head_that_the_file_lacks_is_drawn_by_the_seed(tmp_path: Path) -> None
     AutoModelForCausalLM.from_config(CONFIGS[2]).save_pretrained(tmp_path)
 
     def head(seed: int) -> torch.Tensor:
-        tape = Tape(seed)
-        with tape.recording():
-            model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
-        materialize({"model": model}, remember({"model": model}, tape), "cpu")
+        make = AutoModelForSequenceClassification.from_pretrained
+        model: Any = deferred(lambda: make(tmp_path, num_labels=3), seed)
         return model.classifier.weight.detach()
 
     assert head(1).std() == pytest.approx(CONFIGS[2].initializer_range, rel=0.5)
@@ -84,12 +81,8 @@ def test_what_is_put_on_a_model_afterwards_stands(
 ) -> None:
     untied = LlamaConfig.from_dict(CONFIGS[0].to_dict() | {"tie_word_embeddings": False})
     AutoModelForCausalLM.from_config(untied).save_pretrained(tmp_path)
-    tape = Tape(seed=1)
-    with tape.recording():
-        make = AutoModelForCausalLM.from_pretrained
-        model = change(AutoModelForCausalLM.from_config(untied) if way == "from_config" else make(tmp_path))
-    default_init(model, tape)
-    materialize({"model": model}, remember({"model": model}, tape), "cpu")
+    given = untied if way == "from_config" else tmp_path
+    model = deferred(lambda: change(getattr(AutoModelForCausalLM, way)(given)), seed=1)
     found = [value for key, value in model.named_parameters() if name in key]
     assert found
     assert not any(value.any() for value in found)
@@ -111,11 +104,11 @@ class Own(torch.nn.Module):
 
 
 def test_a_constructor_that_has_called_init_weights_has_had_its_word() -> None:
+    def make(in_constructor: bool) -> torch.nn.Module:
+        model = Own(in_constructor)
+        torch.nn.init.zeros_(model.layer.weight)
+        return model
+
     for in_constructor in (True, False):
-        tape = Tape(seed=1)
-        with tape.recording():
-            model = Own(in_constructor)
-            torch.nn.init.zeros_(model.layer.weight)
-        default_init(model, tape)
-        materialize({"model": model}, remember({"model": model}, tape), "cpu")
+        model: Any = deferred(lambda: make(in_constructor), seed=1)  # noqa: B023 (called at once)
         assert torch.equal(model.layer.weight, torch.full((4, 4), 0.0 if in_constructor else 1.0))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dream_trainer as dt
 from tests.api import InitError
+from tests.trainer.small import run_config
 
 WIDTH = 4
 
@@ -33,17 +34,8 @@ class Built(dt.DreamTrainer):
         raise AssertionError("no step is asked for")
 
 
-def built(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Built:
-    monkeypatch.chdir(tmp_path)
-    config = dt.DreamTrainerConfig(
-        project="tests",
-        group="left behind",
-        experiment="build",
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        training_parameters=dt.TrainingParameters(max_steps=0),
-        logger_parameters=dt.LoggerParameters(loggers=()),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-    )
+def built(make: Any) -> Built:
+    config = run_config(training_parameters=dt.TrainingParameters(max_steps=0))
     trainer = type("Case", (Built,), {"configure_models": make})(config)
     trainer.fit()
     return trainer
@@ -60,9 +52,7 @@ def built(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Built:
         {"file": "legacy.pt"},
     ],
 )
-def test_what_torch_load_gives_while_a_model_is_built_is_kept(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_torch_load_gives_while_a_model_is_built_is_kept(options: dict[str, Any], tmp_path: Path) -> None:
     torch.save(theirs().state_dict(), tmp_path / "new.pt")
     torch.save(theirs().state_dict(), tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
 
@@ -75,18 +65,18 @@ def test_what_torch_load_gives_while_a_model_is_built_is_kept(
     def configure_models(self: Any) -> None:
         self.model = Loads()
 
-    with built(configure_models, monkeypatch, tmp_path) as trainer:
+    with built(configure_models) as trainer:
         for name, value in theirs().state_dict().items():
             assert torch.equal(trainer.model.state_dict()[name], value), name
 
 
-def test_a_whole_model_that_torch_load_gives_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_whole_model_that_torch_load_gives_is_kept(tmp_path: Path) -> None:
     torch.save(theirs(), tmp_path / "model.pt")
 
     def configure_models(self: Any) -> None:
         self.model = torch.load("model.pt", weights_only=False)
 
-    with built(configure_models, monkeypatch, tmp_path) as trainer:
+    with built(configure_models) as trainer:
         assert torch.equal(trainer.model[0].weight, theirs()[0].weight)
 
 
@@ -114,9 +104,7 @@ def hidden_in(how: str) -> Any:
         "tensor of an object",
     ],
 )
-def test_a_hidden_module_is_an_error_that_says_where(
-    how: str, owner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_hidden_module_is_an_error_that_says_where(how: str, owner: str) -> None:
     if not owner and how in ("list", "tuple", "dict", "tensor of an object"):
         pytest.skip("other checks refuse it")
 
@@ -126,20 +114,20 @@ def test_a_hidden_module_is_an_error_that_says_where(
         place.hidden = hidden_in(how)
 
     with pytest.raises(InitError, match=rf"self\.{owner}hidden.* holds a (Linear|tensor) .*Assign it to the module"):
-        built(configure_models, monkeypatch, tmp_path)
+        built(configure_models)
 
 
-def test_what_is_a_child_elsewhere_may_be_held_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_a_child_elsewhere_may_be_held_twice() -> None:
     def configure_models(self: Any) -> None:
         self.model = theirs()
         self.model.again = [self.model[0]]
         self.model.call = partial(self.model[0].forward)
 
-    with built(configure_models, monkeypatch, tmp_path) as trainer:
+    with built(configure_models) as trainer:
         assert not trainer.model.again[0].weight.is_meta
 
 
-def test_a_lazy_module_is_named_and_one_that_has_run_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_lazy_module_is_named_and_one_that_has_run_trains() -> None:
     def lazy(self: Any) -> None:
         self.model = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())
 
@@ -148,7 +136,7 @@ def test_a_lazy_module_is_named_and_one_that_has_run_trains(monkeypatch: pytest.
         self.model(torch.ones(2, 3))
 
     with pytest.raises(InitError, match=r"self.model.0 \(LazyLinear\) has parameters without a shape.* example batch"):
-        built(lazy, monkeypatch, tmp_path)
-    with built(has_run, monkeypatch, tmp_path) as trainer:
+        built(lazy)
+    with built(has_run) as trainer:
         assert trainer.model[0].weight.shape == (WIDTH, 3)
         assert trainer.model[0].weight.isfinite().all()

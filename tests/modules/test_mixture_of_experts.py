@@ -167,5 +167,4 @@ def test_scores_that_all_underflow_give_nothing_and_not_nan() -> None:
     output = layer(x)
     output.sum().backward()
     assert torch.equal(output, torch.zeros_like(output))
-    assert x.grad is not None
     assert x.grad.isfinite().all()

@@ -25,12 +25,17 @@ from tests.api import (
 )
 from tests.late_norms import norms_are_read_late
 from tests.optim.models import N_TOKENS, Transformer, loss
+from tests.trainer.small import fit, run_config
 from tests.worlds import run_world
 
 TOKENS = list(torch.randint(0, N_TOKENS, (64, 4), generator=torch.Generator().manual_seed(2)))
 MUON = OptimizerParameters(
     name="muon", lr=0.02, layer_decay=0.8, groups=(GroupParameters(pattern="^head", lr_scale=2.0),)
 )
+SAVED = {
+    "logger_parameters": dt.LoggerParameters(loggers=("jsonl",)),
+    "checkpoint_parameters": dt.CheckpointParameters(),
+}
 COSINE = ScheduleParameters(name="cosine", warmup_steps=0.25, min_lr_ratio=0.1)
 
 
@@ -93,22 +98,13 @@ class Trainer(dt.DreamTrainer):
 
 
 def run(config: Config) -> Trainer:
-    with Trainer(config) as trainer:
-        trainer.fit()
-    return trainer
+    return fit(Trainer(config))
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.chdir(tmp_path)
-    return Config(
-        project="t",
-        group="t",
-        experiment="whole",
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        training_parameters=dt.TrainingParameters(max_steps=12, gradient_clip_val=0.05),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-    )
+def config() -> Config:
+    training = dt.TrainingParameters(max_steps=12, gradient_clip_val=0.05)
+    return run_config("whole", Config, training_parameters=training, **SAVED)
 
 
 def test_muon_and_adamw_are_clipped_by_one_norm_over_both(config: Config) -> None:
@@ -139,8 +135,7 @@ def test_a_run_whose_groups_had_no_names_yet_goes_on_in_named_ones(config: Confi
                 for group in optimizer.param_groups:
                     del group["name"]
 
-    with Unnamed(replace(config, experiment="parts", stop_at=5)) as before:
-        before.fit()
+    before = fit(Unnamed(replace(config, experiment="parts", stop_at=5)))
     resumed = run(replace(config, experiment="parts"))
     assert before.steps + resumed.steps == run(config).steps
     names = [group["name"] for optimizer in resumed.optimizers for group in optimizer.param_groups]
@@ -177,14 +172,8 @@ class Exact(Trainer):
 def muon_weights(directory: Path, **mesh: int) -> tuple[dict[str, Tensor], bool]:
     """After three good steps and a bad one, skipped: whole weights, and whether ranks share Muon's work."""
     os.chdir(directory)
-    config = Config(
-        project="t",
-        group="t",
-        experiment="-".join(mesh) or "one",
-        device_parameters=dt.DeviceParameters(device="cpu", **mesh),
-        training_parameters=dt.TrainingParameters(max_steps=4, nonfinite="skip"),
-        logger_parameters=dt.LoggerParameters(loggers=()),
-    )
+    training, devices = dt.TrainingParameters(max_steps=4, nonfinite="skip"), dt.DeviceParameters(device="cpu", **mesh)
+    config = run_config("-".join(mesh) or "one", Config, device_parameters=devices, training_parameters=training)
     with Exact(config) as trainer:
         trainer.fit()
         assert trainer.skipped_steps == 1
@@ -194,10 +183,7 @@ def muon_weights(directory: Path, **mesh: int) -> tuple[dict[str, Tensor], bool]
 
 
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 1}, {"dp_replicate": 1, "dp_shard": 2}])
-def test_muon_on_two_ranks_trains_as_on_one(
-    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_muon_on_two_ranks_trains_as_on_one(mesh: dict[str, int], tmp_path: Path) -> None:
     expected, is_shared = muon_weights(tmp_path)
     assert not is_shared
     for found, is_shared in run_world(partial(muon_weights, **mesh), 2, tmp_path):
@@ -206,18 +192,11 @@ def test_muon_on_two_ranks_trains_as_on_one(
             torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
 
 
-def config_in(directory: Path, **values: Any) -> Config:
+def config_in(directory: Path, experiment: str, **values: Any) -> Config:
     """A run of SGD with a group per depth, fused on one rank and by foreach on shards; changes the directory."""
     os.chdir(directory)
-    return Config(
-        project="t",
-        group="t",
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        training_parameters=dt.TrainingParameters(max_steps=12),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        optimizer=replace(MUON, name="sgd", momentum=0.9),
-        **values,
-    )
+    optimizer, training = replace(MUON, name="sgd", momentum=0.9), dt.TrainingParameters(max_steps=12)
+    return run_config(experiment, Config, training_parameters=training, optimizer=optimizer, **SAVED, **values)
 
 
 def rates_on_each_rank(directory: Path) -> list[list[float]]:
@@ -225,10 +204,7 @@ def rates_on_each_rank(directory: Path) -> list[list[float]]:
     return [rates for *_, rates in run(config_in(directory, experiment="parts", stop_at=5)).steps]
 
 
-def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(tmp_path: Path) -> None:
     whole = run(config_in(tmp_path, experiment="whole"))
     first, second = run_world(rates_on_each_rank, 2, tmp_path)
     resumed = run(config_in(tmp_path, experiment="parts"))

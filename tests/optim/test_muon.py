@@ -248,7 +248,8 @@ def test_state_of_pytorchs_muon_loads() -> None:
 
 def test_a_copy_and_a_group_added_later_step_too() -> None:
     first, second = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
-    optimizer = Muon([first])
+    optimizer = Muon([first], iteration_dtype=torch.float32)
+    assert copy.deepcopy(optimizer).iteration_dtype is torch.float32
     first.grad, second.grad = torch.ones(3, 2), torch.ones(3, 2)
     optimizer.step()
     optimizer.add_param_group({"params": [second]})
@@ -258,20 +259,18 @@ def test_a_copy_and_a_group_added_later_step_too() -> None:
     assert optimizer.step(lambda: 7.0) == 7.0
 
 
-def test_a_copy_iterates_in_the_type_of_the_original() -> None:
-    optimizer = Muon([nn.Parameter(torch.eye(2))], iteration_dtype=torch.float32)
-    assert copy.deepcopy(optimizer).iteration_dtype is torch.float32
-
-
-def test_what_is_no_matrix_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"parameter of shape \(3,\), and steps real matrices"):
-        Muon([nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="lr=-1"):
-        Muon([nn.Parameter(torch.ones(3, 3))], lr=-1)
-    with pytest.raises(ValueError, match="ns_steps=100"):
-        Muon([nn.Parameter(torch.ones(3, 3))], ns_steps=100)
-    with pytest.raises(ValueError, match="adjust_lr_fn='none'"):
-        Muon([nn.Parameter(torch.ones(3, 3))], adjust_lr_fn="none")
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((3,), {}, r"parameter of shape \(3,\), and steps real matrices"),
+        ((3, 3), {"lr": -1}, "lr=-1"),
+        ((3, 3), {"ns_steps": 100}, "ns_steps=100"),
+        ((3, 3), {"adjust_lr_fn": "none"}, "adjust_lr_fn='none'"),
+    ],
+)
+def test_what_cannot_be_stepped_is_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(shape))], **options)
 
 
 def test_matrices_are_dealt_by_cost_and_alike_on_every_rank() -> None:

@@ -82,26 +82,28 @@ def split(module: Transformer) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return hidden, [p for p in module.parameters() if all(p is not other for other in hidden)]
 
 
-def test_muon_takes_the_hidden_matrices_and_adamw_the_rest() -> None:
+@pytest.mark.parametrize(
+    ("values", "of_muon", "of_adamw"),
+    [
+        (
+            {"adamw_lr": 0.003, "momentum": 0.8, "ns_steps": 4, "betas": (0.8, 0.9)},
+            {"momentum": 0.8, "ns_steps": 4, "adjust_lr_fn": "match_rms_adamw"},
+            {"lr": 0.003, "betas": (0.8, 0.9)},
+        ),
+        ({"adamw_lr": 1e-3, "adjust_lr_fn": "original"}, {}, {"lr": 1e-3}),
+    ],
+    ids=["as it comes", "the original rule"],
+)
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(
+    values: dict[str, Any], of_muon: dict[str, Any], of_adamw: dict[str, Any]
+) -> None:
     by_name, by_hand = model(), model()
-    parameters = OptimizerParameters(
-        name="muon", lr=0.01, adamw_lr=0.003, momentum=0.8, ns_steps=4, betas=(0.8, 0.9), decay_vectors=True
-    )
+    parameters = OptimizerParameters(name="muon", lr=0.01, decay_vectors=True, **values)
     optimizers = build_optimizers(parameters, by_name)
     assert [type(optimizer) for optimizer in optimizers] == [Muon, AdamW]
     hidden, rest = split(by_hand)
-    muon = torch.optim.Muon(hidden, lr=0.01, momentum=0.8, ns_steps=4, adjust_lr_fn="match_rms_adamw")
     train(by_name, optimizers, batch())
-    train(by_hand, [muon, AdamW(rest, lr=0.003, betas=(0.8, 0.9), fused=True)], batch())
-    assert_equal(by_name, by_hand)
-
-
-def test_muons_original_rule_is_to_be_had() -> None:
-    by_name, by_hand = model(), model()
-    parameters = OptimizerParameters(name="muon", lr=0.02, adjust_lr_fn="original", adamw_lr=1e-3, decay_vectors=True)
-    hidden, rest = split(by_hand)
-    train(by_name, build_optimizers(parameters, by_name), batch())
-    train(by_hand, [torch.optim.Muon(hidden, lr=0.02), AdamW(rest, lr=1e-3, fused=True)], batch())
+    train(by_hand, [torch.optim.Muon(hidden, lr=0.01, **of_muon), AdamW(rest, fused=True, **of_adamw)], batch())
     assert_equal(by_name, by_hand)
 
 

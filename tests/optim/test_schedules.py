@@ -84,18 +84,6 @@ def test_every_step_has_the_closed_forms_rate_in_every_group(
         assert found == pytest.approx([rate * form(step) for rate in RATES], rel=1e-12, abs=1e-15), step
 
 
-@pytest.mark.parametrize("values", [values for values, _ in FORMS], ids=str)
-def test_a_schedule_rises_to_one_and_never_rises_again(values: dict[str, Any]) -> None:
-    factor = rate_factor(ScheduleParameters(warmup_steps=WARMUP, **values), total_steps=TOTAL)
-    found = [factor(step) for step in range(2 * TOTAL)]
-    assert found[0] == pytest.approx(1 / 6)
-    assert found[WARMUP] == 1.0
-    assert found[:6] == sorted(set(found[:6]))
-    assert found[5:] == sorted(found[5:], reverse=True)
-    if values["name"] in ("cosine", "linear", "wsd"):
-        assert found[TOTAL - 1] > found[TOTAL] == pytest.approx(values.get("min_lr_ratio", 0.0), abs=1e-15)
-
-
 def test_without_a_warmup_the_first_step_has_the_whole_rate() -> None:
     for name in ("constant", "cosine", "linear", "wsd", "inverse_sqrt"):
         assert rate_factor(ScheduleParameters(name=name), total_steps=TOTAL)(0) == 1.0

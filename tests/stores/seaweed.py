@@ -20,16 +20,7 @@ PROGRAM = Path(sys.executable).with_name("weed")
 
 
 class SeaweedServer:
-    """A server with an empty bucket, that nobody but this machine reaches. What it holds survives `stop`.
-
-    Args:
-        directory: Where it keeps everything.
-
-    Attributes:
-        url: Of the bucket.
-        address: Of its endpoint.
-        environment: The variables with which a client finds it.
-    """
+    """A server with an empty bucket, that nobody but this machine reaches. What it holds survives `stop`."""
 
     url = f"s3://{BUCKET}"
 

@@ -26,16 +26,7 @@ class QuietHandler(WSGIRequestHandler):
 
 
 class Server:
-    """An S3 server on this machine. What it holds survives `stop`.
-
-    Attributes:
-        url: Of its endpoint.
-        requests: Method, path and the header Range of each request that came.
-        throttled: Requests still to be answered with 503 SlowDown.
-        refuses: Whether all are answered as those of a stranger are.
-        ignores_conditions: Whether If-None-Match is not heard.
-        before: Called with method and path before each request.
-    """
+    """An S3 server on this machine. What it holds survives `stop`."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -123,3 +114,19 @@ def pointing_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ser
     server.before = lambda method, path: None
     server.start()
     open_store.cache_clear()
+
+
+def winners_of_a_race(place: Any) -> list[int]:
+    """Of eight threads that create one object at once, those that did."""
+    won: list[int] = []
+
+    def race(number: int) -> None:
+        if place.store.create(place.key, str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return won

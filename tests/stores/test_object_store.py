@@ -11,24 +11,13 @@ from typing import Any
 import pytest
 
 from tests.api import CheckpointError, ConfigError, Ownership, StorePath, as_path, open_store, without_secrets
-from tests.stores.servers import SECRET, Server
+from tests.stores.servers import SECRET, Server, winners_of_a_race
 
 
 def test_of_many_that_create_one_object_one_does(url: str) -> None:
     place = StorePath(url) / "one.json"
-    won = []
-
-    def race(number: int) -> None:
-        if place.store.create(place.key, str(number).encode()):
-            won.append(number)
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert place.read_bytes() == str(won[0]).encode()
+    (won,) = winners_of_a_race(place)
+    assert place.read_bytes() == str(won).encode()
 
 
 def test_a_refusal_without_its_reason_is_one_where_the_object_is_there(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from tests.api import CheckpointError, Ownership, StorePath, list_checkpoints, o
 from tests.stores import azure, google
 from tests.stores.jobs import Fit, train
 from tests.stores.seaweed import SeaweedServer
+from tests.stores.servers import winners_of_a_race
 from tests.stores.test_runs import run_command, same, sharded, stored_steps, wait_until, waiting
 from tests.worlds import run_world
 
@@ -71,19 +71,8 @@ def url(server: OtherServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_objects_are_written_once_and_read_back_in_parts(url: str, tmp_path: Path) -> None:
     root = StorePath(url)
-    won = []
-
-    def race(number: int) -> None:
-        if root.store.create((root / "one").key, str(number).encode()):
-            won.append(number)
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert (root / "one").read_bytes() == str(won[0]).encode()
+    (won,) = winners_of_a_race(root / "one")
+    assert (root / "one").read_bytes() == str(won).encode()
 
     content = os.urandom((70 << 20) + 12345)  # more than any client sends at once
     (tmp_path / "large").write_bytes(content)

@@ -29,7 +29,8 @@ from tests.api import (
     renamed,
     write_safetensors,
 )
-from tests.checkpoint.states import save
+from tests.checkpoint import states
+from tests.checkpoint.states import flip, save
 from tests.worlds import run_world
 
 
@@ -263,10 +264,7 @@ def test_names_are_changed_by_pattern(tmp_path: Path, model: Tied, checkpoint: P
 
 
 def test_a_flipped_byte_in_a_shard_ends_it_and_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
-    shard = checkpoint / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(checkpoint / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
         export_checkpoint(checkpoint, tmp_path / "deep" / "out")
     assert list((tmp_path / "deep").iterdir()) == []
@@ -314,7 +312,7 @@ def test_what_no_export_wrote_is_never_removed(tmp_path: Path, model: Tied, chec
 
 @pytest.mark.pitfall(40)
 @pytest.mark.parametrize("where", [".", "export", "step_00000009", "step_00000003", "step_00000003/hf", "w.pt"])
-def test_a_runs_checkpoints_are_no_place_for_an_export(tmp_path: Path, checkpoint: Path, where: str) -> None:
+def test_a_runs_checkpoints_are_no_place_for_an_export(checkpoint: Path, where: str) -> None:
     before = {path.name for path in checkpoint.parent.iterdir()}
     with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
         export_checkpoint(checkpoint, checkpoint.parent / where, overwrite=True)
@@ -333,17 +331,12 @@ def test_a_runs_directory_before_its_first_checkpoint_is_no_place_either(tmp_pat
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with states.small_disk(tmp_path / "disk", "64k") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.pt"])
-def test_a_full_disk_is_an_error_and_the_earlier_export_stays(small_disk: Path, tmp_path: Path, name: str) -> None:
+def test_a_full_disk_is_an_error_and_the_earlier_export_stays(small_disk: Path, name: str) -> None:
     small, large = nn.Linear(4, 4), nn.Linear(200, 200)
     export_model(small, small_disk / name, world=Ranks.alone())
     before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dream_trainer as dt
 from tests.api import ConfigError
-from tests.trainer.small import weights
+from tests.trainer.small import run_config, weights
 from tests.worlds import run_world
 
 WIDTH = 16
@@ -65,15 +65,8 @@ class Started(dt.DreamTrainer):
 
 
 def started(make: Callable[[], PeftConfig], kind: type[Started] = Started, **devices: Any) -> Started:
-    config = dt.DreamTrainerConfig(
-        project="tests",
-        group="first values",
-        experiment="start",
-        device_parameters=dt.DeviceParameters(device="cpu", **devices),
-        training_parameters=dt.TrainingParameters(max_steps=0),
-        logger_parameters=dt.LoggerParameters(loggers=()),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-    )
+    devices_of_run = dt.DeviceParameters(device="cpu", **devices)
+    config = run_config(device_parameters=devices_of_run, training_parameters=dt.TrainingParameters(max_steps=0))
     trainer = type("Case", (kind,), {"make": staticmethod(make)})(config)
     trainer.fit()
     return trainer
@@ -107,8 +100,7 @@ LEAVE_THE_BASE: dict[str, Callable[[], PeftConfig]] = {
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def directory(tmp_path: Path) -> Path:
     save_file(base().state_dict(), "base.safetensors")
     return tmp_path
 
