@@ -101,11 +101,7 @@ _AMOUNT = "amount"  # beside the weights, whose names begin with "weight "
 
 
 class HostAverage(ModelAverage):
-    """The averages of one model on the CPU; each rank's shards with it.
-
-    An update copies the weights to the host in order with the device's work, and does not wait for that: the average
-    moves when the next update comes, or somebody asks for it. So the host is at most one update ahead of the device.
-    """
+    """The averages of one model's shards on the CPU; the copy of an update is applied when the next one comes."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters, {name: _on_host(p.detach()) for name, p in parameters.items()})

@@ -15,8 +15,7 @@ from dream_trainer.checkpoint.model_state import parameter_fqns
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-OTHER = "other.parameters"
-"""Name of what an optimizer trains and no model holds."""
+OTHER = "other.parameters"  # name of what an optimizer trains and no model holds
 
 
 class GradientStats(TensorStats):

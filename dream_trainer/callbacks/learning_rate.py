@@ -19,10 +19,8 @@ class _Curves(NamedTuple):
     """What one optimizer's rates are logged as."""
 
     n_groups: int
-    names: list[str]
-    """One for all groups, or one for each."""
-    is_shared: bool
-    """Whether several groups share one."""
+    names: list[str]  # one for all groups, or one for each
+    is_shared: bool  # whether several groups share one
 
 
 class LearningRate(LoggingCallback):

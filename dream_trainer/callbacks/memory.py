@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 GIB = 2.0**30
 
-Bytes = Counter[torch.dtype]
-"""Bytes by the dtype of the tensors that take them."""
+Bytes = Counter[torch.dtype]  # bytes by the dtype of the tensors that take them
 
 
 class Memory(LoggingCallback):

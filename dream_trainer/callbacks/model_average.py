@@ -12,17 +12,12 @@ from torch import Tensor
 from dream_trainer.checkpoint.model_state import parameter_fqns
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensors
 
+# by how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one
 Share = Callable[[Any], Any]
-"""By how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one."""
 
 
 class ModelAverage:
-    """The averages of one model, and what has happened to them.
-
-    Attributes:
-        averages: By the same names, with the same layouts.
-        has_stepped: Whether the model has changed since the averages last moved.
-    """
+    """The averages of one model, under the same names and layouts, and what happened to them."""
 
     def __init__(self, parameters: Mapping[str, Tensor], averages: Mapping[str, Tensor] | None = None) -> None:
         self._parameters = parameters

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dream_trainer")
 
+# windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first
 LOOK_EVERY = 25
-"""Windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first."""
 
 
 @dataclass
@@ -58,10 +58,9 @@ class _Window:
     step: int = 0
     epoch: int = 0
     end: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
-    samples: int = 0
-    """Of all ranks."""
+    samples: int = 0  # of all ranks
+    # index in the epoch, and what the training step returned
     batches: list[tuple[int, dict[str, Tensor | float]]] = field(default_factory=list)
-    """Index in the epoch, and what the training step returned."""
     gradients: list[_Gradients] = field(default_factory=list)
 
     def numbers(self) -> Iterator[float]:

@@ -30,14 +30,7 @@ NOTABLE_WAIT = 0.1
 
 
 class Pace:
-    """How fast steps go, and when the last one will be done.
-
-    Rates are of training alone, over the last `remembered` looks. The time left counts everything since warm-up,
-    validations and checkpoints with it, since those will come again.
-
-    Attributes:
-        is_warming_up: Whether the steps so far tell nothing of the pace.
-    """
+    """Rate of training alone over the last looks, and time left with validations and checkpoints included."""
 
     def __init__(
         self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0, remembered: int = 50
@@ -318,8 +311,7 @@ class ProgressBar(ABC):
 
 
 def live_bar(file: TextIO | None) -> ProgressBar | None:
-    """The bar for `file`, or for standard output and notebooks if it is None; None where nothing can be changed in
-    place, as in pipes and files."""
+    """The bar for `file`, or for standard output and notebooks if it is None; None if nothing can be changed in place."""
     if file is None and is_in_notebook():
         return NotebookBar()
     from rich.console import Console
@@ -367,10 +359,7 @@ class TerminalBar(ProgressBar):
 
 
 class NotebookBar(ProgressBar):
-    """One output of a notebook's cell, which is replaced in place; lines are printed below.
-
-    It has a text beside the HTML, for notebooks that are shown where there is none.
-    """
+    """One output of a notebook's cell, replaced in place; its text is for notebooks shown without HTML."""
 
     def __init__(self) -> None:
         from IPython.display import display  # type: ignore[import-not-found]  # pyright: ignore

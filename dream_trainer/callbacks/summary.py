@@ -32,8 +32,7 @@ class Size(NamedTuple):
     parameters: int
     trainable: int
     num_bytes: int
-    local_bytes: int
-    """Bytes of this rank's shards."""
+    local_bytes: int  # bytes of this rank's shards
 
 
 def size_of(module: nn.Module) -> Size:
@@ -123,10 +122,7 @@ def _check_inputs(inputs: object) -> None:
 
 
 def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
-    """Floating-point operations of `model(*inputs)` in products and convolutions, a multiply-add counted as two.
-
-    Runs on meta copies of everything, so that it costs neither memory nor time and leaves the model as it is.
-    """
+    """FLOPs of `model(*inputs)` on meta copies, a multiply-add counted as two."""
     from torch.func import functional_call
     from torch.utils.flop_counter import FlopCounterMode
 

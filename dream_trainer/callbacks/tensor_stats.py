@@ -28,20 +28,13 @@ if TYPE_CHECKING:
 class Stats(NamedTuple):
     """Of one group of tensors, each element counted once."""
 
-    norm: float
-    """2-norm."""
-    max_abs: float
-    """Largest magnitude."""
-    zero_fraction: float
-    """Share of the elements that are zero."""
+    norm: float  # 2-norm
+    max_abs: float  # largest magnitude
+    zero_fraction: float  # share of the elements that are zero
 
 
 class TensorStats(LoggingCallback):
-    """A callback that looks at groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`.
-
-    Raises:
-        ConfigError: A number does not work.
-    """
+    """A callback that looks at groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`."""
 
     needs_whole_models: ClassVar[bool] = True
 
@@ -57,8 +50,7 @@ class TensorStats(LoggingCallback):
 
 
 def group_of(fqn: str, depth: int | None) -> str:
-    """The group of a parameter `<model>.<module>...<name>`: its module down to `depth` levels below the model, where 0
-    is the model itself; None: the parameter alone."""
+    """The group of a parameter: its module down to `depth` levels below the model; None is the parameter alone."""
     return fqn if depth is None else ".".join(fqn.split(".")[:-1][: depth + 1])
 
 
@@ -66,11 +58,7 @@ def group_of(fqn: str, depth: int | None) -> str:
 def local_sums(
     groups: Mapping[str, Iterable[tuple[nn.Parameter, Tensor]]], world_size: int, device: torch.device
 ) -> Tensor:
-    """This rank's share of each group's sums.
-
-    Returns:
-        Shape `[n_groups, 4]`: sum of squares, largest magnitude, zeros, elements. Nothing is waited for.
-    """
+    """This rank's sum of squares, largest magnitude, zeros and elements by group: shape `[n_groups, 4]`."""
     sums = no_sums(len(groups), device)
     for row, members in zip(sums, groups.values(), strict=True):
         for parameter, tensor in members:
@@ -103,11 +91,7 @@ def together(one: Tensor, other: Tensor) -> Tensor:
 
 
 def combined(names: Iterable[str], sums: Tensor, world: Ranks) -> dict[str, Stats]:
-    """The groups' stats over all ranks; a collective, and waits for the device.
-
-    Returns:
-        By name; groups without an element are left out.
-    """
+    """The groups' stats over all ranks, without empty ones; a collective, and waits for the device."""
     rows = world.all_gather(sums.cpu().double().flatten()).view(world.world_size, -1, 4)
     total, largest = rows.sum(0).tolist(), rows[:, :, 1].amax(0).tolist()
     return {

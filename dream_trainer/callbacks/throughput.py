@@ -25,16 +25,12 @@ Flops = float | Callable[["AbstractTrainer"], float]
 class _Mark(NamedTuple):
     """Where an interval begins or ends."""
 
-    clock: float
-    """Seconds from any origin, those that checkpoints took left out."""
+    clock: float  # seconds from any origin, those that checkpoints took left out
     samples: int
     tokens: int
-    waiting: float
-    """Seconds waited for data, since the process started."""
-    by_loader: Mapping[str, float]
-    """The same for each loader of a group."""
-    loading: Mapping[tuple[int, str], float]
-    """Seconds that each worker has loaded each source of a mixture."""
+    waiting: float  # seconds waited for data, since the process started
+    by_loader: Mapping[str, float]  # the same for each loader of a group
+    loading: Mapping[tuple[int, str], float]  # seconds that each worker has loaded each source of a mixture
 
 
 class Throughput(LoggingCallback):
@@ -324,11 +320,7 @@ _VIRTUAL = re.compile(r"-\d+[abcq](me)?$")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """The peak of one device.
-
-    Returns:
-        FLOP/s, a multiply-add counted as two; None if the device or its rate in this precision is not known.
-    """
+    """FLOP/s of one device, a multiply-add counted as two; None if the device or its rate is not known."""
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if words & _OTHERS or _VIRTUAL.search(device_name.lower()):
         return None

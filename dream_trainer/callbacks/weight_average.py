@@ -64,11 +64,7 @@ class WeightAverage(AveragingCallback):
 
     @abstractmethod
     def share(self, updates: Any) -> Any:
-        """By how much the averages move towards the weights.
-
-        Returns:
-            Between 0 and 1, as a number or a tensor.
-        """
+        """By how much the averages move towards the weights, between 0 and 1."""
 
     @abstractmethod
     def is_due(self, trainer: AbstractTrainer) -> bool:
@@ -173,11 +169,6 @@ class WeightAverage(AveragingCallback):
     # -- events
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Allocates the averages.
-
-        Raises:
-            ConfigError: `models` names one that is not trained, or another average validates one of these models too.
-        """
         self._trainer = trainer
         trained = {
             name: parameters
@@ -202,11 +193,6 @@ class WeightAverage(AveragingCallback):
         self._has_started = True
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
-        """Notes which models the optimizer has changed; another one may change them too before the window ends.
-
-        Raises:
-            StepError: The averages stand in for the weights.
-        """
         if self._in_use:
             raise StepError("an optimizer has stepped inside averaged_weights(). Leave the `with` before training on.")
         for average in self._owned_by(trainer, optimizer):
@@ -227,11 +213,7 @@ class WeightAverage(AveragingCallback):
     # -- state
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The averages as `<model>.<parameter>`.
-
-        Raises:
-            CheckpointError: The averages stand in for the weights, which would be saved as the model.
-        """
+        """The averages as `<model>.<parameter>`."""
         if self._in_use:
             raise CheckpointError(
                 "a checkpoint would hold the averages as the model's weights here. Save and load it outside of "

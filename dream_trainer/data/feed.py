@@ -39,13 +39,7 @@ class _Place(NamedTuple):
 
 
 class WindowFeed:
-    """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`.
-
-    Attributes:
-        is_pass_over: Whether the window trained last was the last of its pass over the data, on all ranks.
-        rank_state: What the stream needs, beside the position, to go on after the window trained last.
-        seconds_waiting: Seconds spent loading, or waiting for what loads, in this process.
-    """
+    """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`."""
 
     def __init__(self, stream: TrainStream, world: Ranks, accumulation: int) -> None:
         self._stream = stream
@@ -69,8 +63,7 @@ class WindowFeed:
         is_pass_over: bool,
         state: dict[str, Any] | None,
     ) -> None:
-        """Goes on after `position`, from the next `fetch` on; with `is_pass_over`, with the next pass. The states are
-        those of the stream there: this rank's, and the one of all ranks."""
+        """Continues after `position`, or with the next pass; the states are this rank's and the one of all ranks."""
         self._forget()
         self.rank_state = rank_state
         self._begins_pass = True
@@ -86,8 +79,8 @@ class WindowFeed:
         return {} if self._sought is not None else self._stream.numbers_at(position)
 
     def follow(self, stream: TrainStream, position: DataPosition) -> None:
-        """Goes on with another stream: with the pass after `position`, or where the last `seek` said, if nothing was
-        fetched since."""
+        """Continues with another stream: with the next pass, or where the last `seek` said if nothing was fetched
+        since."""
         self._stream.close()
         self._stream = stream
         if self._sought is None:
@@ -131,15 +124,7 @@ class WindowFeed:
             self._report(ahead)
 
     def take(self) -> Window | None:
-        """The window to train now.
-
-        Returns:
-            The window, or None where a pass had none for all ranks; what is fetched then begins the next pass.
-
-        Raises:
-            DataError: Two passes in a row had no window.
-            RanksDifferError: The dataset that is dealt to ranks has another length on some.
-        """
+        """The window to train now; None if a pass had none for all ranks."""
         window = self._window
         if self._begins_pass:
             self._begins_pass = False
@@ -247,12 +232,7 @@ Move = Callable[[Any, torch.device], Any]
 
 
 def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: torch.Stream | None) -> Iterator[Any]:
-    """The micro-batches of one window, moved.
-
-    Args:
-        move: Called once for each, in order; with `aside` on that stream, for the next one just before this one is
-            trained. One further batch is then on the device and no more, if the caller lets go of the one before.
-    """
+    """The micro-batches of one window, moved; with `aside` on that stream, one batch ahead of the one that is trained."""
     if aside is None:
         for batch in batches:
             yield move(batch, device)

@@ -67,27 +67,13 @@ def iterate(
     draws: bool | None = True,
     drawn: Iterable[str] = (),
 ) -> Iterator[Any]:
-    """One pass over `loader`, each batch with a stream of random numbers of its own, which costs about 35 us.
-
-    A list, a tuple or a range draws nothing and is iterated bare.
-    """
+    """One pass over `loader`, each batch with its own stream of random numbers; costs about 35 us a batch."""
     if type(loader) in (list, tuple, range):
         return iter(loader)
     return SeededPass(loader, seed, epoch, dp_rank, first, draws, drawn)
 
 
 class SeededPass(Iterator[Any]):
-    """One pass over a loader that may draw from the global generators.
-
-    The order of a pass is drawn in its loader's `__iter__` or with its first batch, so one stream serves both; every
-    other batch has its own, unless it is known to draw nothing. A loader that was put into the middle of a pass by its
-    own state draws that order again (then it needs the same stream) or only what belongs to the batch (then it needs
-    the batch's): what it did before tells which.
-
-    Attributes:
-        draws: The same, with what was seen since. Not looked at any more once it is True.
-    """
-
     def __init__(
         self,
         loader: Iterable[Any],
@@ -165,10 +151,7 @@ class SeededPass(Iterator[Any]):
 
 @contextmanager
 def workers_outlive_signals(loader: object) -> Iterator[None]:
-    """Worker processes that a torch `DataLoader` starts inside outlive a signal to the whole process group.
-
-    A signal handler can be set in a worker only by its `worker_init_fn`, which is put back.
-    """
+    """Worker processes that a torch `DataLoader` starts inside outlive a signal to the whole process group."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         yield
         return
@@ -183,11 +166,7 @@ def workers_outlive_signals(loader: object) -> Iterator[None]:
 
 @contextmanager
 def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
-    """A torch `DataLoader` whose iterator is made inside draws its workers' seeds from a stream of their own.
-
-    A new iterator draws them from where its sampler draws the order, and one whose workers persist does not: a resume
-    in a later pass, with a new one, would read another order. A generator that the user gave is left alone.
-    """
+    """A torch `DataLoader` whose iterator is made inside draws its workers' seeds from their own stream."""
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         yield
         return
@@ -199,11 +178,7 @@ def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
 
 
 def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
-    """Whether a loader with a state of its own comes back by it to where it was, random draws included.
-
-    Where torchdata finds no state in a part it iterates that part again, and draws another time, or from another
-    stream, than in the first run.
-    """
+    """Whether a loader with a state of its own comes back by it to where it was, random draws included."""
     if draws is None:
         return False
     if isinstance(loader, DataLoader):
@@ -231,12 +206,7 @@ def known_length(loader: object) -> int | None:
 
 
 class PassDraws:
-    """The global generators during one pass, inside the block `apart`.
-
-    Attributes:
-        drawn: Of python and numpy, those that were drawn from in this pass; torch, if the pass's first batch drew.
-        apart: Inside, the pass draws; training's generators are put back at the end.
-    """
+    """The global generators during one pass, inside the block `apart`."""
 
     def __init__(self, drawn: Iterable[str]) -> None:
         self.drawn = set(drawn)
@@ -284,8 +254,7 @@ class PassDraws:
 
 
 def draws_at_start_only(loader: object) -> bool:
-    """Whether batches after a pass's first are known to draw nothing in this process: their samples are tensors or come
-    from workers, and a sampler of torch's draws the order, or the seed of its own generator, when it begins."""
+    """Whether batches after a pass's first are known to draw nothing in this process."""
     if type(loader) is not DataLoader:
         return False
     if loader.num_workers == 0 and not (draws_nothing(loader.dataset) and collates_without_draws(loader.collate_fn)):

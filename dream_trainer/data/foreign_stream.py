@@ -31,15 +31,7 @@ _END = object()
 
 
 class ForeignStream(TrainStream):
-    """A loader that is not ours.
-
-    A window is fetched whole, since only fetching tells whether the loader's end cuts it short. The end is looked for
-    once.
-
-    Args:
-        keeps_state: Whether each window holds the loader's own state, if it has one. Without it a pass that was begun
-            is read to its end, or not at all: not knowing what to put back, the stream cannot be sought any more.
-    """
+    """A loader that is not ours; its windows are fetched whole, since only fetching tells where its end cuts one short."""
 
     def __init__(
         self,

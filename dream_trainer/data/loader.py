@@ -248,15 +248,7 @@ class ShardReader:
 
 
 def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
-    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's own.
-
-    Rebuilt are `DataLoader`, torchdata's `StatefulDataLoader` and subclasses that add only a constructor (as PyTorch
-    Geometric's `DataLoader` does) over a map-style dataset, with a `BatchSampler` of a `SequentialSampler`, a
-    `RandomSampler` without replacement or a `DistributedSampler`.
-
-    Raises:
-        DataError: The dataset is empty.
-    """
+    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's own."""
     if not isinstance(loader, DataLoader) or _own_methods(loader):
         return None
     batches = loader.batch_sampler
@@ -311,11 +303,7 @@ def training_loaders(loader: Any) -> dict[str, Any]:
 
 
 def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
-    """The iterable behind a loader that is not ours.
-
-    Raises:
-        DataError: It cannot be iterated, it holds loaders, or it would give the same batches to several ranks.
-    """
+    """The iterable behind a loader that is not ours."""
     _refuse_several(loader.loader if isinstance(loader, PerRankLoader) else loader)
     if isinstance(loader, PerRankLoader):
         return loader.loader

@@ -7,17 +7,14 @@ from typing import NamedTuple
 
 from torch.utils.data import get_worker_info
 
-IN_THIS_PROCESS = -1
-"""The number of a worker where there are none."""
+IN_THIS_PROCESS = -1  # the number of a worker where there are none
 
 
 class LoadingTime(NamedTuple):
     """Seconds that one process has loaded each source since its pass began."""
 
-    worker: int
-    """Number of the worker; IN_THIS_PROCESS without workers."""
-    seconds: tuple[float, ...]
-    """Of each source, in their order."""
+    worker: int  # number of the worker; IN_THIS_PROCESS without workers
+    seconds: tuple[float, ...]  # of each source, in their order
 
 
 class SourceClock:

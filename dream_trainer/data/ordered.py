@@ -18,8 +18,7 @@ from dream_trainer.data.loading_time import LoadingTime, LoadingTimes
 
 logger = logging.getLogger("dream_trainer")
 
-ENDLESS = 2**62
-"""The length of a dataset that never ends."""
+ENDLESS = 2**62  # the length of a dataset that never ends
 
 
 class OrderedDataset(Dataset[Any], ABC):
@@ -124,12 +123,7 @@ def innermost(dataset: OrderedDataset) -> OrderedDataset:
 
 
 class MarkedBatches:
-    """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for.
-
-    Attributes:
-        marks: (end of the chunk in the pass, mark), in order.
-        times: How long its sources took to load.
-    """
+    """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for."""
 
     __slots__ = ("_chunk_size", "_end", "_iterator", "_time_of", "marks", "times")
 

@@ -16,8 +16,8 @@ from torch.utils.data import Sampler
 
 from dream_trainer.distributed.seeds import hash_seed
 
+# (epoch, indices): one batch of one rank, and all that its samples' random draws depend on
 BatchKey = tuple[int, list[int]]
-"""(epoch, indices): one batch of one rank, and all that its samples' random draws depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,7 @@ def end_with_tail(length: int, consumed: int, sharding: Sharding) -> int:
 
 
 class RankBatchSampler(Sampler[BatchKey]):
-    """Yields this rank's batches of one pass, each as (epoch, indices).
-
-    `start` chooses the pass and the samples in it; the next iterator follows it. A position is any number of samples
-    that all ranks consumed together, and starting there costs the same everywhere.
-    """
+    """Yields this rank's batches of one pass, each as (epoch, indices)."""
 
     def __init__(self, length: int, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
         self.length = length
@@ -114,8 +110,8 @@ class RankBatchSampler(Sampler[BatchKey]):
         return full + (self.sharding.slice_of_chunk(rest)[1] > 0)
 
 
+# the epoch that validation samples are seeded with: the same augmentation each time, and none that training has
 VALIDATION_EPOCH = -1
-"""The epoch that validation samples are seeded with: the same augmentation each time, and none that training has."""
 
 
 # -- Which sample comes when, and with which randomness: pure functions of the run's seed.
@@ -125,11 +121,7 @@ VALIDATION_EPOCH = -1
 
 
 def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
-    """The sample indices of one epoch in the order in which they are consumed.
-
-    Returns:
-        Shape `(length,)`, int64, on the CPU.
-    """
+    """The sample indices of one epoch in the order in which they are consumed."""
     if not shuffle:
         return torch.arange(length, device="cpu")
     generator = torch.Generator(device="cpu")

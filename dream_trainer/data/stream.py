@@ -114,8 +114,7 @@ def _stream_of_one(
 
 
 class ShardStream(TrainStream):
-    """One rank's share of a DistributedDataLoader. All positions are arithmetic, so every rank knows every other's
-    windows."""
+    """One rank's share of a DistributedDataLoader; positions are arithmetic, so a rank knows every other's windows."""
 
     is_even = True
 

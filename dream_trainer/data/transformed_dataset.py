@@ -124,12 +124,7 @@ class TransformedDataset(Dataset[Any]):
 
 
 class BrokenSampleError(Exception):
-    """A sample cannot be loaded.
-
-    Attributes:
-        index: Its number in the user's dataset.
-        error: Why.
-    """
+    """A sample cannot be loaded."""
 
     def __init__(self, index: int, error: Exception) -> None:
         super().__init__(index, error)

@@ -25,14 +25,7 @@ _SMALLEST_BLOCK = 64
 
 @dataclass(slots=True)
 class Item:
-    """A sample on its way.
-
-    Attributes:
-        value: The sample.
-        number: How many samples its lane had read before it; for what was made of it, a number of its own.
-        shard: Name of its shard.
-        index: Its number in the shard.
-    """
+    """A sample on its way."""
 
     value: Any
     number: int
@@ -141,16 +134,7 @@ def shuffled(length: int, seed: int) -> list[int]:
 
 @dataclass(slots=True)
 class SampleCalls:
-    """Calls a user's functions on the samples of one lane, seeded, and does what was chosen where one raises.
-
-    Attributes:
-        seed: Of the run.
-        lane: Number of the lane.
-        on_error: "raise" or "skip".
-        max_skipped: Samples that may be skipped.
-        skipped: Samples that were.
-        reports: Which, and why, since they were taken last.
-    """
+    """Calls a user's functions on the samples of one lane, seeded, and does what was chosen where one raises."""
 
     seed: int
     lane: int
@@ -216,11 +200,7 @@ def block_size(transforms: Sequence[Transform]) -> int:
 
 
 def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
-    """How many samples may be skipped.
-
-    Raises:
-        DataError: `on_error` is unknown, or a limit is missing or given for nothing.
-    """
+    """How many samples may be skipped."""
     if on_error == "raise" and max_skipped is None:
         return 0
     if on_error == "skip" and isinstance(max_skipped, int) and max_skipped > 0:

@@ -40,8 +40,7 @@ class ValidationBatches(ABC):
 
     @abstractmethod
     def any_batch(self) -> Any | None:
-        """Some batch, of this rank or not, for a rank that has none to keep others company with; None if there is
-        none."""
+        """Some batch, for a rank that has none but must keep others company; None if there is none."""
 
     @abstractmethod
     def close(self) -> None:

@@ -39,12 +39,7 @@ def workers_start(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 class WorkerInit:
-    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`.
-
-    Schedulers and terminals signal every process of a job. A worker outlives that for a while: torch raises the death
-    of one anywhere in the training process, which may be saving just then. With a killed training process it ends: a
-    forked worker holds that process's sockets open, so while it loads a sample the other ranks wait for the dead one.
-    """
+    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn

@@ -16,11 +16,11 @@ from dream_trainer.events.callback import Callback
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
+# accumulation steps between two checks; the first is one, and each validation and epoch ends with one
 STEPS_BETWEEN_CHECKS: Final = 100
-"""Accumulation steps between two checks; the first is one, and each validation and epoch ends with one."""
 
+# batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight
 BATCHES_WITHOUT_STEP: Final = 10_000
-"""Batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight."""
 
 
 class SanityChecks(Callback):

@@ -20,12 +20,7 @@ _FAILED = object()
 
 
 class LoggerGroup:
-    """Several loggers, opened when there is something to write.
-
-    Attributes:
-        is_open: Whether all were opened since the last `close`.
-        waits_early: Whether some wait to be opened that the user's code may write to by itself.
-    """
+    """Several loggers, opened when there is something to write."""
 
     def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool = False) -> None:
         self._loggers = _checked(loggers)
@@ -41,10 +36,7 @@ class LoggerGroup:
     def open(
         self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None, *, early: bool = False
     ) -> None:
-        """Opens every logger, or with `early` those that the user's code may write to by itself, which come first.
-
-        One that fails gets nothing.
-        """
+        """Opens every logger, or with `early` those that the user's code may write to by itself."""
         waiting = [logger for logger in self._loggers if logger.is_open_early] if self.waits_early else []
         self.waits_early = False
         if not early:

@@ -27,14 +27,7 @@ _in_json = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # `js
 
 
 class LineFile:
-    """JSON objects that have a `step`, one a line.
-
-    JSON has no NaN: what is not finite is one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
-
-    Args:
-        resumed_step: Lines of later steps are dropped in one atomic replacement, since they will come again. None for a
-            run that starts from nothing: a file that is there is kept under another name.
-    """
+    """JSON objects that have a `step`, one a line; what is not finite is written as a string."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         self._path = path
@@ -85,10 +78,7 @@ def set_aside(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process is killed. Line ends are written as they are.
-
-    Several processes may replace one file at once, as ranks that fail together do: the last one counts.
-    """
+    """Writes a file whole or not at all; of several processes that do so at once, the last one counts."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     with temporary.open("w", encoding="utf-8", newline="") as file:
         file.write(text)

@@ -20,24 +20,12 @@ from dream_trainer.loggers.interface import Stamp
 if TYPE_CHECKING:
     from dream_trainer.loggers.media import Media, MediaLog
 
+# A name, what was logged under it, and where it belongs if that is known already
 Logged = tuple[str, "Media", Stamp | None]
-"""A name, what was logged under it, and where it belongs if that is known already."""
 
 
 class Record:
-    """A line in the making.
-
-    Args:
-        prefix: What the names of its line begin with: `val/` and the loader's name, in a validation.
-        media: Where images and such are collected; None drops them.
-        media_stamp: Where they belong, if that is known when they are logged.
-        needs_weight: Whether a mean must have a weight.
-        is_own_line: Whether it is written at once, when the listeners who log to it have been called.
-
-    Attributes:
-        metrics: Its numbers.
-        weight: Weight of a value that is logged without one.
-    """
+    """A line in the making."""
 
     def __init__(
         self,
@@ -80,19 +68,7 @@ class Record:
 
 
 class TrainingRecord(Record):
-    """The line of training.
-
-    Values of a micro-batch wait for the weight that its backward may bring. What a window logged is dropped if it runs
-    again.
-
-    Args:
-        of_batch: The running micro-batch's backward weight, if it has one by now, and its samples.
-        media_stamp: Where media belong that are logged now; None for the step that the running window completes.
-
-    Attributes:
-        waiting: Its media that are still to be written.
-        undecided: Values of the running micro-batch, each with its batch's samples.
-    """
+    """The line of training."""
 
     def __init__(
         self, of_batch: Callable[[], tuple[Scalar | None, int]], media_stamp: Callable[[], Stamp | None]
@@ -154,13 +130,7 @@ class NoRecord(Record):
 
 
 class Records:
-    """Which record is current.
-
-    Attributes:
-        current: What `log` adds to.
-        validation_media: What the running validation logged, or the last one that nobody asked for.
-        media: Makes images and such of what is logged; None without a log.
-    """
+    """Which record is current."""
 
     def __init__(self) -> None:
         self.current = Record()

@@ -34,11 +34,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 class RunLog:
-    """One run's numbers and media on this rank; every rank has one and calls it alike.
-
-    Attributes:
-        history: The lines so far.
-    """
+    """One run's numbers and media on this rank; every rank has one and calls it alike."""
 
     def __init__(
         self,
@@ -85,10 +81,7 @@ class RunLog:
     # -- training
 
     def batch_finished(self, result: Mapping[str, Any], weight: Scalar | None, size: int) -> bool:
-        """A micro-batch is through: takes its result, by its backward weight or its `size`.
-
-        Opens the loggers if something was logged, which may take seconds. Returns whether they wait for a first number.
-        """
+        """Takes a micro-batch's result; returns whether the loggers wait for a first number."""
         training = self._training
         self._has_ended = False
         if result:
@@ -121,10 +114,7 @@ class RunLog:
             self.land()
 
     def fit_ended(self, step: int) -> None:
-        """After `land`: writes what the last events logged, as of the run's last epoch, unless a resumed run will.
-
-        A collective.
-        """
+        """After `land`: writes what the last events logged, unless a resumed run will; a collective."""
         if not self._pending_is_saved(step):
             self._training.decide()
             self._write(self._training.metrics.reduce(self._world), self._stamp())
@@ -174,8 +164,7 @@ class RunLog:
 
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
-        """What is logged inside is of the validation or the epoch that has just ended, and has nothing to do with
-        training's next line: written at the end. One inside may evaluate, which comes here too."""
+        """What is logged inside is of the validation or epoch that has just ended, and is written at the end."""
         media = self._training.waiting if counts else None
         record = Record(media=media, media_stamp=self._stamp, is_own_line=counts)
         with self._records.inside(record):
@@ -214,12 +203,7 @@ class RunLog:
     # -- state
 
     def state(self, step: int, *, is_last: bool, has_failed: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, equal on all ranks; a collective.
-
-        Args:
-            is_last: Whether the run's last window is done. What it logged is written now, and not saved to be written
-                again: a listener may save at the window's end, before `window_finished`.
-        """
+        """What a checkpoint keeps, equal on all ranks; a collective. After the last window its line is written first."""
         self.land()
         self._write_own_line()
         flushed_before = self._flushed_step
@@ -297,11 +281,7 @@ Line = dict[str, float]
 
 
 class History(list[Line]):
-    """The last lines that were logged.
-
-    Attributes:
-        dropped: How many older lines are no longer here. metrics.jsonl has them.
-    """
+    """The last lines that were logged."""
 
     def __init__(self, limit: int | None) -> None:
         super().__init__()

@@ -13,16 +13,13 @@ from statistics import median_low
 from dream_trainer.config.logger_parameters import LoggerParameters
 
 _WORK, _DATA = "seconds of work", "seconds of data"
+# how much longer than the median a step of a slow rank takes at least: less is noise, or does no harm
 LEAST_SECONDS = 0.02
-"""How much longer than the median a step of a slow rank takes at least: less is noise, or does no harm."""
 _NAMED = 8
 
 
 class Stragglers:
-    """What one rank measures, and what it hears of all.
-
-    `spent` gives this rank's windows so far, and its seconds of work and of waiting for data in them.
-    """
+    """What one rank measures, and hears of all; `spent` gives its windows and seconds of work and waiting."""
 
     def __init__(
         self,

@@ -220,8 +220,7 @@ class WandbLogger(_JournalLogger):
         self._id = state["id"]
 
 
-_Row = tuple[int, frozenset[str]]
-"""A step, and the names that were logged together."""
+_Row = tuple[int, frozenset[str]]  # A step, and the names that were logged together
 
 
 class TrackioLogger(_JournalLogger):

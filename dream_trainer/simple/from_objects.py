@@ -406,10 +406,7 @@ class LoaderOptions(NamedTuple):
 
 
 def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
-    """A loader over `data`: samples are batched, a loader stays as it is.
-
-    A dict has several by name. `name` is that of the argument, for messages.
-    """
+    """A loader over `data`: samples are batched, a loader stays as it is; `name` is for messages."""
     if isinstance(data, Mapping) and not _are_arrays(data.values()):
         return {key: as_loader(value, options, f"{name}[{key!r}]") for key, value in data.items()}
     if isinstance(data, IterableDataset):

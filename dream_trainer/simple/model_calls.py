@@ -201,8 +201,7 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {"accuracy": accuracy, "mse": Lo
 
 
 class Metrics:
-    """Metrics of a validation by name: `functions`, whose values are averaged over samples, and torchmetrics'
-    `objects`, which are updated (None: there are none)."""
+    """A validation's metrics by name: `functions` are averaged over samples, `objects` (torchmetrics) are updated."""
 
     def __init__(self, given: Iterable[str] | Mapping[str, Any]) -> None:
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}

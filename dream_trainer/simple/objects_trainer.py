@@ -43,8 +43,8 @@ _EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint"}
 class ObjectsConfig(DreamTrainerConfig):
     """Config of a trainer without a class."""
 
+    # the objects in words, which tell two runs apart; a run cannot be built from them again
     given_objects: dict[str, Any] = field(default_factory=dict)
-    """The objects in words, which tell two runs apart; a run cannot be built from them again."""
 
 
 def in_words(value: Any) -> str | None:
@@ -207,10 +207,7 @@ class ObjectsTrainer(DreamTrainer):
 
 
 class Epochs(Callback):
-    """Rows of exact means for each epoch, also of one in which training stops; and schedules by epochs or a metric.
-
-    `tell` is called with each complete epoch's number, from 0, and its metrics.
-    """
+    """Rows of exact means for each epoch, told to `tell`; and schedules by epochs or a metric."""
 
     order = -100  # before callbacks that log or save learning rates
 

@@ -23,8 +23,8 @@ from dream_trainer.errors import ConfigError
 
 T = TypeVar("T")
 
+# what an object store's address begins with, and the package that speaks to it
 SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
-"""What an object store's address begins with, and the package that speaks to it."""
 
 # A connection that nobody answers would else be tried for minutes before the run hears of it.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,22 +44,13 @@ _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
 class StoredEntry(NamedTuple):
     """Something in a directory of a store."""
 
-    name: str
-    """The last part of its path."""
-    size: int
-    """Bytes; 0 for a directory."""
+    name: str  # the last part of its path
+    size: int  # bytes; 0 for a directory
     is_directory: bool
 
 
 class ObjectStore:
-    """The objects of one store by their keys, such as `bucket/runs/config.json`.
-
-    Every method raises FileNotFoundError, PermissionError or, for all else, ConnectionError. The message names the
-    address and no secret.
-
-    Raises:
-        ConfigError: Its package is not installed.
-    """
+    """One store's objects by their keys; raises FileNotFoundError, PermissionError or, for all else, ConnectionError."""
 
     def __init__(self, scheme: str) -> None:
         try:
@@ -78,10 +69,7 @@ class ObjectStore:
             log.setLevel(logging.CRITICAL)
 
     def create(self, key: str, content: bytes) -> bool:
-        """Writes an object where there is none; returns whether it did, and False where there was one.
-
-        Of several that do so at once, one gets True. After an error it may have been written all the same.
-        """
+        """Writes an object unless it exists, and returns whether it did; after an error it may exist all the same."""
         with self._speaking_of(key):
             try:
                 self._files.pipe_file(key, content, mode="create")
@@ -193,11 +181,7 @@ def _options_of_google() -> dict[str, Any]:
 
 @cache
 def open_store(scheme: str) -> ObjectStore:
-    """The store of one of `SCHEMES`, with the credentials and the endpoint that the environment names.
-
-    Raises:
-        ConfigError: Its package is not installed.
-    """
+    """The store of one of `SCHEMES`, with the credentials and the endpoint that the environment names."""
     return ObjectStore(scheme)
 
 

@@ -34,11 +34,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 def is_owned(run: StorePath) -> bool:
-    """Whether a live job has the run; takes up to 20 s to see one live that was not given back.
-
-    Raises:
-        OSError: The store refused, or did not answer.
-    """
+    """Whether a live job has the run; takes up to 20 s to see one live that was not given back."""
     first = _record_of(run / OWNERS_NAME, _highest(run / OWNERS_NAME))
     if first is None or first.get("released"):
         return False
@@ -52,21 +48,7 @@ def is_owned(run: StorePath) -> bool:
 
 
 class Ownership:
-    """A job's claim on a run in a store, until `release`. One process of the job has it.
-
-    Args:
-        lived_here: A local directory that no other live job has. The claim leaves a word there, by which the next job
-            in it knows that this one is gone.
-
-    Attributes:
-        token: A word that no other claim has.
-        goes_on_here: Whether the last job that had the run lived in the same directory.
-
-    Raises:
-        CheckpointError: Another live job has the run, or the store writes over what is there although it was told not
-            to, so that nobody could know whose the run is.
-        OSError: The store refused, or did not answer.
-    """
+    """A job's claim on a run in a store, until `release`; `lived_here` is a directory that no other live job has."""
 
     def __init__(
         self,
@@ -89,11 +71,7 @@ class Ownership:
         self._thread.start()
 
     def is_lost(self) -> bool:
-        """Whether another job has taken the run since; asks the store.
-
-        Raises:
-            OSError: The store refused, or did not answer.
-        """
+        """Whether another job has taken the run since; asks the store."""
         return self._highest() > self._number
 
     def release(self) -> None:

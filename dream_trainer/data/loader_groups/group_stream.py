@@ -26,11 +26,7 @@ _END: Any = object()
 
 
 class GroupStream(TrainStream):
-    """Several streams as one.
-
-    Raises:
-        DataError: Ranks may get different numbers of windows from a loader, and the pass ends with the longest.
-    """
+    """Several streams as one."""
 
     def __init__(
         self,
@@ -404,11 +400,7 @@ def group_stream(
     accumulation: int,
     dp_size: int,
 ) -> GroupStream:
-    """The stream over several loaders.
-
-    Raises:
-        DataError: One of them cannot be read, which it names; or two read the same dataset.
-    """
+    """The stream over several loaders."""
     streams = {}
     for name, one in loader.loaders.items():
         # Else loaders of one length would have one order.
@@ -436,15 +428,7 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where one loader is.
-
-    Attributes:
-        position: The end of the window that was read last.
-        rank_state: What that window's loader needs besides, on this rank.
-        at_end: Whether it has no further window in its pass; None where only looking for it would tell.
-        is_counted: Whether the end of its pass, where it is, was counted already.
-        has_ended: Whether it came to such an end in this pass of the group.
-    """
+    """Where one loader is."""
 
     position: DataPosition
     rank_state: dict[str, Any] | None = None
@@ -459,15 +443,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One loader of the group.
-
-    Attributes:
-        name: Its name.
-        stream: Its data.
-        place: Where it is.
-        window: Its next window, where it was looked for already.
-        seconds: How long this process has waited for its batches.
-    """
+    """One loader of the group."""
 
     name: str
     stream: TrainStream

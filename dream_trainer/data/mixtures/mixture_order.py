@@ -21,20 +21,13 @@ import numpy.typing as npt
 from dream_trainer.data.mixtures.permutation import Integers, scrambled
 from dream_trainer.distributed.seeds import hash_seed
 
-BLOCK = 1024
-"""Positions of one block."""
+BLOCK = 1024  # positions of one block
 _BITS = 64
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions with constant weights.
-
-    Attributes:
-        first: Its first position.
-        weights: Of each source; not negative, and one of them positive.
-        drawn: How often each source was drawn before it.
-    """
+    """Positions with constant weights."""
 
     first: int
     weights: tuple[Fraction, ...]
@@ -100,11 +93,7 @@ def segments(
     seed: int,
     known: Sequence[Segment] = (),
 ) -> tuple[list[Segment], int]:
-    """The segments of a mixture: its weights as they change, without the sources that are used up.
-
-    Returns:
-        The segments, and where the mixture ends: at `end`, or where no source with a weight has samples left.
-    """
+    """The segments of a mixture without the sources that are used up, and where it ends."""
     found: list[Segment] = []
     followed = {segment.first: (segment, later) for segment, later in pairwise(known)}
     counts = list(drawn)

@@ -35,11 +35,7 @@ class Stage:
 
 
 def checked_weights(weights: Weights, names: Sequence[str]) -> dict[str, float]:
-    """The weights, of every source in order.
-
-    Raises:
-        ConfigError: They are of no source, negative, not finite, or all zero.
-    """
+    """The weights, of every source in order."""
     unknown = [name for name in weights if name not in names]
     if unknown:
         raise ConfigError(f"weights are given for {unknown}, and the sources are {list(names)}.")
@@ -73,11 +69,7 @@ def weights_by_position(
     means: Sequence[float] | None,
     first: int,
 ) -> list[tuple[int, tuple[Fraction, ...]]]:
-    """From which position on each source has which weight in samples.
-
-    Returns:
-        Rising positions from `first` on, with weights.
-    """
+    """From which position on each source has which weight in samples."""
     by_sample = [Fraction(1)] * len(weights) if means is None else [1 / Fraction(mean) for mean in means]
     found: dict[int, list[Fraction]] = {0: [Fraction(weight) for weight in weights.values()]}
     begins = {0: 0}  # of each position, where the stage begins whose weights those are

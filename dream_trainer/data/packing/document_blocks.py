@@ -50,11 +50,9 @@ class _Block:
     """A block whose rows are known."""
 
     number: int
-    first_row: int
-    """Position of its first row."""
+    first_row: int  # position of its first row
     plan: RowPlan
-    order: NDArray[np.int64]
-    """The rows of `plan` in the order in which they come."""
+    order: NDArray[np.int64]  # the rows of `plan` in the order in which they come
     lengths: NDArray[Any]
 
     @property
@@ -64,16 +62,7 @@ class _Block:
 
 
 class DocumentBlocks(OrderedDataset):
-    """Rows of documents, as an ordered dataset.
-
-    Args:
-        block_size: Documents whose rows are made together. None: as many as fill about 512 rows, judged by the first
-            4096 documents, up to 65536; if they are long 1024, or as many as fill 8192 rows.
-
-    Raises:
-        DataError: `documents` are no ordered dataset, say no lengths or are none; `row_length` or `block_size` is no
-            positive integer.
-    """
+    """Rows of documents, as an ordered dataset."""
 
     def __init__(self, documents: OrderedDataset, row_length: int, block_size: int | None) -> None:
         _check_documents(documents)
@@ -112,8 +101,7 @@ class DocumentBlocks(OrderedDataset):
         """The order in which a block's rows come."""
 
     def __len__(self) -> int:
-        """Rows of a pass, counted from all documents' lengths, about a microsecond for each; ENDLESS where the
-        documents never end."""
+        """Rows of a pass, counted from all lengths at about 1 us each; ENDLESS if the documents never end."""
         return ENDLESS if self._is_endless else self._first_rows()[-1]
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:

@@ -26,14 +26,10 @@ _ROW_BITS = 32
 class RowPlan:
     """Rows as pieces of documents. Row `r` consists of the pieces `row_starts[r]` to `row_starts[r + 1]`, in order."""
 
-    row_starts: NDArray[np.int64]
-    """First piece of each row, and the number of pieces: shape `(rows + 1,)`."""
-    documents: NDArray[np.int64]
-    """Whose piece it is, as a number in the lengths that were packed: shape `(pieces,)`."""
-    starts: NDArray[np.int64]
-    """The document's token that the piece begins with: shape `(pieces,)`."""
-    sizes: NDArray[np.int64]
-    """Tokens of the piece: shape `(pieces,)`."""
+    row_starts: NDArray[np.int64]  # first piece of each row, and the number of pieces: shape `(rows + 1,)`
+    documents: NDArray[np.int64]  # whose piece it is, as a number in the lengths that were packed: shape `(pieces,)`
+    starts: NDArray[np.int64]  # the document's token that the piece begins with: shape `(pieces,)`
+    sizes: NDArray[np.int64]  # tokens of the piece: shape `(pieces,)`
 
     @property
     def num_rows(self) -> int:

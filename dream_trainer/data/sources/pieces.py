@@ -11,8 +11,7 @@ from torch.utils.data import Dataset
 from dream_trainer.data.sources.measured import Measured
 from dream_trainer.errors import DataError
 
-FOLLOWING = "following"
-"""Name of the token id that follows a piece in its document."""
+FOLLOWING = "following"  # name of the token id that follows a piece in its document
 
 
 class Pieces(Dataset[dict[str, Any]]):

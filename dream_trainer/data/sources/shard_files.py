@@ -22,11 +22,7 @@ Paths = str | Path | Sequence[str | Path]
 
 
 class ShardFiles(ABC):
-    """A map-style dataset over files of one kind, in the order of the files.
-
-    Raises:
-        DataError: A file is missing or damaged, or there is no sample.
-    """
+    """A map-style dataset over files of one kind, in the order of the files."""
 
     suffixes: tuple[str, ...]
 

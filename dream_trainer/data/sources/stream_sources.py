@@ -19,8 +19,7 @@ from dream_trainer.errors import DataError
 
 @runtime_checkable
 class StatefulIterable(Protocol):
-    """What reads one shard: `state_dict` is where the iterator is that was begun last; `load_state_dict` is called
-    before the next one begins, which goes on there."""
+    """Reads one shard; `load_state_dict` is called before the iterator that continues there begins."""
 
     def __iter__(self) -> Iterator[Any]: ...
 

@@ -23,8 +23,7 @@ from dream_trainer.errors import DataError
 
 FORMAT = "dream-trainer tokens"
 VERSION = 1
-PLAN = "plan.txt"
-"""What `dream-trainer data tokenize` is to make in a directory: JSON, with a task for each shard."""
+PLAN = "plan.txt"  # what `dream-trainer data tokenize` is to make in a directory: JSON, with a task for each shard
 Tokens = npt.NDArray[np.integer[Any]]
 
 
@@ -33,8 +32,7 @@ class _Shard(NamedTuple):
 
     tokens: Path
     starts: Path
-    dtype: np.dtype[Any] | None
-    """None of a .npy file, which says it itself."""
+    dtype: np.dtype[Any] | None  # None of a .npy file, which says it itself
     num_documents: int
     num_tokens: int
     vocabulary_size: int | None

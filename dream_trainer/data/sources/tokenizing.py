@@ -27,15 +27,7 @@ Encode = Callable[[str], npt.ArrayLike]
 
 @dataclass(frozen=True)
 class Task:
-    """What one shard is made of.
-
-    Attributes:
-        kind: "text", "jsonl", "parquet" or "dataset".
-        inputs: Files; or the dataset's name.
-        field: Where rows have their text.
-        split: Of a dataset.
-        rows: First row, and the one after the last; of a dataset.
-    """
+    """What one shard is made of."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -52,11 +44,7 @@ class Tokenizer(NamedTuple):
 
 
 def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
-    """The shards to make of files, patterns of files, and Hugging Face datasets; the same each time.
-
-    Raises:
-        DataError: There is no such file, or one is of no kind that is known.
-    """
+    """The shards to make of files, patterns of files, and Hugging Face datasets; the same each time."""
     tasks: list[Task] = []
     for given in inputs:
         if given.startswith("hf:"):
@@ -85,15 +73,7 @@ def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
-    """The tokenizer of a name.
-
-    Args:
-        name: "bytes": UTF-8, and 256 at a document's end. A tokenizer.json file; or a name or directory that
-            transformers knows.
-
-    Raises:
-        DataError: The file cannot be read, or has no token `end`.
-    """
+    """The tokenizer of a name: "bytes" (256 ends a document), a tokenizer.json, or what transformers knows."""
     if name == "bytes":
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
@@ -131,12 +111,7 @@ def tokenize(
     workers: int = 1,
     done: Callable[[int], None] = lambda tokens: None,
 ) -> None:
-    """Makes a shard of each task in `output`; those that are there from an earlier call are kept.
-
-    Raises:
-        DataError: An input cannot be read or no input has a document; or `output` has shards of other inputs or another
-            tokenizer.
-    """
+    """Makes a shard of each task in `output`; those that exist from an earlier call are kept."""
     open_tokenizer(tokenizer, end)  # so that one that cannot be used is refused before anything is written
     _keep_plan(output, {"tokenizer": tokenizer, "end": end, "tasks": [asdict(task) for task in tasks]})
     left = []

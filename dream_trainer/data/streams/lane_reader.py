@@ -31,18 +31,7 @@ class LaneOptions:
 
 @dataclass(slots=True)
 class LaneState:
-    """A lane at the start of a block.
-
-    Attributes:
-        yielded: Samples that the lane yielded before the block.
-        number: Samples that it had read.
-        epoch: Number of the pass over its shards.
-        place: Which of this epoch's shards it was in.
-        read: Samples that it had read of this shard.
-        yielded_in_epoch: Samples that it yielded in this epoch before the block.
-        skipped: Broken samples that it had skipped.
-        reader: The state of what reads the shard; None at the shard's beginning.
-    """
+    """A lane at the start of a block."""
 
     yielded: int = 0
     number: int = 0
@@ -55,12 +44,7 @@ class LaneState:
 
 
 class Lane(Iterator[Any]):
-    """The samples of one lane.
-
-    Attributes:
-        begun: The state of the last block that began, by value, until it is taken.
-        calls: What was skipped.
-    """
+    """The samples of one lane."""
 
     def __init__(
         self, options: LaneOptions, plan: LanePlan, number: int, *, seed: int, start: LaneState, consumed: int
@@ -161,11 +145,7 @@ class Lane(Iterator[Any]):
 
 
 def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[StatefulIterable, Iterator[Any]]:
-    """A reader of one shard and its iterator, which begins at `state`; at None, with the shard.
-
-    Raises:
-        DataError: The reader cannot say where it is.
-    """
+    """A reader of one shard and its iterator, from `state` on."""
     reader = source.open(shard)
     if not isinstance(reader, StatefulIterable):
         raise DataError(
@@ -186,11 +166,7 @@ def close(iterator: Iterator[Any] | None) -> None:
 
 
 def refuse_forgetful(source: ShardedSource, shard: int) -> None:
-    """Reads a few samples of a shard twice, the second time from a state: what comes must be the same.
-
-    Raises:
-        DataError: It is not, as with a shuffle buffer that the state leaves out.
-    """
+    """Reads a few samples of a shard twice, the second time from a state: what comes must be the same."""
     expected: list[Any] = []
     found: list[Any] = []
     before = 0

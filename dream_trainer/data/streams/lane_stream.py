@@ -29,14 +29,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 class LaneStream(TrainStream):
-    """One rank's share of a StreamLoader.
-
-    Attributes:
-        skipped: Broken samples that each lane of this rank has skipped.
-
-    Raises:
-        DataError: Shards, lanes, ranks and global batch do not fit together.
-    """
+    """One rank's share of a StreamLoader."""
 
     steps_per_epoch = None
     resumes_from_all_ranks = True
@@ -277,14 +270,7 @@ def _as_it_is(loaded: Any) -> Any:
 
 
 class Mark(NamedTuple):
-    """What a batch tells of one lane.
-
-    Attributes:
-        lane: Its number.
-        begun: The state of the newest block that began with one of its samples, by value; None if none did.
-        skipped: Samples that the lane has skipped so far.
-        reports: Those that it skipped for this batch.
-    """
+    """What a batch tells of one lane."""
 
     lane: int
     begun: bytes | None
@@ -292,8 +278,8 @@ class Mark(NamedTuple):
     reports: list[str]
 
 
+# A batch, what it tells of its lanes, and None; or at a pass's end two Nones, and why it is the end
 Loaded = tuple[Any, list[Mark] | None, str | None]
-"""A batch, what it tells of its lanes, and None; or at a pass's end two Nones, and why it is the end."""
 
 
 class LaneBatches(IterableDataset[Loaded]):

@@ -14,10 +14,8 @@ from typing import Any
 
 from dream_trainer.errors import DataError
 
-MOST_LANES = 64
-"""Lanes of a step where the user does not say: each holds an open file."""
-MOST_TURNS = 4
-"""Sets of lanes where the user does not say."""
+MOST_LANES = 64  # lanes of a step where the user does not say: each holds an open file
+MOST_TURNS = 4  # sets of lanes where the user does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +28,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """Which shards are in which lane, and which lanes are in which step.
-
-    Attributes:
-        num_shards: Shards of the source.
-        global_batch: Samples of one optimizer step over all ranks.
-        lanes: Lanes that one step reads.
-        turns: Sets of so many lanes.
-    """
+    """Which shards are in which lane, and which lanes are in which step."""
 
     num_shards: int
     global_batch: int
@@ -75,15 +66,7 @@ class LanePlan:
 
 
 def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | None, turns: int | None) -> LanePlan:
-    """The plan for a source.
-
-    Args:
-        lanes: Lanes that a step reads; None for the largest divisor of `global_batch` that there are shards for, up to
-            64.
-
-    Raises:
-        DataError: Shards, lanes, ranks and global batch do not fit together; the message says what would.
-    """
+    """The plan for a source; `lanes` None is the largest divisor of `global_batch` that there are shards for, up to 64."""
     if num_shards < dp_size:
         raise DataError(
             f"the source has {num_shards} {_shards(num_shards)}, fewer than dp_size={dp_size} data-parallel ranks, and "

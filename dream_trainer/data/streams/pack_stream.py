@@ -84,12 +84,7 @@ class Pack(Transform):
 
 
 class ListedDocuments(OrderedDataset):
-    """Documents that are in memory.
-
-    Args:
-        documents: The documents.
-        lengths: Tokens of each.
-    """
+    """Documents that are in memory."""
 
     def __init__(self, documents: Sequence[Any], lengths: NDArray[Any]) -> None:
         self._documents = documents
