@@ -71,7 +71,6 @@ class ActivationStats(LoggingCallback):
         self._sums = torch.empty(0, 4)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Finds the modules."""
         chosen = dict(_by_pattern(trainer, self.modules) if self.modules is not None else _blocks(trainer))
         hidden = {
             id(inner)
@@ -91,7 +90,6 @@ class ActivationStats(LoggingCallback):
             )
 
     def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
-        """Puts the hooks on, if it is time."""
         # Counters show completed work: the window that begins is not counted yet.
         if (trainer.global_step + 1) % self.every_n_steps:
             return
@@ -104,7 +102,6 @@ class ActivationStats(LoggingCallback):
             self._sums.zero_()
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Takes the hooks off and logs what they found."""
         if not self._hooks:
             return
         self._remove_hooks()
@@ -116,7 +113,6 @@ class ActivationStats(LoggingCallback):
                 trainer.log(f"{self.name}/{module}/{kind}", value, weight=weight, reduce="last")
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Takes the hooks off."""
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:

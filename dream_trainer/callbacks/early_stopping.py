@@ -64,15 +64,9 @@ class EarlyStopping(Callback):
         self.validations_without_improvement = 0
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Forgets an earlier trainer's validations; a resume gives back this one's."""
         self.best, self.validations_without_improvement = None, 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Stops at once where an earlier process already ran out of patience.
-
-        Raises:
-            ConfigError: The run never validates, or nobody knows which values are better.
-        """
         lacking = _what_validation_lacks(trainer)
         if lacking is not None:
             raise ConfigError(f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
@@ -93,7 +87,6 @@ class EarlyStopping(Callback):
             )
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Counts."""
         if trainer.is_evaluating:  # on whatever data
             return
         if self.metric not in metrics:
@@ -111,11 +104,9 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and the count."""
         return {"best": self.best, "validations_without_improvement": self.validations_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         self.best = state["best"]
         self.validations_without_improvement = state["validations_without_improvement"]
 

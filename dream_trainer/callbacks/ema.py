@@ -82,7 +82,6 @@ class EMA(WeightAverage):
         self.device = device
 
     def share(self, updates: Any) -> Any:
-        """`1 - decay`, and more in the warm-up."""
         if not self.warm_up:
             return 1.0 - self.decay
         keep = (1 + updates) / (10 + updates)
@@ -92,7 +91,6 @@ class EMA(WeightAverage):
         return HostAverage(parameters) if self.device == "cpu" else ModelAverage(parameters)
 
     def is_due(self, trainer: AbstractTrainer) -> bool:
-        """After every `every_n_steps`-th optimizer step."""
         # A branch with new counters may bring steps along to its step 0 that the averages have not moved by.
         return trainer.global_step > 0 and trainer.global_step % self.every_n_steps == 0
 
@@ -116,7 +114,6 @@ class HostAverage(ModelAverage):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Waits for the copies of the last update, and moves the averages."""
         if self._copies is None or not self._copied:
             return
         self._copies.wait()

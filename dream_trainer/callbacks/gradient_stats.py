@@ -53,7 +53,6 @@ class GradientStats(TensorStats):
         self._watched: AbstractTrainer | None = None
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Forgets a window that an exception interrupted."""
         self._sums.clear()
         if trainer is not self._watched:
             self._watched = trainer
@@ -80,7 +79,6 @@ class GradientStats(TensorStats):
         self._sums[optimizer] = dict(zip(groups, sums, strict=True))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs the statistics of the window's optimizers."""
         if not self._sums:
             return
         rows: dict[str, Tensor] = {}
@@ -117,7 +115,6 @@ class WeightStats(TensorStats):
         super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs the weights after the step, if it is time."""
         if trainer.global_step % self.every_n_steps:
             return
         groups: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}

@@ -91,7 +91,6 @@ class Memory(LoggingCallback):
         return path
 
     def post_launch(self, trainer: AbstractTrainer) -> None:
-        """Begins to record, before the first tensor is made."""
         self._trainer, self._is_reported = trainer, False
         self._gradients, self._have_stepped_twice = {}, set()
         if self.history and trainer.world.device.type == "cuda":
@@ -106,7 +105,6 @@ class Memory(LoggingCallback):
         self._gradients[optimizer] = _bytes_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs, if it is time; prints what takes the memory, once."""
         if self._gradients and not self._is_reported and len(self._have_stepped_twice) == len(self._gradients):
             _print_parts(trainer, sum(self._gradients.values(), Counter()))
             self._is_reported = True
@@ -115,13 +113,11 @@ class Memory(LoggingCallback):
                 trainer.log(f"{self.name}/{name}", value, weight=1.0, reduce="max")
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Writes a snapshot, if memory ran out."""
         if self._trainer is not None and _is_out_of_memory(exc):
             path = self.snapshot()
             show(f"[rank {trainer.world.rank}] out of memory: see {path}", sys.stderr)
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """Stops recording."""
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(0)
 

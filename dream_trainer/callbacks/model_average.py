@@ -45,17 +45,14 @@ class ModelAverage:
 
     @torch.no_grad()
     def start(self) -> None:
-        """The averages are the weights of now."""
         self.resume(updates=0)
         self.copy()
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Writes the weights over the averages."""
         foreach_copy_(self.locals(), self._weights())
 
     def resume(self, updates: int, *, has_stepped: bool = False) -> None:
-        """The averages have been loaded, after so many updates."""
         self._updates, self._n_skipped = updates, None
         self.has_stepped, self._skipped = has_stepped, None
 
@@ -98,16 +95,13 @@ class ModelAverage:
         return amount * (1.0 - was_skipped)
 
     def clone_weights(self) -> list[Tensor]:
-        """A copy of this rank's part of the weights."""
         return [weight.detach().clone() for weight in self._weights()]
 
     @torch.no_grad()
     def set_weights(self, values: list[Tensor]) -> None:
-        """Writes this rank's part of the weights, in place."""
         foreach_copy_(self._weights(), values)
 
     def locals(self) -> list[Tensor]:
-        """This rank's part of the averages."""
         return local_tensors(list(self.averages.values()))
 
     def _weights(self) -> list[Tensor]:

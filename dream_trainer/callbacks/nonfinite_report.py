@@ -44,8 +44,6 @@ LOOK_EVERY = 25
 
 @dataclass
 class _Gradients:
-    """What one optimizer was given."""
-
     names: list[str]
     norms: Tensor
     loss_scale: Tensor | None
@@ -115,11 +113,9 @@ class NonFiniteReport(Callback):
     # -- what is kept
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Has reported nothing of this trainer yet."""
         self._n_reports, self._has_said = 0, False
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Starts again, from where the run resumes."""
         self._names = parameter_fqns(trainer.named_models())
         self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
         if trainer is not self._watched:
@@ -138,14 +134,12 @@ class NonFiniteReport(Callback):
             self._window.gradients.append(gradients)
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
-        """Keeps what the training step returned."""
         batches = self._window.batches
         if batches and batch_idx <= batches[-1][0]:  # the window runs again
             batches.clear()
         batches.append((batch_idx, {name: keep(name, value) for name, value in result.items() if is_scalar(value)}))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Looks, if it is time."""
         window, self._window = self._window, _Window()
         window.step, window.epoch, window.end = trainer.global_step, trainer.current_epoch, trainer.progress.data
         window.samples = trainer.samples_seen - self._samples_seen
@@ -155,7 +149,6 @@ class NonFiniteReport(Callback):
             self._look_together(trainer)
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Looks at the last steps."""
         self._look_together(trainer)
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:

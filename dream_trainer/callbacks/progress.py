@@ -140,11 +140,6 @@ class Progress(Callback):
     # -- events
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Forgets an earlier trainer; validations may come before `pre_fit`.
-
-        Raises:
-            ConfigError: Two would print every line twice.
-        """
         for other in trainer.callbacks:
             if isinstance(other, Progress) and other is not self and other._file is self._file:
                 raise ConfigError(
@@ -154,7 +149,6 @@ class Progress(Callback):
         self._pace, self._shown, self._running = Pace(0, 0, 0.0), {}, {}
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Starts the bar."""
         now = self._clock()
         self._shown, self._running = {}, {}  # a signal may have ended a validation in the middle of it
         idle = self._idle(trainer, now)
@@ -164,7 +158,6 @@ class Progress(Callback):
         self._due = now
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Refreshes, if it is time."""
         now = self._clock()
         if now >= self._due:
             self._show(trainer, now)
@@ -173,19 +166,16 @@ class Progress(Callback):
             self._look(trainer, now)
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
-        """Takes the chosen metrics."""
         for name in self.metrics:
             if name in metrics:
                 self._shown[name] = metrics[name]
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
-        """Notes that training pauses."""
         # It is there if a signal interrupted a validation, which then started again after a save.
         self._running.setdefault(_kind(trainer), self._clock() - trainer.seconds_saving)
         self._draw(lambda bar: bar.describe("validating"))
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Shows a validation's result, or an evaluation's."""
         kind, now = _kind(trainer), self._clock() - trainer.seconds_saving
         seconds = now - self._running.pop(kind, now)
         if not self._running:  # else it was evaluated within a validation
@@ -194,24 +184,19 @@ class Progress(Callback):
         self._print(f"{kind} | step {trainer.global_step} | {text} | took {seconds:.1f} s")
 
     def on_save(self, trainer: AbstractTrainer, path: Path) -> None:
-        """Says where the checkpoint is."""
         self._print(f"checkpoint | {path}")
 
     def on_load(self, trainer: AbstractTrainer, path: Path) -> None:
-        """Says where training goes on."""
         self._print(f"resumed at step {trainer.global_step} from {path}")
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Shows the end."""
         self._show(trainer, self._clock())
         self._stop_bar()
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Gives the terminal back."""
         self._stop_bar()
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """Gives the terminal back."""
         self._stop_bar()
 
     # -- what is shown
@@ -340,13 +325,11 @@ class TerminalBar(ProgressBar):
         self._bar.start()
 
     def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        """Draws it again."""
         self._bar.update(
             self._task, description=description, completed=completed, total=total, status=status, refresh=True
         )
 
     def describe(self, description: str) -> None:
-        """Draws it again with another description."""
         self._bar.update(self._task, description=description, refresh=True)
 
     def print(self, line: str) -> None:
@@ -354,7 +337,6 @@ class TerminalBar(ProgressBar):
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """Gives the terminal back."""
         self._bar.stop()
 
 
@@ -368,16 +350,13 @@ class NotebookBar(ProgressBar):
         self._handle: Any = display(self._data(), raw=True, display_id=True)
 
     def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        """Replaces the output."""
         self._shown = (description, completed, total, status)
         self._handle.update(self._data(), raw=True)
 
     def describe(self, description: str) -> None:
-        """Replaces the output, with another description."""
         self.show(description, *self._shown[1:])
 
     def print(self, line: str) -> None:
-        """Prints below."""
         show(line)
 
     def stop(self) -> None:

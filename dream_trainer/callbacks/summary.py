@@ -36,7 +36,6 @@ class Size(NamedTuple):
 
 
 def size_of(module: nn.Module) -> Size:
-    """Sizes of all parameters in `module`; works on meta and sharded ones."""
     parameters_of_module = list(module.parameters())
     return Size(
         parameters=sum(p.numel() for p in parameters_of_module),
@@ -77,7 +76,6 @@ class ModelSummary(Callback):
         self._count_flops(trainer)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Prints one table for each model."""
         unknown = sorted(self._inputs.keys() - trainer.named_models().keys())
         if unknown:
             raise ConfigError(f"inputs has {unknown}, which are not models. There are {list(trainer.named_models())}.")
@@ -168,12 +166,10 @@ class TrainerSummary(Callback):
         self._file = file
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Prints the table."""
         print_table(f"{type(trainer).__name__}", (), summary_rows(trainer), self._file)
 
 
 def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
-    """What TrainerSummary shows, as names and values."""
     world, parameters = trainer.world, trainer.config.training_parameters
     mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
     limits = {

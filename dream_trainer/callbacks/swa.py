@@ -70,11 +70,9 @@ class SWA(WeightAverage):
         self.unit = unit
 
     def share(self, updates: Any) -> Any:
-        """1 / n for the n-th weights."""
         return 1.0 / (updates + 1)
 
     def is_due(self, trainer: AbstractTrainer) -> bool:
-        """After `start` steps or epochs, and every `every` from there on."""
         done = trainer.global_step
         if self.unit == "epochs":
             owed = trainer.progress.owed

@@ -10,7 +10,6 @@ from dream_trainer.screen import draw, show
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
-    """Prints a table of text."""
     from rich.console import Console
 
     file = file or sys.stdout
@@ -31,7 +30,6 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table as aligned text, two spaces between columns."""
     lines = [row for row in [header, *rows] if row]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -102,7 +102,6 @@ def combined(names: Iterable[str], sums: Tensor, world: Ranks) -> dict[str, Stat
 
 
 def log_stats(trainer: AbstractTrainer, prefix: str, found: Mapping[str, Stats]) -> None:
-    """Logs stats that are the same on all ranks."""
     for group, stats in found.items():
         trainer.log(f"{prefix}/{group}/norm", stats.norm, weight=1.0, reduce="last")
         trainer.log(f"{prefix}/{group}/max", stats.max_abs, weight=1.0, reduce="last")

@@ -23,8 +23,6 @@ Flops = float | Callable[["AbstractTrainer"], float]
 
 
 class _Mark(NamedTuple):
-    """Where an interval begins or ends."""
-
     clock: float  # seconds from any origin, those that checkpoints took left out
     samples: int
     tokens: int
@@ -120,7 +118,6 @@ class Throughput(LoggingCallback):
     # -- events
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Begins to warm up."""
         self._validates_since = None  # a signal may have ended a sanity validation in the middle of it
         self._window_tokens.clear()  # an exception may have broken a window off
         self._due, self._start = trainer.global_step + self.warm_up_steps, None
@@ -131,13 +128,11 @@ class Throughput(LoggingCallback):
             self._begin(trainer, self._mark(trainer))
 
     def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
-        """Counts the batch's tokens, if they are not the same in each sample."""
         if self._count_tokens is not None:
             # By batch, so that a window that is run again counts once.
             self._window_tokens[trainer.local_batches] = self._count_tokens(batch)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs the interval that ends here, if one does."""
         if self._window_tokens:
             self._tokens = sum(self._window_tokens.values(), start=self._tokens)
             self._window_tokens.clear()
@@ -154,7 +149,6 @@ class Throughput(LoggingCallback):
             self._validates_since = self._now(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Training goes on."""
         if self._validates_since is not None:
             self._validating += self._now(trainer) - self._validates_since
             self._validates_since = None
@@ -212,7 +206,6 @@ class Throughput(LoggingCallback):
             trainer.log(f"{self.name}/{name}", value, weight=seconds)
 
     def _peak(self, trainer: AbstractTrainer) -> float | None:
-        """FLOP/s of one device; None if nobody knows."""
         if self.device_flops is not None:
             return self.device_flops
         device = trainer.world.device

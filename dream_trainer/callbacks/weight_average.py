@@ -71,7 +71,6 @@ class WeightAverage(AveragingCallback):
         """Whether the averages move after the window just completed."""
 
     def _new_average(self, parameters: Mapping[str, Tensor]) -> ModelAverage:
-        """Where the averages of one model are kept."""
         return ModelAverage(parameters)
 
     def _is_waiting(self, average: ModelAverage) -> bool:
@@ -199,7 +198,6 @@ class WeightAverage(AveragingCallback):
             average.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Moves the averages of the models that have stepped."""
         if self.is_due(trainer):
             self._move_those_due()
 
@@ -329,5 +327,4 @@ class WeightAverage(AveragingCallback):
 
 
 def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
-    """The trainer's callbacks that average weights."""
     return [callback for callback in trainer.callbacks if isinstance(callback, WeightAverage)]

@@ -77,11 +77,6 @@ class WeightTransfer(Callback):
         self._counters: list[tuple[Tensor, Tensor]] = []
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Pairs the tensors.
-
-        Raises:
-            ConfigError: They do not pair, or nothing trains the source.
-        """
         self._trainer = trainer
         source, target = _model(trainer, self.source), _model(trainer, self.target)
         self._optimizers = trainer.get_optimizers_by_model(source)
@@ -94,17 +89,14 @@ class WeightTransfer(Callback):
         self._counters = [(following[n], followed[n]) for n in followed.keys() - set(moving)]
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Copies, unless the run resumes."""
         if trainer.global_step == 0 and self.copy_at_start:
             self._transfer(trainer, copies=True)
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
-        """Notes that the source has changed."""
         if optimizer in self._optimizers:
             self._pairs.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Transfers, if it is time."""
         self._transfer_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +110,6 @@ class WeightTransfer(Callback):
         return {"has_stepped": self._pairs.will_move()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         self._pairs.resume(0, has_stepped=state["has_stepped"])
 
     def _transfer_if_due(self, trainer: AbstractTrainer) -> None:

@@ -30,8 +30,6 @@ _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
 class _Place(NamedTuple):
-    """Where a stream is to go on."""
-
     position: DataPosition
     rank_state: dict[str, Any] | None
     is_pass_over: bool
@@ -71,11 +69,9 @@ class WindowFeed:
             self._sought = _Place(position, rank_state, is_pass_over, state)
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
-        """The stream's state of all ranks after the window trained last, which ended at `position`."""
         return self._sought.state if self._sought is not None else self._stream.state_at(position)
 
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
-        """What to log of the data after the window trained last, which ended at `position`."""
         return {} if self._sought is not None else self._stream.numbers_at(position)
 
     def follow(self, stream: TrainStream, position: DataPosition) -> None:
@@ -108,7 +104,6 @@ class WindowFeed:
 
     @property
     def window(self) -> Window | None:
-        """What was fetched to be trained next."""
         return self._window
 
     def agree(self) -> None:

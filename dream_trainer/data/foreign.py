@@ -48,7 +48,6 @@ class EpochAware(Protocol):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tells the epoch to the loader and to each of its parts that wants to know."""
     parts: tuple[object, ...] = (loader,)
     if isinstance(loader, DataLoader):
         parts = (loader, loader.sampler, loader.batch_sampler, loader.dataset)
@@ -111,7 +110,6 @@ class SeededPass(Iterator[Any]):
 
     @property
     def drawn(self) -> list[str]:
-        """What was drawn from, as `PassDraws` takes it."""
         return sorted(self._stream.drawn)
 
     def _open(self) -> Iterator[Any]:
@@ -145,7 +143,6 @@ class SeededPass(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """Ends the worker processes of this pass."""
         shutdown_workers(self._iterator)
 
 
@@ -190,7 +187,6 @@ def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
 
 
 def known_length(loader: object) -> int | None:
-    """Number of batches in a pass, where the loader knows it."""
     if not isinstance(loader, Sized):
         return None
     try:
@@ -213,7 +209,6 @@ class PassDraws:
         self.apart = preserved_random_state()
 
     def begin(self, seed: int) -> None:
-        """Begins the pass's own stream."""
         self._start = WatchedSeeds(seed)
 
     def seed_batch(self, seed: int) -> None:

@@ -173,7 +173,6 @@ class ForeignStream(TrainStream):
         )
 
     def _watched_draws(self) -> bool | None:
-        """Whether batches after a pass's first are known to draw; True also where nobody wants to know."""
         return True if self._stateful is None else self._draws
 
     # -- the loader's own state
@@ -214,7 +213,6 @@ class ForeignStream(TrainStream):
     # -- without it
 
     def _read_again(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
-        """Reads the pass from its start up to `position`, in samples where they were counted."""
         samples = self._samples_to_read(position, rank_state)
         self._begin_pass(position.epoch)
         self._say_what_is_read_again(position, samples)
@@ -235,7 +233,6 @@ class ForeignStream(TrainStream):
         self._position = DataPosition(position.epoch, 0, batches)
 
     def _samples_to_read(self, position: DataPosition, rank_state: dict[str, Any] | None) -> int | None:
-        """This rank's samples of the pass up to `position`; None where nobody counted them."""
         if self._count is None:
             return None
         if rank_state is not None:

@@ -193,7 +193,6 @@ class ShardReader:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What has to be the same on all ranks, for the samples to be dealt to them."""
         loader = self.loader
         order = {} if self.ordered is None else plain_facts("order", self.ordered.state_at(0))
         return order | {
@@ -220,7 +219,6 @@ class ShardReader:
             self.close()
 
     def release(self) -> None:
-        """Releases the last pass's iterator, and so its workers unless they are persistent."""
         self._iterator = None
         self.marked.release()
 
@@ -296,14 +294,12 @@ def loader_batch_size(loader: object) -> int | None:
 
 
 def training_loaders(loader: Any) -> dict[str, Any]:
-    """The loaders of a group by name; one loader itself, named ""."""
     if isinstance(loader, LoaderGroup | AlternatingLoaders):
         return loader.loaders
     return dict(loader) if isinstance(loader, Mapping) else {"": loader}
 
 
 def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
-    """The iterable behind a loader that is not ours."""
     _refuse_several(loader.loader if isinstance(loader, PerRankLoader) else loader)
     if isinstance(loader, PerRankLoader):
         return loader.loader

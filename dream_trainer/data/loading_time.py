@@ -26,11 +26,9 @@ class SourceClock:
         self._seconds = [0.0] * num_sources
 
     def add(self, source: int, seconds: float) -> None:
-        """A sample of that source took so long."""
         self._seconds[source] += seconds
 
     def told(self) -> LoadingTime:
-        """What is sent with a batch."""
         info = get_worker_info()
         return LoadingTime(IN_THIS_PROCESS if info is None else info.id, tuple(self._seconds))
 
@@ -44,17 +42,14 @@ class LoadingTimes:
         self._newest: dict[int, LoadingTime] = {}
 
     def hear(self, told: LoadingTime) -> None:
-        """A batch came with this."""
         self._newest[told.worker] = told
 
     def begin_pass(self) -> None:
-        """The workers, or this process, begin to count anew."""
         self._before = dict(self.seconds)
         self._newest.clear()
 
     @property
     def seconds(self) -> Mapping[tuple[int, str], float]:
-        """Seconds so far, by worker and source."""
         found = dict(self._before)
         for told in self._newest.values():
             for name, seconds in zip(self._names, told.seconds, strict=True):

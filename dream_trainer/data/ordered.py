@@ -162,7 +162,6 @@ class MarkedBatches:
         return next((mark for end, mark in reversed(self.marks) if end <= position), None)
 
     def forget_before(self, position: int) -> None:
-        """Nobody will ask for a position before this one."""
         while len(self.marks) > 1 and self.marks[1][0] <= position:
             self.marks.popleft()
 

@@ -22,8 +22,6 @@ _REMEDY = "Override `batch_size(self, batch) -> int` in your trainer."
 
 @runtime_checkable
 class GraphBatch(Protocol):
-    """Several graphs as one, e.g. PyTorch Geometric's `Batch`, whose tensors have a row for each node or edge."""
-
     @property
     def num_graphs(self) -> int: ...
 
@@ -40,7 +38,6 @@ class SampleCount:
         self._warn = warn
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
-        """The samples of `batch`, as on the host; `declared` is as of `guess`."""
         if self.own is None:
             return self.guess(batch, declared)
         return whole_number(self.own(batch), "batch_size", batch)
@@ -66,7 +63,6 @@ class SampleCount:
 
 
 def _guess(batch: Any) -> tuple[int | None, bool]:
-    """A batch's samples, None if nothing tells."""
     counts: list[int] = []
     may_be_samples = False
     pending = [batch]

@@ -27,8 +27,6 @@ from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, preserved_
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """A dataset that loads many samples at once, e.g. Hugging Face's `datasets.Dataset`."""
-
     def __getitems__(self, indices: list[int], /) -> Any: ...
 
 
@@ -42,7 +40,6 @@ def draws_nothing(dataset: object) -> bool:
 
 
 def collates_without_draws(collate_fn: object) -> bool:
-    """Whether `collate_fn` is one of torch's own."""
     return collate_fn is default_collate or collate_fn is default_convert
 
 
@@ -72,7 +69,6 @@ class KeyedDataset(Dataset[Any]):
         return (batch, self.dataset.mark()) if self.is_ordered else batch
 
     def load(self, key: BatchKey) -> Any:
-        """The collated batch."""
         if self.seed is None:
             _, indices = key
             return self.collate_fn(

@@ -40,7 +40,6 @@ class Sharding:
         return self.dp_rank * share + min(self.dp_rank, extra), share + (self.dp_rank < extra)
 
     def samples_in(self, number: int, samples: int) -> int:
-        """This rank's samples in micro-batch `number` of `samples` consecutive ones of all ranks."""
         return self.slice_of_chunk(min(self.chunk_size, samples - number * self.chunk_size))[1]
 
 
@@ -104,7 +103,6 @@ class RankBatchSampler(Sampler[BatchKey]):
         return self.sharding.samples_in(number, end - first)
 
     def __len__(self) -> int:
-        """Batches this rank gets from the pass that is set."""
         _, first, end = self._next_pass
         full, rest = divmod(end - first, self.sharding.chunk_size)
         return full + (self.sharding.slice_of_chunk(rest)[1] > 0)
@@ -121,7 +119,6 @@ VALIDATION_EPOCH = -1
 
 
 def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
-    """The sample indices of one epoch in the order in which they are consumed."""
     if not shuffle:
         return torch.arange(length, device="cpu")
     generator = torch.Generator(device="cpu")
@@ -130,5 +127,4 @@ def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The 64-bit seed of the random draws made while loading sample `index` in `epoch`."""
     return hash_seed(b"sample", seed, epoch, index)

@@ -124,8 +124,6 @@ class TransformedDataset(Dataset[Any]):
 
 
 class BrokenSampleError(Exception):
-    """A sample cannot be loaded."""
-
     def __init__(self, index: int, error: Exception) -> None:
         super().__init__(index, error)
         self.index, self.error = index, error
@@ -140,8 +138,6 @@ def called(function: Callable[[Any], Any], argument: Any, origin: int) -> Any:
 
 
 class View(ABC):
-    """A dataset seen through some transforms."""
-
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -155,8 +151,6 @@ class View(ABC):
 
 
 class Whole(View):
-    """The user's dataset."""
-
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
@@ -171,8 +165,6 @@ class Whole(View):
 
 
 class Mapped(View):
-    """Each sample by a function."""
-
     def __init__(self, view: View, function: Callable[[Any], Any]) -> None:
         self._view, self._function = view, function
 
@@ -187,8 +179,6 @@ class Mapped(View):
 
 
 class Chosen(View):
-    """Some samples."""
-
     def __init__(self, view: View, indices: Sequence[int]) -> None:
         self._view, self._indices = view, indices
 

@@ -25,8 +25,6 @@ _SMALLEST_BLOCK = 64
 
 @dataclass(slots=True)
 class Item:
-    """A sample on its way."""
-
     value: Any
     number: int
     shard: str
@@ -126,7 +124,6 @@ class Shuffle(Transform):
 
 
 def shuffled(length: int, seed: int) -> list[int]:
-    """The numbers below `length` in an order that `seed` chooses."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     order: list[int] = torch.randperm(length, generator=generator, device="cpu").tolist()
     return order
@@ -144,13 +141,11 @@ class SampleCalls:
     reports: list[str] = field(default_factory=list)
 
     def transformed(self, transforms: Sequence[Transform], items: Iterator[Item]) -> Iterator[Item]:
-        """One block of samples, through all transforms."""
         for stage, transform in enumerate(transforms):
             items = transform.over(items, StageCalls(self, stage))
         return items
 
     def failed(self, item: Item, error: Exception) -> object:
-        """Skips a sample, or raises."""
         what = f"sample {item.index} of {item.shard}: {type(error).__name__}: {error}"
         if self.on_error == "raise":
             raise DataError(
@@ -174,7 +169,6 @@ class StageCalls:
     stage: int
 
     def __call__(self, function: Callable[[Any], Any], item: Item) -> Any:
-        """The function's result, or SKIPPED."""
         seed_cpu(self.seed(item))
         try:
             return function(item.value)
@@ -200,7 +194,6 @@ def block_size(transforms: Sequence[Transform]) -> int:
 
 
 def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
-    """How many samples may be skipped."""
     if on_error == "raise" and max_skipped is None:
         return 0
     if on_error == "skip" and isinstance(max_skipped, int) and max_skipped > 0:
@@ -212,6 +205,5 @@ def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
 
 
 def refuse_unless_positive(name: str, field_name: str, value: object, what: str = "samples") -> None:
-    """Raises DataError, naming a transform's field, where its value is no positive integer."""
     if not isinstance(value, int) or value < 1:
         raise DataError(f"{name}({field_name}={value!r}) is not a positive number of {what}. Give at least 1.")

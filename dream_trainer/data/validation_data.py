@@ -76,8 +76,6 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
 
 
 class ShardValidation(ValidationBatches):
-    """One rank's share of a DistributedDataLoader."""
-
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._dataset = loader.dataset
         if len(loader.dataset) == ENDLESS:
@@ -112,8 +110,6 @@ class ShardValidation(ValidationBatches):
 
 
 class ForeignValidation(ValidationBatches):
-    """A loader that is not ours, as it is."""
-
     def __init__(self, source: Iterable[Any], dp_rank: int, seed: int) -> None:
         self._source = source
         self._dp_rank = dp_rank

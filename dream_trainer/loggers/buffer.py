@@ -53,7 +53,6 @@ class Flight(NamedTuple):
     numbers: Callable[[], list[float]]
 
     def land(self) -> dict[str, tuple[str, Total]]:
-        """Each key's reduction and total."""
         numbers = iter(self.numbers())
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.totals}
         for name, held, held_weight in self.values:
@@ -234,7 +233,6 @@ class MetricBuffer:
 
 
 def check_reduction(name: str, reduce: str) -> None:
-    """Raises ValueError unless `reduce` is a way to reduce."""
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
 

@@ -48,12 +48,10 @@ class LoggerGroup:
                 self._open.append(logger)
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        """Writes numbers to every logger."""
         for logger in self._open:
             self._guarded(logger, partial(logger.log, metrics, stamp))
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> None:
-        """Writes media to the loggers that can show it; says so once if none can."""
         shown = [self._guarded(logger, partial(logger.log_media, name, media, stamp)) for logger in self._open]
         if all(answer is False for answer in shown):
             kind = type(media).__name__
@@ -64,7 +62,6 @@ class LoggerGroup:
             )
 
     def close(self) -> None:
-        """Closes every logger that is open, though one of them raises."""
         loggers, self._open = self._open, []
         self._wait()
         with ExitStack() as stack:
@@ -77,7 +74,6 @@ class LoggerGroup:
         return {key: state for key, state in states.items() if state and state is not _FAILED}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave, as far as the loggers are there."""
         for key, logger in self._numbered():
             if key in states:
                 self._guarded(logger, partial(logger.load_state_dict, states[key]))
@@ -90,7 +86,6 @@ class LoggerGroup:
             counts[name] += 1
 
     def _guarded(self, logger: Logger, act: Callable[[], object]) -> object:
-        """What `act` returns, or `_FAILED`."""
         try:
             return act()
         except Exception as exc:
@@ -133,7 +128,6 @@ def _logger_class(name: str) -> type[Logger]:
 
 
 def _checked(returned: object) -> list[Logger]:
-    """What the user's `configure_loggers` returned, if it is what it should be."""
     if not isinstance(returned, list | tuple):
         what = f"a {type(returned).__name__}" if isinstance(returned, Logger) else repr(returned)
         raise HookError(f"configure_loggers returned {what}, not a list. Return a list of loggers, [] for none.")

@@ -49,7 +49,6 @@ class LineFile:
         self._file.write(line + "\n")
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

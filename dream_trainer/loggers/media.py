@@ -26,39 +26,29 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Image:
-    """One image."""
-
     pixels: Tensor  # `[channels, height, width]`, uint8, of 1 (grey), 3 (RGB) or 4 (RGBA) channels, on the CPU
     caption: str | None = None
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images under one name; one for `log_image`."""
-
     images: tuple[Image, ...]
 
 
 @dataclass(frozen=True)
 class Video:
-    """Frames in time."""
-
     frames: Tensor  # `[time, channels, height, width]`, uint8, on the CPU
     fps: float  # frames per second
 
 
 @dataclass(frozen=True)
 class Audio:
-    """Sound."""
-
     samples: Tensor  # `[channels, samples]`, float32 from -1 to 1, on the CPU
     sample_rate: int  # samples per second
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns."""
-
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
@@ -104,7 +94,6 @@ class MediaLog:
             self._records.current.add_media(name, make())
 
     def images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None) -> None:
-        """See `Cooperation.log_images`, and so on."""
         tensors = [self._gathered(name, image) for image in images]
         captions = [None] * len(tensors) if captions is None else captions
         if len(captions) != len(tensors):

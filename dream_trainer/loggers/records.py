@@ -42,7 +42,6 @@ class Record:
         self.media, self._media_stamp = media, media_stamp
 
     def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
-        """Adds a value."""
         if weight is None and self.needs_weight and reduce == "mean":
             raise HookError(
                 f"log({name!r}) without weight= in a validation under context_parallel, where ranks have different "
@@ -51,13 +50,11 @@ class Record:
         self.metrics.add(self._own_name(name), value, self.weight if weight is None else weight, reduce)
 
     def add_media(self, name: str, item: Media) -> None:
-        """Adds an image or such."""
         if self.media is not None:
             name = self.prefix + name.removeprefix("val/") if self.prefix else name
             self.media.append((name, item, self._media_stamp()))
 
     def _own_name(self, name: str) -> str:
-        """The name without what all names of the line begin with."""
         if self.prefix:
             return name.removeprefix("val/")
         if name in Stamp._fields:
@@ -68,8 +65,6 @@ class Record:
 
 
 class TrainingRecord(Record):
-    """The line of training."""
-
     def __init__(
         self, of_batch: Callable[[], tuple[Scalar | None, int]], media_stamp: Callable[[], Stamp | None]
     ) -> None:
@@ -97,20 +92,17 @@ class TrainingRecord(Record):
             self.metrics.add(name, value, size if weight is None else weight, reduce)
 
     def window_started(self) -> None:
-        """What comes from here on belongs to the next window."""
         if self.undecided:
             self.decide()
         self.metrics.mark()
         self._n_media = len(self.waiting)
 
     def window_dropped(self) -> None:
-        """Forgets what was logged since `window_started`: the window runs again."""
         self.undecided.clear()
         self.metrics.rewind()
         del self.waiting[self._n_media :]
 
     def clear(self) -> None:
-        """Forgets everything."""
         self.undecided.clear()
         self.waiting.clear()
         self.metrics = MetricBuffer()
@@ -139,7 +131,6 @@ class Records:
 
     @contextmanager
     def inside(self, record: Record) -> Iterator[None]:
-        """Inside, `record` is current."""
         before, self.current = self.current, record
         try:
             yield

@@ -70,7 +70,6 @@ class RunLog:
         self._saved_step: int | None = None
 
     def connect(self, world: Ranks, loggers: LoggerGroup) -> None:
-        """The ranks are there, and on rank 0 the loggers."""
         self._world = self._media.world = world
         self._loggers = loggers
 
@@ -103,7 +102,6 @@ class RunLog:
         self._training.window_dropped()
 
     def window_finished(self, step: int, *, is_last: bool = False, is_stopped: bool = False) -> None:
-        """After a window and its events."""
         if self._flight is not None or self._training.waiting:
             self.land()
         if is_last:
@@ -155,7 +153,6 @@ class RunLog:
         self._records.validation_media.clear()
 
     def validated(self, metrics: dict[str, float]) -> None:
-        """Writes a validation's metrics and media."""
         media, stamp = self._records.validation_media, self._stamp()
         self._training.waiting += [(name, item, stamp) for name, item, _ in media]
         media.clear()
@@ -192,7 +189,6 @@ class RunLog:
         self._notify(metrics, stamp.step)
 
     def _lines_of(self, step: int) -> list[dict[str, float]]:
-        """The last lines, as far as they are of this step."""
         return list(takewhile(lambda line: line["step"] == step, reversed(self.history)))[::-1]
 
     def _opened(self) -> LoggerGroup:
@@ -231,7 +227,6 @@ class RunLog:
         self._saved_step = None
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave."""
         self._loggers.close()
         self._training.clear()
         self._flight, self._has_ended = None, False
@@ -289,14 +284,12 @@ class History(list[Line]):
         self.dropped = 0
 
     def append(self, line: Line) -> None:
-        """Adds the newest line."""
         super().append(line)
         if self._limit is not None and len(self) > self._limit:
             del self[0]
             self.dropped += 1
 
     def replace(self, lines: Iterable[Line]) -> None:
-        """Has these lines and no others."""
         self.clear()
         self.dropped = 0
         for line in lines:

@@ -96,7 +96,6 @@ class _JournalLogger(Logger):
 
     @override
     def close(self) -> None:
-        """Finishes the run, waiting until everything is written."""
         lines, self._lines, run, self.run = self._lines, None, self.run, None
         if lines is not None:
             lines.close()
@@ -450,7 +449,6 @@ def _is_known(client: MlflowClient, run_id: str) -> bool:
 
 
 def _legal(name: str) -> str:
-    """The name with nothing in it that MLflow refuses."""
     return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)
 
 

@@ -383,8 +383,6 @@ def _close_and_remove(dream: ObjectsTrainer, scratch: Path | None) -> None:
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A dataset by number: PyTorch's, Hugging Face's, any sequence of samples."""
-
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __len__(self) -> int: ...

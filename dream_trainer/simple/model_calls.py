@@ -146,7 +146,6 @@ class ModelCalls:
 
 
 def scores(outputs: Any) -> Any:
-    """The "logits" of a mapping that has them, otherwise the whole output."""
     return outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs
 
 
@@ -171,7 +170,6 @@ def _own_loss(outputs: Any, model: nn.Module, batch: Any) -> Tensor:
 
 
 def values_of(result: Tensor | Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values that the user's step returned, as a dict with "loss"."""
     if isinstance(result, Tensor):
         return {"loss": result}
     if isinstance(result, Mapping) and "loss" in result:

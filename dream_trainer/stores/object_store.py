@@ -42,8 +42,6 @@ _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 class StoredEntry(NamedTuple):
-    """Something in a directory of a store."""
-
     name: str  # the last part of its path
     size: int  # bytes; 0 for a directory
     is_directory: bool
@@ -83,7 +81,6 @@ class ObjectStore:
         return True
 
     def write(self, key: str, content: bytes) -> None:
-        """Writes an object, whatever was there."""
         with self._speaking_of(key):
             self._files.pipe_file(key, content)
 
@@ -95,7 +92,6 @@ class ObjectStore:
             self._files.put_file(str(file), key, **_SENDING.get(self._scheme, {}))
 
     def read(self, key: str) -> bytes:
-        """An object's content."""
         with self._speaking_of(key):
             content: bytes = _asked(lambda: self._files.cat_file(key))
         return content
@@ -110,7 +106,6 @@ class ObjectStore:
         return parts
 
     def size(self, key: str) -> int | None:
-        """Bytes of an object; None if there is none."""
         try:
             with self._speaking_of(key):
                 found = _asked(lambda: self._files.info(key))
@@ -133,12 +128,10 @@ class ObjectStore:
         ]
 
     def copy(self, source: str, target: str) -> None:
-        """Copies an object inside the store."""
         with self._speaking_of(source):
             _asked(lambda: self._files.cp_file(source, target))
 
     def remove(self, key: str) -> None:
-        """Removes an object, if it is there."""
         try:
             with self._speaking_of(key):
                 self._files.rm_file(key)

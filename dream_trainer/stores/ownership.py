@@ -71,7 +71,6 @@ class Ownership:
         self._thread.start()
 
     def is_lost(self) -> bool:
-        """Whether another job has taken the run since; asks the store."""
         return self._highest() > self._number
 
     def release(self) -> None:
@@ -145,7 +144,6 @@ class Ownership:
             )
 
     def _renew(self, seconds: float) -> None:
-        """Runs in the thread."""
         place = self._object(self._number)
         while not self._ended.wait(seconds):
             self._renewals += 1

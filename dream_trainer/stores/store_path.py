@@ -41,7 +41,6 @@ def as_path(path: str | Path) -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """`path` from the root of the file system, links as they are; one in a store is that already."""
     return path if isinstance(path, StorePath) else Path(os.path.abspath(path))
 
 
@@ -84,7 +83,6 @@ class StorePath(PosixPath):
             yield child
 
     def is_dir(self, **kwargs: Any) -> bool:
-        """Whether there are objects below it."""
         return self._seen.is_directory if self._seen else bool(self.store.entries(self.key))
 
     def is_file(self, **kwargs: Any) -> bool:
@@ -149,7 +147,6 @@ def removal_order(directory: StorePath) -> list[str]:
 
 
 def remove_directory(directory: StorePath) -> None:
-    """Removes a directory's objects, the manifest first."""
     for name in removal_order(directory):
         directory.store.remove((directory / name).key)
 
@@ -183,13 +180,11 @@ class StoreStream(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves; nothing is fetched."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Reads into `buffer` what it holds, or what is left."""
         target = memoryview(buffer).cast("B")
         wanted = min(len(target), max(0, self.size - self._position))
         filled = 0

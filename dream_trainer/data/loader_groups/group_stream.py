@@ -26,8 +26,6 @@ _END: Any = object()
 
 
 class GroupStream(TrainStream):
-    """Several streams as one."""
-
     def __init__(
         self,
         streams: Mapping[str, TrainStream],
@@ -272,7 +270,6 @@ class GroupStream(TrainStream):
             yield batch
 
     def _window(self, batches: Iterable[Any], windows: Sequence[Window]) -> Window:
-        """What is trained together: `batches`, made of those of `windows`."""
         samples: int | None = 0
         for window in windows:
             samples = None if samples is None or window.samples is None else samples + window.samples
@@ -297,7 +294,6 @@ class GroupStream(TrainStream):
         )
 
     def _sizes(self, windows: Sequence[Window]) -> list[int] | None:
-        """This rank's samples in each micro-batch."""
         sizes = [0] * self._accumulation
         for window in windows:
             if window.sizes is None:
@@ -400,7 +396,6 @@ def group_stream(
     accumulation: int,
     dp_size: int,
 ) -> GroupStream:
-    """The stream over several loaders."""
     streams = {}
     for name, one in loader.loaders.items():
         # Else loaders of one length would have one order.
@@ -428,8 +423,6 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where one loader is."""
-
     position: DataPosition
     rank_state: dict[str, Any] | None = None
     at_end: bool | None = False
@@ -443,8 +436,6 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One loader of the group."""
-
     name: str
     stream: TrainStream
     place: Place
@@ -453,7 +444,6 @@ class Member:
 
 
 def refuse_state_of_group(state: dict[str, Any] | None) -> None:
-    """Raises DataError where one loader would go on with the state of several."""
     if state is not None and "loaders" in state:
         raise DataError(
             f"the checkpoint is of a run over the training loaders {list(state['loaders'])}, and this one has one "
@@ -462,7 +452,6 @@ def refuse_state_of_group(state: dict[str, Any] | None) -> None:
 
 
 def naming_loader(name: str, call: Callable[[], T]) -> T:
-    """`call()`; its errors name the loader."""
     try:
         return call()
     except DataError as error:

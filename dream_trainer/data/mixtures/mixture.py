@@ -37,15 +37,11 @@ from dream_trainer.errors import ConfigError, DataError
 
 
 class Drawn(NamedTuple):
-    """How much of a source was drawn."""
-
     samples: int
     epochs: float
 
 
 class Draw(NamedTuple):
-    """Which sample is at a position."""
-
     source: str
     sample: int
     epoch: int
@@ -57,8 +53,6 @@ _PLANS_KEPT = 80
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One block: of each position its source and its sample."""
-
     first: int
     end: int
     sources: Integers
@@ -283,7 +277,6 @@ class Mixture(OrderedDataset):
         }
 
     def _facts(self) -> dict[str, Any]:
-        """What the order depends on, beside what happened in the run; plain data."""
         return {
             "sources": dict(zip(self.names, self._lengths, strict=True)),
             "weights": dict(self._weights),
@@ -407,7 +400,6 @@ def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int
 
 
 def check_sources(sources: Mapping[str, Any]) -> None:
-    """Raises DataError where there is no source, or one has no samples by number."""
     if not sources:
         raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
     for name, source in sources.items():
@@ -437,7 +429,6 @@ def check_options(
     num_samples: int | None,
     on_change: str,
 ) -> None:
-    """Raises ConfigError where an option of a mixture has no meaning; as in `Mixture`."""
     if unit not in ("samples", "tokens"):
         raise ConfigError(f'unit={unit!r} is not "samples" or "tokens".')
     if on_change not in ("refuse", "continue"):
@@ -459,13 +450,11 @@ logger = logging.getLogger("dream_trainer")
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any], changed: Sequence[str]) -> str:
-    """What is other in a mixture than in a checkpoint's, by the names of the facts that changed."""
     differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
     return "; ".join(differences) or "its sources were in another order"
 
 
 def refuse_another_mixture(told: str) -> None:
-    """Raises DataError: the run's checkpoint is of another mixture."""
     raise DataError(
         f"the checkpoint is of another mixture ({told}). Give it what it had; or, but for num_samples, "
         'on_change="continue" to go on with this mixture from that position.'
@@ -473,7 +462,6 @@ def refuse_another_mixture(told: str) -> None:
 
 
 def warn_of_another_mixture(told: str, position: int) -> None:
-    """Says that a run goes on with another mixture; on one rank, and not in workers."""
     if _is_main():
         logger.warning(
             "The run goes on with another mixture, from position %d on: %s. Of packed rows, what was left of the block "
@@ -484,7 +472,6 @@ def warn_of_another_mixture(told: str, position: int) -> None:
 
 
 def warn_of_unused_sources(weights: Mapping[str, float], stages: Sequence[Stage]) -> None:
-    """Says which sources are not drawn in any stage."""
     unused = [name for name, weight in weights.items() if not weight and not any(s.weights.get(name) for s in stages)]
     if unused and _is_main():
         logger.warning(

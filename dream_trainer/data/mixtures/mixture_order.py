@@ -27,8 +27,6 @@ _BITS = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions with constant weights."""
-
     first: int
     weights: tuple[Fraction, ...]
     drawn: tuple[int, ...]
@@ -45,13 +43,11 @@ class Segment:
         return ends
 
     def drawn_before_block(self, block: int) -> list[int]:
-        """How often each source was drawn before the segment's block of that number."""
         ends = [whole * block + offsets_below(block, rest) for whole, rest in self._limits]
         bounds = [0, *ends, block * BLOCK]
         return [before + end - begin for before, begin, end in zip(self.drawn, bounds[:-1], bounds[1:], strict=True)]
 
     def sources(self, block: int, seed: int) -> Integers:
-        """The source of each slot of a block, shape `(BLOCK,)`."""
         offset = _reversed_bits(block)
         ends = [whole + (offset < rest) for whole, rest in self._limits]
         counts = np.diff([0, *ends, BLOCK])
@@ -61,7 +57,6 @@ class Segment:
         return np.repeat(np.arange(len(counts)), counts)[np.argsort(ranks, kind="stable")]
 
     def drawn_before(self, position: int, seed: int) -> list[int]:
-        """How often each source was drawn before a position of the segment."""
         block, slot = divmod(position - self.first, BLOCK)
         drawn = self.drawn_before_block(block)
         if slot:

@@ -35,7 +35,6 @@ class Stage:
 
 
 def checked_weights(weights: Weights, names: Sequence[str]) -> dict[str, float]:
-    """The weights, of every source in order."""
     unknown = [name for name in weights if name not in names]
     if unknown:
         raise ConfigError(f"weights are given for {unknown}, and the sources are {list(names)}.")
@@ -48,7 +47,6 @@ def checked_weights(weights: Weights, names: Sequence[str]) -> dict[str, float]:
 
 
 def check_stages(stages: Sequence[Stage], names: Sequence[str]) -> None:
-    """Raises ConfigError where weights are wrong, or stages do not follow one another."""
     for stage in stages:
         checked_weights(stage.weights, names)
     for stage, following in pairwise(stages):

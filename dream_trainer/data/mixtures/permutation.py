@@ -47,7 +47,6 @@ class IndexPermutation:
         self._width, self._height = np.uint64(width), np.uint64(-(-length // width))
 
     def __call__(self, indices: npt.ArrayLike, epochs: npt.ArrayLike = 0) -> Integers:
-        """The samples at places of the order."""
         places = np.asarray(indices, dtype=np.int64)
         epochs = np.broadcast_to(np.asarray(epochs, dtype=np.int64), places.shape)
         base = np.uint64(self.seed & 0xFFFF_FFFF_FFFF_FFFF)

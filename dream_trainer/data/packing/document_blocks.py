@@ -38,8 +38,6 @@ _FEWEST_ROWS_OF_PART = 32
 
 @runtime_checkable
 class HasLengths(Protocol):
-    """Documents that say how long they are without being loaded."""
-
     def lengths(self, first: int, last: int, /) -> NDArray[Any]:
         """Tokens of the documents at positions `first` to `last` (exclusive), shape `(last - first,)`."""
         ...
@@ -47,8 +45,6 @@ class HasLengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block whose rows are known."""
-
     number: int
     first_row: int  # position of its first row
     plan: RowPlan
@@ -57,13 +53,10 @@ class _Block:
 
     @property
     def end(self) -> int:
-        """Position of the first row after it."""
         return self.first_row + self.plan.num_rows
 
 
 class DocumentBlocks(OrderedDataset):
-    """Rows of documents, as an ordered dataset."""
-
     def __init__(self, documents: OrderedDataset, row_length: int, block_size: int | None) -> None:
         _check_documents(documents)
         _check_positive("row_length", row_length, "tokens in a row")
@@ -166,7 +159,6 @@ class DocumentBlocks(OrderedDataset):
 
     @property
     def block_size(self) -> int:
-        """Documents in a block."""
         if self._block_size is None:
             self._block_size = self._given_block_size or self._fitting_block_size()
         return self._block_size
@@ -213,7 +205,6 @@ class DocumentBlocks(OrderedDataset):
         return (block.number + (block.first_row < position)) * self.block_size
 
     def _block_at(self, position: int) -> _Block:
-        """The block that has the row at `position`."""
         block = self._block
         if block is None or not block.first_row <= position < block.end:
             block = self._block = self._find(position)
@@ -281,7 +272,6 @@ class DocumentBlocks(OrderedDataset):
         return sum(plan.num_rows for plan in self._plan(block, self._lengths(block))[1])
 
     def _lengths(self, block: int) -> NDArray[Any]:
-        """Tokens of the documents of a block."""
         first = block * self.block_size
         last = min(first + self.block_size, len(self.documents))
         lengths = np.asarray(_lengths_of(self.documents, first, last))
@@ -324,7 +314,6 @@ class DocumentBlocks(OrderedDataset):
 
 
 def block_order(seed: int, num_rows: int) -> NDArray[np.int64]:
-    """A random order of `num_rows` rows, of the seed alone."""
     generator = torch.Generator(device="cpu")
     generator.manual_seed(seed)
     return torch.randperm(num_rows, generator=generator, device="cpu").numpy()

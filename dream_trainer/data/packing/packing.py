@@ -37,7 +37,6 @@ class RowPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all rows together."""
         return int(self.sizes.sum())
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
@@ -48,13 +47,11 @@ class RowPlan:
         )
 
     def row_tokens(self) -> NDArray[np.int64]:
-        """Tokens in each row: shape `(rows,)`."""
         before = np.concatenate(([0], np.cumsum(self.sizes)))
         return np.diff(before[self.row_starts])
 
 
 def joined(plans: Sequence[RowPlan], first_documents: Sequence[int]) -> RowPlan:
-    """The rows of several plans, one behind the other."""
     pieces = accumulate((len(plan.sizes) for plan in plans[:-1]), initial=0)
     starts = [plan.row_starts[:-1] + before for plan, before in zip(plans, pieces, strict=True)]
     num_pieces = sum(len(plan.sizes) for plan in plans)

@@ -91,7 +91,6 @@ class _Measure(Dataset[int]):
 
 
 def lengths_of(name: str, source: Any) -> Any:
-    """The `lengths` of a source."""
     if not isinstance(source, Measured):
         raise DataError(
             f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
@@ -101,7 +100,6 @@ def lengths_of(name: str, source: Any) -> Any:
 
 
 def mean_lengths(sources: Mapping[str, Any]) -> list[float]:
-    """Mean tokens of the samples of each source."""
     means = []
     for name, source in sources.items():
         lengths = np.asarray(lengths_of(name, source))

@@ -142,8 +142,6 @@ class ParquetRows(ShardFiles):
 
 
 class _Groups:
-    """Rows of a Parquet file by their group."""
-
     def __init__(self, ends: Any) -> None:
         self.ends = ends
 

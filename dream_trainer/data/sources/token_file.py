@@ -28,8 +28,6 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 class _Shard(NamedTuple):
-    """One shard's files, as they were found to be whole."""
-
     tokens: Path
     starts: Path
     dtype: np.dtype[Any] | None  # None of a .npy file, which says it itself

@@ -27,8 +27,6 @@ Encode = Callable[[str], npt.ArrayLike]
 
 @dataclass(frozen=True)
 class Task:
-    """What one shard is made of."""
-
     kind: str
     inputs: tuple[str, ...]
     field: str
@@ -37,8 +35,6 @@ class Task:
 
 
 class Tokenizer(NamedTuple):
-    """How text becomes token ids."""
-
     encode: Encode
     vocabulary_size: int
 
@@ -146,7 +142,6 @@ def _make_beside_each_other(left: list[Any], workers: int, done: Callable[[int],
 
 
 def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:
-    """Writes one shard; returns its tokens."""
     encode, vocabulary_size = open_tokenizer(tokenizer, end)
     facts = {"tokenizer": tokenizer, "inputs": list(task.inputs)}
     with TokenFileWriter(path, vocabulary_size, facts) as writer:
@@ -177,7 +172,6 @@ def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
 
 
 def _place(task: Task, document: int) -> str:
-    """Where a task's document comes from, as messages say it."""
     if task.kind == "text":
         return task.inputs[document]
     if task.kind == "jsonl":

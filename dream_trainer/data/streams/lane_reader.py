@@ -19,8 +19,6 @@ from dream_trainer.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
-    """How lanes are read; as in `StreamLoader`."""
-
     source: ShardedSource
     transforms: Sequence[Transform]
     shuffle_shards: bool
@@ -31,8 +29,6 @@ class LaneOptions:
 
 @dataclass(slots=True)
 class LaneState:
-    """A lane at the start of a block."""
-
     yielded: int = 0
     number: int = 0
     epoch: int = 0
@@ -44,8 +40,6 @@ class LaneState:
 
 
 class Lane(Iterator[Any]):
-    """The samples of one lane."""
-
     def __init__(
         self, options: LaneOptions, plan: LanePlan, number: int, *, seed: int, start: LaneState, consumed: int
     ) -> None:
@@ -64,7 +58,6 @@ class Lane(Iterator[Any]):
         return next(self._samples)
 
     def close(self) -> None:
-        """Closes what is open of a shard."""
         close(self._iterator)
         self._reader = self._iterator = None
 

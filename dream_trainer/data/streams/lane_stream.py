@@ -143,7 +143,6 @@ class LaneStream(TrainStream):
         self._readers = None
 
     def _load(self, step: int) -> tuple[list[Any], list[Mark], str | None]:
-        """The batches of one step, and what they tell; or why there is no further step."""
         if self._readers is None:
             self._readers = self._open(step)
         if self._loader.num_workers > 0:
@@ -164,7 +163,6 @@ class LaneStream(TrainStream):
         return batches, told, None
 
     def _take(self, marks: Sequence[Mark]) -> None:
-        """Keeps what a whole window told."""
         if not marks:
             return
         begun = {str(mark.lane): pickle.loads(mark.begun) for mark in marks if mark.begun is not None}
@@ -200,7 +198,6 @@ class LaneStream(TrainStream):
         return {str(lane): states[str(lane)] for lane in lanes}
 
     def _open(self, step: int) -> list[Iterator[Loaded]]:
-        """Begins to read at a step of the running pass."""
         readers: list[Iterator[Loaded]] = []
         for number in range(self._num_readers):
             chains = self._chains[number :: self._num_readers]
@@ -338,7 +335,6 @@ class LaneBatches(IterableDataset[Loaded]):
 
 
 def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | None:
-    """Takes what the lanes of a batch have to tell."""
     marks = []
     for number in numbers:
         lane = lanes[number]

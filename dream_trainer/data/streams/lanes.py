@@ -41,7 +41,6 @@ class LanePlan:
         return self.global_batch // self.lanes
 
     def shards(self, lane: int) -> range:
-        """The shards of one lane."""
         return range(lane, self.num_shards, self.lanes * self.turns)
 
     def consumed(self, lane: int, steps: int) -> int:
@@ -61,7 +60,6 @@ class LanePlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must stay as it is for a run to go on."""
         return {"shards": self.num_shards, "lanes": self.lanes, "turns": self.turns, "global batch": self.global_batch}
 
 
@@ -103,7 +101,6 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, rising."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 

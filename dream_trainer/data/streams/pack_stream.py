@@ -84,8 +84,6 @@ class Pack(Transform):
 
 
 class ListedDocuments(OrderedDataset):
-    """Documents that are in memory."""
-
     def __init__(self, documents: Sequence[Any], lengths: NDArray[Any]) -> None:
         self._documents = documents
         self._lengths = lengths
@@ -97,7 +95,6 @@ class ListedDocuments(OrderedDataset):
         return self._documents[position]
 
     def lengths(self, first: int, last: int) -> NDArray[Any]:
-        """Tokens of the documents from `first` to `last` (exclusive)."""
         return self._lengths[first:last]
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:

@@ -109,7 +109,6 @@ class StreamLoader:
 
 
 def sharded_source(source: object) -> ShardedSource:
-    """The source that a user gave."""
     if isinstance(source, ShardedSource):
         return source
     datasets = sys.modules.get("datasets")  # only a process that imported it can hold one of its objects
