@@ -1,10 +1,4 @@
-"""ActivationStats: how large what modules put out in training is, now and then.
-
-post_setup       which modules, by name
-pre_train_batch  in a window that is due, a hook on each; else nothing
-(the forwards)   each call of a module adds to four sums of its own, on the device
-post_train_step  the hooks go, one collective makes the sums those of all ranks, and they are logged
-"""
+"""ActivationStats: how large the outputs of modules are in training, now and then."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""EMA: an exponential moving average of the weights, beside the ones that train.
-
-Averages late in training generalise better than the last weights (Polyak and Juditsky 1992, "Acceleration of Stochastic
-Approximation by Averaging"). How they are kept, saved and used is in weight_average.py; here is the rule.
-"""
+"""EMA: an exponential moving average of the weights (Polyak and Juditsky 1992, "Acceleration of Stochastic
+Approximation by Averaging"). weight_average.py keeps, saves and uses the averages."""
 
 from __future__ import annotations
 

@@ -1,13 +1,5 @@
-"""NonFiniteReport: where a NaN or an infinity came from: which step, rank, batch and parameters.
-
-    post_train_batch      keeps what the step returned (its loss): references, nothing is computed
-    post_optimizer_step   each parameter's gradient norm, on the device
-    post_train_step       every `LOOK_EVERY` windows: is all of it finite? One wait for the device
-    on_exception          `nonfinite="raise"` has ended the run: the same look, without the other ranks
-
-What a rank finds it writes into a file of its own: a NaN that starts in one rank's batch is in all ranks' gradients
-once they are reduced, and only the rank whose loss it is can tell the batch.
-"""
+"""NonFiniteReport: where a NaN or an infinity came from: which step, rank, batch and parameters. Each rank writes its
+own file, since only the rank whose loss it is can tell the batch."""
 
 from __future__ import annotations
 

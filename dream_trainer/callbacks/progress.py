@@ -296,7 +296,7 @@ class ProgressBar(ABC):
 
 
 def live_bar(file: TextIO | None) -> ProgressBar | None:
-    """The bar for `file`, or for standard output and notebooks if it is None; None if nothing can be changed in place."""
+    """The bar for `file`, or for standard output and notebooks if it is None; None if nothing can be replaced."""
     if file is None and is_in_notebook():
         return NotebookBar()
     from rich.console import Console

@@ -1,9 +1,5 @@
-"""SWA: stochastic weight averaging, the equal-weight mean of weights along the end of a run.
-
-Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization" (arXiv:1803.05407). How
-averages are kept, saved and used is in weight_average.py; here is the rule: average += (weight - average) / n with the
-n-th weights.
-"""
+"""SWA: stochastic weight averaging, the equal-weight mean of weights along the end of a run (Izmailov et al. 2018,
+"Averaging Weights Leads to Wider Optima and Better Generalization", arXiv:1803.05407)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Norm, largest magnitude and zeros of groups of tensors, over all ranks: what GradientStats and WeightStats log.
-
-local_sums   on this rank's shards, on the device; an element that several ranks hold is divided among them
-combined     one collective and one copy to the host for all groups together
-TensorStats  the options that both take
-"""
+"""Norm, largest magnitude and zeros of groups of tensors, over all ranks: what GradientStats and WeightStats log."""
 
 from __future__ import annotations
 

@@ -1,14 +1,5 @@
-"""WeightAverage: what averages of the weights have in common, whatever their rule (EMA, SWA).
-
-Each rank averages the shards it holds, so nothing is gathered or communicated, and memory grows by one more copy of the
-trained parameters, divided over the ranks as they are.
-
-    post_optimizer_step   which models have stepped; nothing is computed
-    post_train_step       the window is complete: average += share * (weight - average), once, if it is time
-    validation_context    the averages stand in for the weights, and the weights come back however it ends
-
-Checkpoints keep averages as tensors of their own, never in place of the model's.
-"""
+"""WeightAverage: what averages of the weights have in common, whatever their rule (EMA, SWA). Each rank averages its
+shards, without communication; checkpoints keep averages as tensors of their own."""
 
 from __future__ import annotations
 

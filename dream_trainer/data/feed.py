@@ -1,10 +1,5 @@
-"""The windows a rank trains, in step with the other ranks.
-
-A window is loaded whole before it is trained: a rank that still waits for its data must not hold the others in a
-collective of the model's, where no signal reaches them. Our own loaders give every rank the same number of windows by
-construction. Any other loader may end on one rank first, so the feed keeps one window ahead; when some rank falls
-short, and only then, the ranks agree on how much everybody can train (docs/measurements.md#the-pulse).
-"""
+"""The windows a rank trains, in step with the other ranks. A window is loaded whole before it is trained, and a loader
+that may end on one rank first is read one window ahead, so no rank waits for data inside a collective of the model."""
 
 from __future__ import annotations
 
@@ -227,7 +222,7 @@ Move = Callable[[Any, torch.device], Any]
 
 
 def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: torch.Stream | None) -> Iterator[Any]:
-    """The micro-batches of one window, moved; with `aside` on that stream, one batch ahead of the one that is trained."""
+    """The micro-batches of one window, moved; with `aside` on that stream, one batch ahead of the trained one."""
     if aside is None:
         for batch in batches:
             yield move(batch, device)

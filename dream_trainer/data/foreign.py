@@ -1,9 +1,6 @@
-"""Iterating a loader that is not ours: its epoch, its random draws, its own state.
-
-Such a loader decides the order by itself, often by drawing from the global generators. Those draws get a stream of
-their own here, seeded per batch from (seed, epoch, batch, rank): training's random stream does not move, ranks draw
-differently, and a pass that is replayed to resume in its middle comes out as it was.
-"""
+"""Iterating a loader that is not ours: its epoch, its random draws, its own state. Its draws from the global
+generators get their own stream, by (seed, epoch, batch, rank), so training's stream does not move and a replayed
+pass is the same."""
 
 from __future__ import annotations
 

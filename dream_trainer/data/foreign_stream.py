@@ -31,7 +31,7 @@ _END = object()
 
 
 class ForeignStream(TrainStream):
-    """A loader that is not ours; its windows are fetched whole, since only fetching tells where its end cuts one short."""
+    """A loader that is not ours. Windows are fetched whole, since only that tells where its end cuts one short."""
 
     def __init__(
         self,

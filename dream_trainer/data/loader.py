@@ -1,9 +1,6 @@
-"""The loaders a user hands to the trainer: our own, plain ones rebuilt as ours, and those declared to be per rank.
-
-A plain `DataLoader` knows nothing of ranks and cannot resume, so one whose order is sequential or random is rebuilt as
-a `DistributedDataLoader` with the same options. What cannot be rebuilt (iterable datasets, weighted samplers, own
-loader classes) serves a single data-parallel rank as it is; with more, the user says how it is split.
-"""
+"""The loaders that users hand to the trainer: ours, plain ones rebuilt as ours, and per-rank ones. A plain `DataLoader`
+cannot resume, so one in sequential or random order becomes a `DistributedDataLoader`; any other serves one data-
+parallel rank as it is."""
 
 from __future__ import annotations
 

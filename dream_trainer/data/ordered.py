@@ -1,8 +1,5 @@
-"""Datasets that decide their order themselves: mixtures, and rows packed from documents.
-
-Sample number `p` of one is what all ranks together consume `p`-th. So which samples make up an optimizer step follows
-from its position, as for any dataset of ours, and only numbers go to workers, which do the arithmetic.
-"""
+"""Datasets that decide their order themselves: mixtures, and rows packed from documents. All ranks together consume
+sample `p` as the `p`-th, so a step's samples follow from its position, and only numbers go to workers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A few samples of a dataset, compared between ranks: does every rank hold the same data?
-
-The trainer deals one dataset to all ranks. One that each rank has split already would be split twice, and each sample
-of one that is shuffled by rank would be trained several times or never; both look right on every rank alone.
-"""
+"""A few samples of a dataset, compared between ranks. A dataset that each rank has split or shuffled already would be
+split twice or trained in part, which looks right on every rank alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How many samples a batch holds whose loader does not know: the user's own count, otherwise a guess.
-
-Our own loaders know how many samples they dealt, and nothing is guessed of their batches.
-"""
+"""How many samples a batch holds whose loader does not know: the user's own count, otherwise a guess."""
 
 from __future__ import annotations
 

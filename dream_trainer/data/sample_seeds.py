@@ -1,9 +1,5 @@
-"""Random draws made while loading data: seeded per sample, and kept apart from the training process's own.
-
-A dataset's augmentation draws from the global generators of `random`, numpy and torch. Here they are seeded again for
-each sample from (seed, epoch, index), so that a sample is augmented the same way in any worker of any world, resumed or
-not. Where samples are loaded in the training process itself, its own generators are restored after each batch.
-"""
+"""Random draws made while loading data: seeded again for each sample from (seed, epoch, index). Samples that are loaded
+in the training process leave its own generators as they were."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The part of each epoch that one data-parallel rank loads, as arithmetic.
-
-An epoch is cut into chunks of `batch_size * dp_size` consecutive positions; rank `r` takes the `r`-th slice of each.
-Chunks do not depend on gradient accumulation, so a run may go on with another accumulation, world size or batch size at
-any sample. Only an epoch's last chunk can be smaller; it is split into sizes that differ by at most one.
-"""
+"""The part of each epoch that one data-parallel rank loads, as arithmetic. An epoch is cut into chunks of `batch_size *
+dp_size` positions, whatever the accumulation; rank `r` takes the `r`-th slice of each. A last, smaller chunk is split
+evenly."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""What the training loop pulls from: one accumulation window after the other, each with the position that follows it.
-
-    loader --train_stream--> TrainStream --next_window--> Window(batches, end) ... None (the pass is over) ... Window
-    ...
-
-A window never straddles two passes over the data, and a pass pulls no batch that it does not train.
-"""
+"""What the training loop pulls from: one accumulation window after the other, each with the position that follows it. A
+window never straddles two passes over the data, and a pass pulls no batch that it does not train."""
 
 from __future__ import annotations
 

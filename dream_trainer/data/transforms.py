@@ -1,8 +1,5 @@
-"""What is done to samples on their way, in the order in which it is listed: map, filter, batch, unbatch, shuffle.
-
-A stream is worked on in blocks of consecutive samples, from which nothing is carried over. So a place in it is the
-state of its source at a block's start and a number of samples, and never the content of a buffer.
-"""
+"""What is done to samples of a stream, in order: map, filter, batch, unbatch, shuffle. They work on blocks that carry
+nothing over, so a place is the source's state at a block's start and a number of samples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What a stream of training data is: windows, and the positions between them.
-
-A position is what is saved: where a window ends, not where workers have read ahead to.
-"""
+"""Windows of training data, and the positions between them. A position is where a window ends, not where workers have
+read ahead to."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""MetricBuffer: numbers on their way from `log` to the loggers.
-
-Adding keeps a reference and does nothing on the device. A tensor on the CPU is read at once. Reducing copies the
-others to the host, computes in float64 there, and crosses ranks in one collective. It has two halves, so that the copy
-is under way while the device works on. The result does not depend on when that happens: each value counts once, with
-its weight, in the order in which it was added.
-"""
+"""MetricBuffer: numbers on their way from `log` to the loggers. Adding does nothing on a device; reducing copies to the
+host, computes in float64 and crosses ranks once. Its two halves let the copy run while the device works."""
 
 from __future__ import annotations
 

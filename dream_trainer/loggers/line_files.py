@@ -1,7 +1,5 @@
-"""Loggers that write lines, on the console, as JSON and as CSV, and files that outlive kills.
-
-Files are appended to line by line, cut back on a resume, and replaced whole or not at all.
-"""
+"""Loggers that write lines (console, JSON, CSV), to files that are appended to, cut back on a resume, and replaced
+whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What can be logged besides numbers, as loggers get it: checked, gathered, and on the host.
-
-Making one of a tensor waits for the device.
-"""
+"""What can be logged besides numbers: checked, gathered, and on the host. Making one of a tensor waits for the
+device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Records: the lines in the making, and which of them `log` adds to now.
-
-There is one of training, one of each validation loader, and one of what listeners to the end of a validation or an
-epoch log. The phases of a run change which is current, so `log` asks for no phase.
-"""
+"""Records: the lines in the making, of training, of each validation loader and of listeners, and which of them `log`
+adds to now."""
 
 from __future__ import annotations
 

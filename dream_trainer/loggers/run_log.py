@@ -1,12 +1,6 @@
-"""RunLog: the way of a run's numbers, from where they are logged to its history, its loggers and who listens.
-
-    log, a step's result -> record (on the device) -> flush every n steps (one copy, read a step later so that nobody
-    waits, and one collective) -> history and `notify` on every rank, loggers on rank 0
-
-What is logged in a micro-batch waits for the batch's weight, and with its window: one that runs again is counted once.
-Validation metrics are exact when they come, and written at once. What was logged and not yet flushed is saved, and so
-is how many lines the step has, so that a resumed run writes the same lines, each once.
-"""
+"""RunLog: a run's numbers from `log` to its history, its loggers and listeners. A flush every n steps copies once, is
+read a step later and crosses ranks once; a window that runs again counts once, and a checkpoint keeps what was not
+flushed."""
 
 from __future__ import annotations
 
@@ -199,7 +193,7 @@ class RunLog:
     # -- state
 
     def state(self, step: int, *, is_last: bool, has_failed: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, equal on all ranks; a collective. After the last window its line is written first."""
+        """What a checkpoint keeps, equal on all ranks; a collective. The last window is written before it."""
         self.land()
         self._write_own_line()
         flushed_before = self._flushed_step

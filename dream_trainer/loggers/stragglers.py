@@ -1,9 +1,5 @@
-"""Stragglers: which rank holds the others up, and by what, told from numbers that cross with each line of the log.
-
-In synchronous training the step takes as long on every rank, since they wait for one another in collectives. So each
-rank's own time is compared: that of its windows, without collectives (own_time.py), and the wait for its data. The wait
-in a collective of the user's own counts as own time, on all ranks alike: then nobody is named, never a wrong one.
-"""
+"""Stragglers: which rank holds the others up, and by what. Ranks wait for one another in collectives, so each rank's
+time without collectives (own_time.py) and its wait for data are compared, with each line of the log."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""An object store's bytes: the few operations that checkpoints need of it, through fsspec.
-
-Everything that the stores do differently is in this file. An object appears whole or not at all, also one that is sent
-in many parts, so what is needed beside reading and writing is one condition: `create` writes only where nothing is.
-Credentials come from where each store's own tools take them (environment, files, the machine's role). They are never
-arguments here, and are taken out of what errors say.
-"""
+"""An object store's bytes through fsspec: the few operations that checkpoints need. An object appears whole or not at
+all. Credentials come from where each store's own tools take them, and are taken out of what errors say."""
 
 from __future__ import annotations
 
@@ -48,7 +43,7 @@ class StoredEntry(NamedTuple):
 
 
 class ObjectStore:
-    """One store's objects by their keys; raises FileNotFoundError, PermissionError or, for all else, ConnectionError."""
+    """One store's objects by their keys. Raises FileNotFoundError, PermissionError or ConnectionError."""
 
     def __init__(self, scheme: str) -> None:
         try:

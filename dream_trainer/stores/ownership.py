@@ -1,12 +1,5 @@
-"""Ownership: which job a run in an object store belongs to. Of two that start at once, anywhere, one has it.
-
-    owners/00000001.json      the first job's; removed by the next
-    owners/00000002.json      the highest number's: it owns the run, and says anew every few seconds that it lives
-
-A number is taken by creating its object, which of several jobs one alone can do; nothing else is asked of the store. A
-killed job leaves its object. The next one takes the following number: at once where it holds the directory in which
-that job lived, otherwise when the object has not changed for a minute. The clocks of hosts are never compared.
-"""
+"""Ownership: which job a run in an object store belongs to. Jobs take rising numbers by creating owners/00000001.json
+and so on, which only one can do; the highest owns the run and renews its object. Clocks of hosts are never compared."""
 
 from __future__ import annotations
 

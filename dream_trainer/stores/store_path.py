@@ -1,9 +1,5 @@
-"""StorePath: a path in an object store that is read as one of a disk, so that what reads checkpoints need not know.
-
-A directory is what several objects' keys begin with: it is there while one of them is, and nobody makes it. What would
-write as on a disk is refused, but for `rename` and `discard` of a directory, which are not atomic: they begin and end
-with the file whose presence makes the directory count.
-"""
+"""StorePath: a path in an object store that reads like one of a disk. A directory exists while objects' keys begin with
+it; writes are refused, except `rename` and removal of a directory, which begin and end with its manifest."""
 
 from __future__ import annotations
 

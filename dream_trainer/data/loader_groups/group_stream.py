@@ -1,8 +1,5 @@
-"""Training from several loaders: each is a stream of its own, with its own place, and their windows are put together.
-
-Every window is a whole one. So a step's samples of each loader follow from its place alone, and the places of all of
-them after a window are what a checkpoint keeps.
-"""
+"""Training from several loaders: each is a stream with its own place, and their whole windows are put together. The
+places of all of them after a window are what a checkpoint keeps."""
 
 from __future__ import annotations
 

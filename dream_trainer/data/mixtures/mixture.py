@@ -1,8 +1,5 @@
-"""Several sources of samples in one dataset, by weights that may change: which sample comes when is arithmetic.
-
-Which source a position falls to is mixture_order.py's; which of its samples, a permutation's for each of its epochs
-(permutation.py). So a mixture is the same on any number of ranks and workers, and begins anywhere at once.
-"""
+"""Several sources of samples in one dataset, by weights that may change. mixture_order.py chooses a position's source
+and permutation.py the sample, so a mixture begins anywhere at once."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""From which source each sample of a mixture comes, as arithmetic on its position: nothing is replayed or written down.
-
-A mixture is a row of segments with constant weights. A segment is cut into blocks of BLOCK positions. In a block the
-sources lie on the line from 0 to BLOCK by their weights, and the whole numbers on it, moved by one offset, fall to
-them; then the block's slots are shuffled. The offsets of a segment's blocks are van der Corput's (0, 1/2, 1/4, 3/4,
-1/8, ...): so each source has its share in each block to within one sample, in n blocks to within log2(n), and how often
-it was drawn before any block is a number of offsets below a limit, which the digits of n tell.
-"""
+"""From which source each sample of a mixture comes, as arithmetic on its position. In a block of a segment each source
+has a part of a line by its weight; the block's van der Corput offset moves the whole numbers on it, so shares are exact
+to log2(n) samples."""
 
 from __future__ import annotations
 

@@ -1,12 +1,5 @@
-"""Rows made from documents, block by block: what packing and padding have in common.
-
-Block `b` is the documents at positions `b * block_size` to `(b + 1) * block_size`. Its rows are made of its own
-documents alone, by their lengths, so no document waits in a buffer for a later row: all there is to know of the past is
-which block comes next and how many rows came before it.
-
-Where a block's documents begin to come by other weights, as at a stage of a mixture, those before and behind make rows
-of their own, one behind the other: shuffled over the whole block, their rows would hide the stage.
-"""
+"""Rows made from documents, block by block: what packing and padding have in common. A block's rows are made of its own
+documents only, by their lengths, so a place is a block's number and how many rows came before it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,5 @@
-"""Which part of which document lies in which row: arithmetic of lengths alone, without a token being read.
-
-A row has room for `row_length` tokens. Documents that are longer are cut into pieces of that length first; the rest of
-such a document, and each shorter one, is a piece too.
-
-    best fit     pieces from the longest to the shortest, each into the fullest row that has room: few are cut
-    concatenate  documents one behind the other, cut where a row ends: rows are full, and most begin in a document
-    one by one   each piece is a row of its own, for padding
-"""
+"""Which part of which document lies in which row, by lengths alone. Longer documents are first cut into pieces of
+`row_length` tokens; the rest of one, and each shorter document, is a piece too."""
 
 from __future__ import annotations
 

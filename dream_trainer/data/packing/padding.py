@@ -1,8 +1,5 @@
-"""Documents padded instead of packed: each is a row of its own, and rows of like length come together.
-
-A batch is as long as its longest row. So rows are dealt into buckets by length, a bucket being what one optimizer step
-consumes, and the buckets of a block come in random order.
-"""
+"""Documents padded instead of packed, one to a row. Rows of like length share a bucket, as large as an optimizer step,
+and the buckets of a block come in random order."""
 
 from __future__ import annotations
 

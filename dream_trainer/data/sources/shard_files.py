@@ -1,8 +1,5 @@
-"""Samples in Parquet, JSON lines and WebDataset files by their number: each is read from its place when asked for.
-
-Where samples begin is found once, when the files are opened: from Parquet's footers, and by reading the others through.
-In a worker the files are opened anew.
-"""
+"""Samples in Parquet, JSON lines and WebDataset files by number. Where samples begin is found once, when the files are
+opened."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Sources that are read in sequence, shard by shard: what a `StreamLoader` reads.
-
-A shard is a file, or anything else that can be read by itself. Whatever reads it says where it is by a `state_dict`,
-which is copied before anything else is read: some readers hand out the very dict that they go on with.
-"""
+"""Sources that a `StreamLoader` reads in sequence, shard by shard. Some readers hand out the very `state_dict` they go
+on with, so it is copied before anything else is read."""
 
 from __future__ import annotations
 

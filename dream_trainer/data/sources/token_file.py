@@ -1,14 +1,6 @@
-"""Documents of token ids in files that are mapped into memory: any document at once, and no copy of them per worker.
-
-A shard is three files:
-
-    NAME.bin         the token ids of all documents, one behind the other, little-endian
-    NAME.index.npy   int64, one more than documents: where each begins, counted in tokens, and where the last ends
-    NAME.json        {"format": "dream-trainer tokens", "version": 1, "dtype": "uint16" or "uint32", "tokens": ...,
-                     "documents": ..., "vocabulary_size": ...}; written last: without it the shard is not there
-
-`NAME.npy`, a one-dimensional array of token ids, may take the place of NAME.bin and NAME.json.
-"""
+"""Documents of token ids in memory-mapped files: NAME.bin, NAME.index.npy with where each document begins, and the
+header NAME.json, which is written last: without it the shard does not count. docs/mixtures.md describes the format;
+NAME.npy, a one-dimensional array of token ids, may take the place of NAME.bin and NAME.json."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Lanes: the fixed number of sequences that a source's shards are dealt to, whatever ranks and workers read them.
-
-Lane `l` of L holds shards l, l + L, l + 2 L, ... and reads them one after the other, epoch by epoch. Every optimizer
-step takes equally many samples from each of `lanes` lanes. With `turns` there are several such sets of lanes: step s
-reads set s mod turns, so that different workers can load consecutive steps. So which samples a step has depends on
-neither ranks, workers nor accumulation; these only divide the lanes.
-"""
+"""Lanes: the fixed number of sequences that a source's shards are dealt to, whatever ranks and workers read them. A
+step takes equally many samples from each of `lanes` lanes; step s reads set s mod `turns` of them, so that workers can
+load ahead."""
 
 from __future__ import annotations
 
@@ -64,7 +60,7 @@ class LanePlan:
 
 
 def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | None, turns: int | None) -> LanePlan:
-    """The plan for a source; `lanes` None is the largest divisor of `global_batch` that there are shards for, up to 64."""
+    """The plan for a source; `lanes` None is the largest divisor of `global_batch` with shards for it, up to 64."""
     if num_shards < dp_size:
         raise DataError(
             f"the source has {num_shards} {_shards(num_shards)}, fewer than dp_size={dp_size} data-parallel ranks, and "
