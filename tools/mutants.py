@@ -519,8 +519,8 @@ MUTANTS = [
     Mutant(
         "a pass's first draw comes from the batch before",
         "dream_trainer/data/foreign.py",
-        '        self._start.seed({"python", "numpy"} - self.drawn)\n        seed_cpu',
-        "        seed_cpu",
+        '        self._start.seed({"python", "numpy"} - self._drawn)\n        if',
+        "        if",
         "tests/data/test_pass_draws.py",
     ),
     Mutant(

@@ -70,6 +70,12 @@ def iterate(
 
 
 class SeededPass(Iterator[Any]):
+    """One pass over a loader that may draw from the global generators, which training's are apart from.
+
+    A pass's order and first batch have one stream, every other batch its own, unless it is known to draw nothing.
+    torch's generator is seeded for every batch, python's and numpy's for those that follow their first draw in a pass.
+    """
+
     def __init__(
         self,
         loader: Iterable[Any],
@@ -80,64 +86,74 @@ class SeededPass(Iterator[Any]):
         draws: bool | None,
         drawn: Iterable[str],
     ) -> None:
-        self.draws = draws
+        self.draws = draws  # with what was seen since; not looked at any more once it is True
+        self._drawn = set(drawn)  # of python and numpy, those that were drawn from; torch, if the first batch drew
         self._loader = loader
         self._numbers = seed, epoch, dp_rank
         self._next = self._first = first
         self._iterator: Iterator[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._seeds: list[int] = []  # of batches from number `_seeds_from` on
-        self._seeds_from = first
         self._is_quiet = draws_at_start_only(loader)
-        self._stream = PassDraws(drawn)
+        self._apart = preserved_random_state()
 
     def __next__(self) -> Any:
         if self._batches is None:
-            with self._stream.apart:
+            with self._apart:
                 self._batches = self._open()
-                batch = self._stream.load(self._batches)
+                batch = self._load(self._batches)
                 if self._first == 0:
-                    self._stream.notice_order()
+                    self._drawn |= self._start.drawn({"torch"})  # as an order is
         elif self._is_quiet:
             return next(self._batches)
         else:
-            batch = self._load_apart(self._batches, self._seed_of_batch())
+            with self._apart:
+                batch = self._load_seeded(self._batches, self._seed_of_batch())
         self._next += 1
         return batch
 
     @property
     def drawn(self) -> list[str]:
-        return sorted(self._stream.drawn)
+        return sorted(self._drawn)
 
     def _open(self) -> Iterator[Any]:
         seed, epoch, dp_rank = self._numbers
-        self._stream.begin(hash_seed(b"pass", seed, epoch, dp_rank))
+        self._start = WatchedSeeds(hash_seed(b"pass", seed, epoch, dp_rank))
         base = hash_seed(b"workers", seed, epoch, dp_rank)
         with workers_outlive_signals(self._loader), seeds_of_workers(self._loader, base):
             self._iterator = iter(self._loader)
+        # A loader that its own state put into the middle of a pass draws that order again, and needs the pass's stream,
+        # or only what belongs to the batch: what it drew before tells which.
         if self._first > 0 and self.draws:
-            self._stream.notice()
-            self._stream.seed_batch(self._seed_of_batch())
-        elif self._first > 0 and "torch" not in self._stream.drawn:
+            self._notice()
+            self._start.seed({"python", "numpy"} - self._drawn)
+            seed_cpu(self._seed_of_batch(), self._drawn | {"torch"})
+        elif self._first > 0 and "torch" not in self._drawn:
             seed_cpu(self._seed_of_batch(), ("torch",))  # this pass's order is not drawn from it
         return self._iterator
 
     def _seed_of_batch(self) -> int:
-        # Many at a time: a hash takes 1 us right after another one, and 10 between two steps, whose code drove its own
-        # out of the caches.
-        place = self._next - self._seeds_from
-        if place >= len(self._seeds):
-            seed, epoch, dp_rank = self._numbers
-            self._seeds_from, place = self._next, 0
-            numbers = range(self._next, self._next + 64)
-            self._seeds = [hash_seed(b"batch", seed, epoch, number, dp_rank) for number in numbers]
-        return self._seeds[place]
+        seed, epoch, dp_rank = self._numbers
+        return hash_seed(b"batch", seed, epoch, self._next, dp_rank)
 
-    def _load_apart(self, batches: Iterator[Any], seed: int) -> Any:
+    def _load_seeded(self, batches: Iterator[Any], seed: int) -> Any:
+        self._start.seed({"python", "numpy"} - self._drawn)
         if self.draws:
-            return self._stream.load_apart(batches, seed)
-        batch, self.draws = self._stream.watch(batches, seed)
+            seed_cpu(seed, self._drawn | {"torch"})
+            return self._load(batches)
+        seeds, n_drawn = WatchedSeeds(seed, self._drawn | {"torch"}), len(self._drawn)
+        batch = self._load(batches)
+        self.draws = len(self._drawn) > n_drawn or bool(seeds.drawn())
         return batch
+
+    def _load(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        finally:
+            self._notice()
+
+    def _notice(self) -> None:
+        """Sees whether python's and numpy's were drawn from since they were seeded; draws from them."""
+        self._drawn |= self._start.drawn({"python", "numpy"} - self._drawn)
 
     def close(self) -> None:
         shutdown_workers(self._iterator)
@@ -190,59 +206,6 @@ def known_length(loader: object) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader has __len__ even over a dataset that has none
         return None
-
-
-# -- The random draws of a loader that is used as it is, apart from training's.
-#
-# torch's generator is seeded for every batch; python's and numpy's for every batch that follows their first draw in a
-# pass. Up to that draw they stand at the start of the pass's own stream.
-
-
-class PassDraws:
-    """The global generators during one pass, inside the block `apart`."""
-
-    def __init__(self, drawn: Iterable[str]) -> None:
-        self.drawn = set(drawn)
-        self.apart = preserved_random_state()
-
-    def begin(self, seed: int) -> None:
-        self._start = WatchedSeeds(seed)
-
-    def seed_batch(self, seed: int) -> None:
-        """Seeds the generators that a batch may draw from; the others go to the start of the pass's stream."""
-        self._start.seed({"python", "numpy"} - self.drawn)
-        seed_cpu(seed, self.drawn | {"torch"})
-
-    def load_apart(self, batches: Iterator[Any], seed: int) -> Any:
-        """The next of `batches`, seeded by `seed`, inside `apart`."""
-        with self.apart:
-            self.seed_batch(seed)
-            return self.load(batches)
-
-    def watch(self, batches: Iterator[Any], seed: int) -> tuple[Any, bool]:
-        """As `load_apart`; also whether the batch drew."""
-        with self.apart:
-            watched = self.drawn | {"torch"}
-            self._start.seed({"python", "numpy"} - watched)
-            seeds = WatchedSeeds(seed, watched)
-            n_drawn = len(self.drawn)
-            batch = self.load(batches)
-            return batch, len(self.drawn) > n_drawn or bool(seeds.drawn())
-
-    def load(self, batches: Iterator[Any]) -> Any:
-        """The next of `batches`, inside `apart`; sees what was drawn from since `begin` or `seed_batch`."""
-        try:
-            return next(batches)
-        finally:
-            self.notice()
-
-    def notice(self) -> None:
-        """Sees whether python's and numpy's were drawn from since `begin` or `seed_batch`; draws from them."""
-        self.drawn |= self._start.drawn({"python", "numpy"} - self.drawn)
-
-    def notice_order(self) -> None:
-        """Sees whether torch's was drawn from in the pass's first batch, as an order is."""
-        self.drawn |= self._start.drawn({"torch"})
 
 
 def draws_at_start_only(loader: object) -> bool:
