@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.callbacks.tensor_stats import add_sums, no_sums
+from dream_trainer.callbacks.gradient_stats import add_sums, no_sums
 from dream_trainer.checks import check_integer, check_names
 from dream_trainer.compat.compiler import is_compiled, never_compiled
 from dream_trainer.compat.pytorch import in_backward, local_tensor

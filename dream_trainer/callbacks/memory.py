@@ -13,14 +13,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checks import check_integer
 from dream_trainer.compat.pytorch import local_tensor, record_memory_history, write_memory_snapshot
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.nested import leaves
-from dream_trainer.screen import show
+from dream_trainer.screen import print_table, show
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

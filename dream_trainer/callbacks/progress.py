@@ -7,7 +7,6 @@ import html
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
@@ -135,7 +134,7 @@ class Progress(Callback):
         # and the seconds of those that are over.
         self._running: dict[str, float] = {}
         self._validating = 0.0
-        self._bar: ProgressBar | None = None
+        self._bar: TerminalBar | NotebookBar | None = None
 
     # -- events
 
@@ -248,7 +247,7 @@ class Progress(Callback):
         if not self._draw(lambda bar: bar.print(line)):
             show(line, self._file)
 
-    def _draw(self, act: Callable[[ProgressBar], object]) -> bool:
+    def _draw(self, act: Callable[[TerminalBar | NotebookBar], object]) -> bool:
         """Whether there is a bar that could do it. A terminal that cannot show it has plain lines from then on."""
         bar = self._bar
         if bar is not None and not draw(lambda: act(bar), self._file):
@@ -275,27 +274,7 @@ def _kind(trainer: AbstractTrainer) -> str:
     return "sanity validation" if trainer.is_sanity_validation else "validation"
 
 
-class ProgressBar(ABC):
-    """A display that is changed in place: an interface."""
-
-    @abstractmethod
-    def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        """Replaces what is shown; `total` is None where nobody knows it."""
-
-    @abstractmethod
-    def describe(self, description: str) -> None:
-        """Replaces the description alone."""
-
-    @abstractmethod
-    def print(self, line: str) -> None:
-        """Shows a line that stays."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Leaves it as it is, and the place to others."""
-
-
-def live_bar(file: TextIO | None) -> ProgressBar | None:
+def live_bar(file: TextIO | None) -> TerminalBar | NotebookBar | None:
     """The bar for `file`, or for standard output and notebooks if it is None; None if nothing can be replaced."""
     if file is None and is_in_notebook():
         return NotebookBar()
@@ -305,7 +284,7 @@ def live_bar(file: TextIO | None) -> ProgressBar | None:
     return TerminalBar(console) if console.is_interactive else None
 
 
-class TerminalBar(ProgressBar):
+class TerminalBar:
     """A line or two at the bottom of a terminal, with everything else above."""
 
     def __init__(self, console: Any) -> None:
@@ -340,7 +319,7 @@ class TerminalBar(ProgressBar):
         self._bar.stop()
 
 
-class NotebookBar(ProgressBar):
+class NotebookBar:
     """One output of a notebook's cell, replaced in place; its text is for notebooks shown without HTML."""
 
     def __init__(self) -> None:

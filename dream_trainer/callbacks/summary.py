@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checks import check_integer
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.data.loader import loader_batch_size
@@ -21,6 +20,7 @@ from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import map_tensors
 from dream_trainer.optim.whole_parameters import values_in_whole
+from dream_trainer.screen import print_table
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dream_trainer.checks import check_integer, check_positive
+from dream_trainer.checks import check_integer, check_positive, refuse
 from dream_trainer.compat.pytorch import tf32_is_allowed
-from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import LoggingCallback
 
 if TYPE_CHECKING:
@@ -89,14 +88,17 @@ class Throughput(LoggingCallback):
         for argument, flops in (("flops_per_sample", flops_per_sample), ("flops_per_token", flops_per_token)):
             if flops is not None and not callable(flops):
                 check_positive(argument, flops, hint=" Or a function of the trainer.")
-        if tokens is not None and not callable(tokens):
-            raise ConfigError(f"tokens={tokens!r} cannot be called. Pass a function of a batch, or tokens_per_sample.")
-        if tokens is not None and tokens_per_sample is not None:
-            raise ConfigError("tokens and tokens_per_sample both say how many tokens there are. Pass one of them.")
-        if flops_per_sample is not None and flops_per_token is not None:
-            raise ConfigError("flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
-        if flops_per_token is not None and tokens is None and tokens_per_sample is None:
-            raise ConfigError("flops_per_token needs the number of tokens. Pass tokens_per_sample or tokens too.")
+        counts, costs = (tokens, tokens_per_sample), (flops_per_sample, flops_per_token)
+        for is_wrong, message in (
+            (
+                tokens is not None and not callable(tokens),
+                f"tokens={tokens!r} cannot be called. Pass a function of a batch.",
+            ),
+            (None not in counts, "tokens and tokens_per_sample both count tokens. Pass one of them."),
+            (None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them."),
+            (flops_per_token and counts == (None, None), "flops_per_token needs tokens. Pass tokens_per_sample too."),
+        ):
+            refuse(is_wrong, message)
         self.every_n_steps = every_n_steps
         self.warm_up_steps = warm_up_steps
         self.tokens_per_sample = tokens_per_sample

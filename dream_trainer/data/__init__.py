@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dream_trainer.data.packing.attention_mask import packed_attention_mask as packed_attention_mask
     from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows
     from dream_trainer.data.packing.padding import PaddedRows as PaddedRows
+    from dream_trainer.data.sources.measured import Pieces as Pieces
     from dream_trainer.data.sources.measured import WithLengths as WithLengths
     from dream_trainer.data.sources.measured import measure_lengths as measure_lengths
-    from dream_trainer.data.sources.pieces import Pieces as Pieces
     from dream_trainer.data.sources.shard_files import JsonLines as JsonLines
     from dream_trainer.data.sources.shard_files import ParquetRows as ParquetRows
     from dream_trainer.data.sources.shard_files import TarSamples as TarSamples
@@ -69,7 +69,7 @@ else:
             "OrderedDataset": "data.ordered",
             "Pack": "data.streams.pack_stream",
             "PackedRows": "data.packing.packed_rows",
-            "Pieces": "data.sources.pieces",
+            "Pieces": "data.sources.measured",
             "PackedSegments": "data.packing.attention_mask",
             "PaddedRows": "data.packing.padding",
             "PerRankLoader": "data.loader",

@@ -106,11 +106,11 @@ class WindowFeed:
         sizes = torch.tensor([_size(self._window), _size(self._ahead)])
         now, ahead = self._world.all_gather(sizes).unbind(1)
         if now.min() < self._accumulation:
-            self._window = self._cut(self._window, now)
+            self._window = _cut(self._window, int(now.min()))
             self._report(now, ahead)
             self._ahead, self._is_ahead_fetched = None, True
         elif ahead.min() < self._accumulation:
-            self._ahead = self._cut(self._ahead, ahead)
+            self._ahead = _cut(self._ahead, int(ahead.min()))
             self._report(ahead)
 
     def take(self) -> Window | None:
@@ -173,10 +173,6 @@ class WindowFeed:
         self._window = self._ahead = None
         self._is_fetched = self._is_ahead_fetched = False
 
-    def _cut(self, window: Window | None, sizes: torch.Tensor) -> Window | None:
-        # Whatever is left is the last window of the pass on every rank.
-        return None if window is None else _cut(window, int(sizes.min()))
-
     def _report(self, cut: torch.Tensor, dropped: torch.Tensor | None = None) -> None:
         left_over = int(cut.sum() - cut.min() * len(cut)) + (0 if dropped is None else int(dropped.sum()))
         if left_over and self._world.is_main:
@@ -208,8 +204,9 @@ def _size(window: Window | None) -> int:
     return 0 if window is None else window.size
 
 
-def _cut(window: Window, size: int) -> Window | None:
-    if size == 0:
+def _cut(window: Window | None, size: int) -> Window | None:
+    """A window's first `size` micro-batches, which are the last of the pass on every rank."""
+    if window is None or size == 0:
         return None
     if size == window.size:
         return replace(window, is_last=True)

@@ -23,13 +23,14 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dream_trainer.checks import check_count
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
 from dream_trainer.data.streams.stream_loader import StreamLoader
-from dream_trainer.data.worker_start import WorkerInit, started
+from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
@@ -90,10 +91,7 @@ class DistributedDataLoader:
                 "Give a dataset with `__len__` and `__getitem__`, or let it yield each rank's own part and wrap its "
                 "loader in PerRankLoader."
             )
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise DataError(
-                f"batch_size={batch_size!r} is not a positive integer. Give the samples of one rank's micro-batch."
-            )
+        check_count("batch_size", batch_size, hint="Give the samples of one rank's micro-batch.")
         if len(dataset) == 0:
             raise _no_samples("dataset", dataset)
         if shuffle and isinstance(dataset, OrderedDataset):
@@ -205,10 +203,6 @@ class ShardReader:
         loader = self.loader
         return KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
 
-    def load(self, epoch: int, indices: list[int]) -> Any:
-        """One batch of the samples at `indices`, loaded in this process."""
-        return self.keyed_dataset.load((epoch, indices))
-
     def dataset_changed(self) -> None:
         """Has the next pass read the dataset as it is now: persistent workers hold it as it was."""
         self.sampler.length = len(self.loader.dataset)
@@ -230,7 +224,7 @@ class ShardReader:
         return DataLoader(
             self.keyed_dataset,
             batch_sampler=self.sampler,  # type: ignore[arg-type]  # what it yields goes to KeyedDataset as it is
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             generator=self.generator,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -249,10 +243,9 @@ def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader 
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
         return None
-    if not isinstance(batches, BatchSampler) or not _is_exactly(batches, BatchSampler, "BatchSampler"):
+    if not isinstance(batches, BatchSampler) or not _is_class(type(batches), BatchSampler, "BatchSampler"):
         return None
-    shuffle = _shuffles(batches.sampler, len(loader.dataset))
-    if shuffle is None:
+    if (shuffle := _shuffles(batches.sampler, len(loader.dataset))) is None:
         return None
     if len(loader.dataset) == 0:
         raise _no_samples(f"{purpose} dataset", loader.dataset)
@@ -337,10 +330,6 @@ def _no_samples(name: str, dataset: Any) -> DataError:
     return DataError(f"The {name} ({type(dataset).__name__}) has 0 samples. Check its path, split and filters.")
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _own_methods(loader: DataLoader[Any]) -> list[str]:
     """What a subclass defines beside its constructor, which only sets options: any of it may decide the batches."""
     own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
@@ -349,12 +338,8 @@ def _own_methods(loader: DataLoader[Any]) -> list[str]:
     return [name for name in dict.fromkeys(found) if name != "__init__"]
 
 
-def _is_exactly(obj: object, torch_class: type, torchdata_name: str) -> bool:
-    """Whether `obj` is of torch's class, or of torchdata's twin of it, and of no subclass."""
-    return _is_class(type(obj), torch_class, torchdata_name)
-
-
 def _is_class(cls: type, torch_class: type, torchdata_name: str) -> bool:
+    """Whether `cls` is torch's class or torchdata's twin of it, and no subclass."""
     # Only a process that imported torchdata can hold one of its objects.
     torchdata = sys.modules.get("torchdata.stateful_dataloader.stateful_dataloader")
     samplers = sys.modules.get("torchdata.stateful_dataloader.sampler")
@@ -366,10 +351,10 @@ def _shuffles(sampler: Any, length: int) -> bool | None:
     """Whether a sampler's order is random; None if it is neither that nor sequential, or not over the whole dataset."""
     if type(sampler) is SequentialSampler:
         return False if len(sampler.data_source) == length else None
-    if _is_exactly(sampler, RandomSampler, "RandomSampler"):
+    if _is_class(type(sampler), RandomSampler, "RandomSampler"):
         covers_all = not sampler.replacement and sampler.num_samples == len(sampler.data_source) == length
         return True if covers_all else None
-    if _is_exactly(sampler, DistributedSampler, "StatefulDistributedSampler"):
+    if _is_class(type(sampler), DistributedSampler, "StatefulDistributedSampler"):
         return bool(sampler.shuffle) if len(sampler.dataset) == length else None
     return None
 

@@ -145,7 +145,7 @@ class ShardStream(TrainStream):
 
     @property
     def seconds_loading(self) -> Mapping[tuple[int, str], float]:
-        return self._reader.marked.times.seconds
+        return self._reader.marked.seconds
 
     def seek(
         self,

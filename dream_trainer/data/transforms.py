@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from dream_trainer.checks import check_count
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.errors import DataError
 
@@ -74,7 +75,7 @@ class Batch(Transform):
     size: int
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("Batch", "size", self.size)
+        check_count("Batch: size", self.size, hint="Give the samples of one list.")
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -108,7 +109,7 @@ class Shuffle(Transform):
     window: int
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("Shuffle", "window", self.window)
+        check_count("Shuffle: window", self.window, hint="Give the samples that are shuffled together.")
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -199,8 +200,3 @@ def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
         f"on_error={on_error!r} with max_skipped={max_skipped!r} does not say what to do with a broken sample. Use "
         'on_error="raise" alone, or on_error="skip" with max_skipped=, the number that may be skipped.'
     )
-
-
-def refuse_unless_positive(name: str, field_name: str, value: object, what: str = "samples") -> None:
-    if not isinstance(value, int) or value < 1:
-        raise DataError(f"{name}({field_name}={value!r}) is not a positive number of {what}. Give at least 1.")

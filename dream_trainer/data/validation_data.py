@@ -103,7 +103,7 @@ class ShardValidation(ValidationBatches):
         return len(self._reader.sampler)
 
     def any_batch(self) -> Any | None:
-        return self._reader.load(VALIDATION_EPOCH, [0])
+        return self._reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
 
     def close(self) -> None:
         self._reader.close()

@@ -17,6 +17,11 @@ from dream_trainer.distributed.signals import TERMINATING, outlive_job, starting
 _PR_SET_PDEATHSIG = 1
 
 
+def as_it_is(batch: Any) -> Any:
+    """The `collate_fn` of a DataLoader whose dataset yields batches."""
+    return batch
+
+
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """A pass over the loader, whose workers outlive a signal to the whole job from their fork on."""
     with workers_start(loader):

@@ -165,7 +165,7 @@ def test_a_negative_depth_says_what_to_use() -> None:
 
 
 def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dream_trainer.callbacks.tables import print_table
+    from dream_trainer.screen import print_table
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

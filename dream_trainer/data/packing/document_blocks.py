@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dream_trainer.data.loading_time import LoadingTime
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.checks import check_count
+from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
 from dream_trainer.data.packing.packing import RowPlan, joined
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
@@ -52,9 +52,9 @@ class _Block:
 class DocumentBlocks(OrderedDataset):
     def __init__(self, documents: OrderedDataset, row_length: int, block_size: int | None) -> None:
         _check_documents(documents)
-        _check_positive("row_length", row_length, "tokens in a row")
+        check_count("row_length", row_length, hint="Give the number of tokens in a row.")
         if block_size is not None:
-            _check_positive("block_size", block_size, "documents whose rows are made together")
+            check_count("block_size", block_size, hint="Give the number of documents whose rows are made together.")
         self.documents = documents
         self.row_length = row_length
         self._given_block_size = block_size
@@ -333,8 +333,3 @@ def _check_documents(documents: object) -> None:
     if len(documents) == 0:
         raise DataError(f"The documents ({name}) are none: their length is 0. Check their path, split and filters.")
     documents.lengths(0, 1)  # which names a source that says none
-
-
-def _check_positive(name: str, value: object, what: str) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise DataError(f"{name}={value!r} is not a positive integer. Give the number of {what}.")

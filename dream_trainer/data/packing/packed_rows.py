@@ -13,7 +13,7 @@ from torch import Tensor
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.packing.document_blocks import DocumentBlocks, block_order
 from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated
-from dream_trainer.data.sources.pieces import FOLLOWING
+from dream_trainer.data.sources.measured import FOLLOWING
 from dream_trainer.errors import DataError
 
 IGNORED = -100  # the label of a token that predicts nothing; `cross_entropy` leaves it out by default

@@ -18,7 +18,7 @@ from dream_trainer.data.streams.lane_reader import Lane, LaneState, refuse_forge
 from dream_trainer.data.streams.lanes import Chain, LanePlan, lane_plan
 from dream_trainer.data.transforms import block_size, description
 from dream_trainer.data.window import DataPosition, TrainStream, Window
-from dream_trainer.data.worker_start import WorkerInit, started
+from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
 
@@ -212,7 +212,7 @@ class LaneStream(TrainStream):
         torch_loader = DataLoader(
             batches,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=1,  # its own process for each, which can then load any lanes in any order
             generator=torch.Generator(device="cpu").manual_seed(seed),
             pin_memory=loader.pin_memory,
@@ -260,10 +260,6 @@ def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation:
         of_turn = [number % num_readers for number, chain in enumerate(chains) if chain.turn == turn]
         readers.append(of_turn * (accumulation // len(of_turn)))
     return readers
-
-
-def _as_it_is(loaded: Any) -> Any:
-    return loaded
 
 
 class Mark(NamedTuple):

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dream_trainer.checks import divisors, spell
 from dream_trainer.errors import DataError
 
 MOST_LANES = 64  # lanes of a step where the user does not say: each holds an open file
@@ -74,15 +75,15 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
         raise DataError(
             f"lanes={lanes} is not a divisor of the global batch of {global_batch} samples, or more than the "
             f"{num_shards} {_shards(num_shards)} of the source. Every step takes equally many samples from each lane. "
-            f"Use {_spelled(possible)}."
+            f"Use {spell(possible)}."
         )
     if lanes % dp_size:
         ranks = [size for size in divisors(lanes) if size <= num_shards]
         fitting = [lane for lane in possible if lane % dp_size == 0]
-        other = f", or lanes={_spelled(fitting)} in a new run" if fitting else ""
+        other = f", or lanes={spell(fitting)} in a new run" if fitting else ""
         raise DataError(
             f"lanes={lanes} cannot be dealt evenly to dp_size={dp_size} data-parallel ranks ({num_shards} "
-            f"{_shards(num_shards)}, global batch {global_batch}). Use {_spelled(ranks)} ranks{other}."
+            f"{_shards(num_shards)}, global batch {global_batch}). Use {spell(ranks)} ranks{other}."
         )
     if turns is None:
         possible_turns = range(1, min(MOST_TURNS, num_shards // lanes) + 1)
@@ -96,14 +97,5 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
     return LanePlan(num_shards, global_batch, lanes, turns)
 
 
-def divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
 def _shards(count: int) -> str:
     return "shard" if count == 1 else "shards"
-
-
-def _spelled(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + (" or " if len(numbers) > 1 else "") + str(numbers[-1])

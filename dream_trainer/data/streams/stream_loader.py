@@ -9,13 +9,10 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from dream_trainer.checks import check_count
 from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource
 from dream_trainer.data.streams.lane_reader import LaneOptions
-from dream_trainer.data.transforms import (
-    OnError,
-    Transform,
-    refuse_unclear_policy,
-)
+from dream_trainer.data.transforms import OnError, Transform, refuse_unclear_policy
 from dream_trainer.errors import DataError
 
 
@@ -77,10 +74,7 @@ class StreamLoader:
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise DataError(
-                f"batch_size={batch_size!r} is not a positive integer. Give the samples of one rank's micro-batch."
-            )
+        check_count("batch_size", batch_size, hint="Give the samples of one rank's micro-batch.")
         source = sharded_source(source)
         if source.num_shards < 1:
             raise DataError(f"the source ({type(source).__name__}) has 0 shards. Check its path and split.")
