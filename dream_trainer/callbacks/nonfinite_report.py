@@ -244,7 +244,7 @@ def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
         if of_optimizer.loss_scale is None or float(of_optimizer.loss_scale) < 1:
             norms = zip(of_optimizer.names, of_optimizer.norms.tolist(), strict=True)
             gradients |= {name: str(norm) for name, norm in norms if not math.isfinite(norm)}
-    bad = [[name for name, value in values.items() if not _is_finite(value)] for _, values in window.batches]
+    bad = [[name for name, value in values.items() if not math.isfinite(float(value))] for _, values in window.batches]
     if not gradients and not any("loss" in name for names in bad for name in names):
         return None
     batches: list[dict[str, Any]] = [
@@ -288,7 +288,3 @@ def _all_finite(tensors: list[Tensor]) -> bool:
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
     return all(bool(torch.isfinite(torch.cat(flat)).all()) for flat in by_device.values())
-
-
-def _is_finite(value: Tensor | float) -> bool:
-    return math.isfinite(float(value))

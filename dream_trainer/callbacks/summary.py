@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from dream_trainer.checks import check_integer
 from dream_trainer.compat.pytorch import local_tensor
@@ -134,7 +133,7 @@ def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
 def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> Iterator[tuple[str, ...]]:
     size = size_of(module)
     direct = dict(module.named_parameters(recurse=False))
-    shapes = ", ".join(f"{key} {_shape(p)}" for key, p in direct.items())
+    shapes = ", ".join(f"{key} {'x'.join(map(str, p.shape)) or 'scalar'}" for key, p in direct.items())
     yield (
         "  " * level + name,
         own_class(module).__name__,
@@ -147,10 +146,6 @@ def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> It
     if level < depth:
         for child_name, child in module.named_children():
             yield from _module_rows(child_name, child, depth, level + 1)
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 class TrainerSummary(Callback):

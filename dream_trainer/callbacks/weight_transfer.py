@@ -152,12 +152,10 @@ def _check_pairs(source: str, followed: dict[str, Tensor], target: str, followin
         )
     for name, tensor in followed.items():
         other = following[name]
-        if tensor.shape != other.shape:
+        shapes = [[[*one.shape], [*local_tensor(one).shape]] for one in (tensor, other)]
+        if shapes[0] != shapes[1]:
             raise ConfigError(
-                f"WeightTransfer: {name} is {list(tensor.shape)} in {source!r} and {list(other.shape)} in {target!r}."
-            )
-        if local_tensor(tensor).shape != local_tensor(other).shape:
-            raise ConfigError(
-                f"WeightTransfer: {name} is sharded otherwise in {source!r} than in {target!r}. Shard both alike in "
+                f"WeightTransfer: {name} is {shapes[0][0]} in {source!r}, sharded as {shapes[0][1]}, and "
+                f"{shapes[1][0]} in {target!r}, sharded as {shapes[1][1]}. Build both alike, and shard both alike in "
                 "apply_fully_shard."
             )

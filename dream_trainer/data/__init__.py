@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from dream_trainer.data.loader_groups.loader_group import LoaderGroup as LoaderGroup
     from dream_trainer.data.mixtures.mixture import Mixture as Mixture
     from dream_trainer.data.mixtures.mixture import mixture_of as mixture_of
+    from dream_trainer.data.mixtures.mixture_order import IndexPermutation as IndexPermutation
     from dream_trainer.data.mixtures.mixture_weights import Stage as Stage
-    from dream_trainer.data.mixtures.permutation import IndexPermutation as IndexPermutation
     from dream_trainer.data.ordered import ENDLESS as ENDLESS
     from dream_trainer.data.ordered import OrderedDataset as OrderedDataset
     from dream_trainer.data.packing.attention_mask import PackedSegments as PackedSegments
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from dream_trainer.data.sources.stream_sources import ShardedSource as ShardedSource
     from dream_trainer.data.sources.stream_sources import WebDatasetShards as WebDatasetShards
     from dream_trainer.data.sources.token_file import TokenFile as TokenFile
-    from dream_trainer.data.sources.token_writer import TokenFileWriter as TokenFileWriter
+    from dream_trainer.data.sources.token_file import TokenFileWriter as TokenFileWriter
     from dream_trainer.data.stream import train_stream as train_stream
+    from dream_trainer.data.streams.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.streams.pack_stream import Pack as Pack
-    from dream_trainer.data.streams.stream_loader import StreamLoader as StreamLoader
     from dream_trainer.data.transformed_dataset import TransformedDataset as TransformedDataset
     from dream_trainer.data.transforms import Batch as Batch
     from dream_trainer.data.transforms import Filter as Filter
@@ -60,7 +60,7 @@ else:
             "Mixture": "data.mixtures.mixture",
             "mixture_of": "data.mixtures.mixture",
             "Stage": "data.mixtures.mixture_weights",
-            "IndexPermutation": "data.mixtures.permutation",
+            "IndexPermutation": "data.mixtures.mixture_order",
             "ENDLESS": "data.ordered",
             "Filter": "data.transforms",
             "HuggingFaceShards": "data.sources.stream_sources",
@@ -75,14 +75,14 @@ else:
             "PerRankLoader": "data.loader",
             "ShardedSource": "data.sources.stream_sources",
             "Shuffle": "data.transforms",
-            "StreamLoader": "data.streams.stream_loader",
+            "StreamLoader": "data.streams.lane_stream",
             "JsonLines": "data.sources.shard_files",
             "ParquetRows": "data.sources.shard_files",
             "TarSamples": "data.sources.shard_files",
             "WithLengths": "data.sources.measured",
             "measure_lengths": "data.sources.measured",
             "TokenFile": "data.sources.token_file",
-            "TokenFileWriter": "data.sources.token_writer",
+            "TokenFileWriter": "data.sources.token_file",
             "TrainStream": "data.window",
             "Transform": "data.transforms",
             "TransformedDataset": "data.transformed_dataset",

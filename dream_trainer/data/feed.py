@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dream_trainer.data.stream import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import DataError
@@ -48,14 +48,7 @@ class WindowFeed:
         self.rank_state: dict[str, Any] | None = None
         self.seconds_waiting = 0.0
 
-    def seek(
-        self,
-        position: DataPosition,
-        rank_state: dict[str, Any] | None,
-        *,
-        is_pass_over: bool,
-        state: dict[str, Any] | None,
-    ) -> None:
+    def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         """Continues after `position`, or with the next pass; the states are this rank's and the one of all ranks."""
         self._forget()
         self.rank_state = rank_state
@@ -205,7 +198,6 @@ def _size(window: Window | None) -> int:
 
 
 def _cut(window: Window | None, size: int) -> Window | None:
-    """A window's first `size` micro-batches, which are the last of the pass on every rank."""
     if window is None or size == 0:
         return None
     if size == window.size:
@@ -228,7 +220,9 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
     # The window's first has nothing to go beside: its memory may be that of a batch that is still computed with.
     current = move(next(waiting), device)
     for batch in waiting:
-        following = _move_aside(batch, move, device, aside)
+        aside.wait_stream(torch.accelerator.current_stream(device))
+        with aside:
+            following = move(batch, device)
         yield current
         # Each stream waits for the other before it touches the same memory, which needs no `record_stream`.
         torch.accelerator.current_stream(device).wait_stream(aside)
@@ -239,9 +233,3 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
 def copy_stream(device: torch.device) -> torch.Stream | None:
     """A stream for copies to `device`; None where copies are not asynchronous."""
     return torch.Stream(device) if device.type == "cuda" else None
-
-
-def _move_aside(batch: Any, move: Move, device: torch.device, aside: torch.Stream) -> Any:
-    aside.wait_stream(torch.accelerator.current_stream(device))
-    with aside:
-        return move(batch, device)

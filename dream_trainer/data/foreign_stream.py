@@ -21,7 +21,7 @@ from dream_trainer.data.foreign import (
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.loader_groups.group_stream import refuse_state_of_group
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
 from dream_trainer.errors import DataError
 
@@ -83,10 +83,10 @@ class ForeignStream(TrainStream):
     def seek(
         self,
         position: DataPosition,
-        rank_state: dict[str, Any] | None,
+        rank_state: SavedState,
         *,
         is_pass_over: bool = False,
-        state: dict[str, Any] | None = None,
+        state: SavedState = None,
     ) -> None:
         refuse_state_of_group(state)
         if self._was_read and isinstance(self._source, Iterator):
@@ -168,12 +168,9 @@ class ForeignStream(TrainStream):
             epoch=epoch,
             dp_rank=self._dp_rank,
             first=first,
-            draws=self._watched_draws(),
+            draws=True if self._stateful is None else self._draws,  # True also if nobody wants to know
             drawn=self._drawn if first else (),
         )
-
-    def _watched_draws(self) -> bool | None:
-        return True if self._stateful is None else self._draws
 
     # -- the loader's own state
 

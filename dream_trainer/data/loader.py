@@ -29,7 +29,7 @@ from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, Lo
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
-from dream_trainer.data.streams.stream_loader import StreamLoader
+from dream_trainer.data.streams.lane_stream import StreamLoader
 from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
@@ -135,18 +135,13 @@ class PerRankLoader:
         loader: Any iterable of batches that can be iterated once per epoch.
 
     Raises:
-        DataError: It is a loader that deals samples to ranks itself, or cannot be iterated.
+        DataError: It is a loader that deals samples to ranks itself.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         if isinstance(loader, (DistributedDataLoader, StreamLoader, PerRankLoader)):
             raise DataError(
                 f"A {type(loader).__name__} is made for several ranks already. Use it without PerRankLoader."
-            )
-        if not isinstance(loader, Iterable):
-            raise DataError(
-                f"PerRankLoader got an object of type {type(loader).__name__}, which cannot be iterated. Give an "
-                "iterable of batches."
             )
         self.loader = loader
 
@@ -214,7 +209,6 @@ class ShardReader:
         self.marked.release()
 
     def close(self) -> None:
-        """Ends worker processes; `batches` starts new ones."""
         shutdown_workers(self._iterator)
         self.release()
         self._torch_loader = None
@@ -290,9 +284,10 @@ def training_loaders(loader: Any) -> dict[str, Any]:
 
 
 def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
-    _refuse_several(loader.loader if isinstance(loader, PerRankLoader) else loader)
+    is_per_rank = isinstance(loader, PerRankLoader)
     if isinstance(loader, PerRankLoader):
-        return loader.loader
+        loader = loader.loader
+    _refuse_several(loader)
     if isinstance(loader, StreamLoader):
         raise DataError(
             "A StreamLoader is for training: it ends with a step that all lanes can fill, or never, and validation "
@@ -304,7 +299,7 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
             f"A data loader must be an iterable of batches, and {type(loader).__name__} is none. Wrap a dataset in "
             "DistributedDataLoader(dataset, batch_size=...)."
         )
-    if dp_size > 1:
+    if dp_size > 1 and not is_per_rank:
         raise DataError(
             f"{_describe(loader)} cannot be dealt to dp_size={dp_size} data-parallel ranks: each would train on all "
             "of it. Use DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset; or, "

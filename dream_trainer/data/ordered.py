@@ -17,8 +17,6 @@ ENDLESS = 2**62  # the length of a dataset that never ends
 
 
 class LoadingTime(NamedTuple):
-    """Seconds that one process has loaded each source since its pass began."""
-
     worker: int  # -1 without workers
     seconds: tuple[float, ...]  # of each source, in their order
 

@@ -95,7 +95,6 @@ class RankBatchSampler(Sampler[BatchKey]):
             yield epoch, order[last + offset : last + offset + size].tolist()
 
     def samples_in(self, number: int) -> int:
-        """Samples in this rank's batch `number` of the pass that is set."""
         _, first, end = self._next_pass
         return self.sharding.samples_in(number, end - first)
 

@@ -174,7 +174,6 @@ class StageCalls:
             return self.calls.failed(item, error)
 
     def seed(self, item: Item) -> int:
-        """Seed of what is drawn for a sample here."""
         return hash_seed(b"transform", self.calls.seed, self.calls.lane, item.number, self.stage)
 
 

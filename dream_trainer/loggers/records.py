@@ -119,8 +119,6 @@ class NoRecord(Record):
 
 
 class Records:
-    """Which record is current."""
-
     def __init__(self) -> None:
         self.current = Record()
         self.validation_media: list[Logged] = []

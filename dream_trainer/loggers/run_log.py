@@ -86,13 +86,11 @@ class RunLog:
         return not self._loggers.is_open
 
     def window_started(self) -> None:
-        """What comes from here on belongs to the next window."""
         if self._loggers.waits_early:
             self.open(early=True)
         self._training.window_started()
 
     def window_dropped(self) -> None:
-        """Forgets what was logged since `window_started`: the window runs again."""
         self._training.window_dropped()
 
     def window_finished(self, step: int, *, is_last: bool = False, is_stopped: bool = False) -> None:

@@ -474,8 +474,6 @@ def _refuse_doubtful(items: list[Any], name: str) -> None:
 
 
 class _Made:
-    """The batches that a function makes for each pass."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 

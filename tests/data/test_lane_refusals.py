@@ -124,11 +124,11 @@ def test_an_empty_shard_is_named_and_so_is_a_lane_of_which_nothing_is_kept() -> 
 
 
 def test_empty_and_missing_sources_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a directory with tar files"):
+    with pytest.raises(DataError, match="has no files of .tar"):
         WebDatasetShards(tmp_path)
-    with pytest.raises(DataError, match="gone.tar: no such tar file"):
+    with pytest.raises(DataError, match="there is no file .*gone.tar"):
         WebDatasetShards([tmp_path / "gone.tar"])
-    with pytest.raises(DataError, match="empty list"):
+    with pytest.raises(DataError, match="no files are given"):
         WebDatasetShards([])
     with pytest.raises(DataError, match="got no items"):
         IterableShards(LiveLines, [])
@@ -230,7 +230,7 @@ def test_what_to_do_with_a_broken_sample_is_said_clearly(on_error: Any, limit: i
 
 
 def test_transforms_want_positive_sizes() -> None:
-    with pytest.raises(DataError, match=r"Shuffle\(window=0\)"):
+    with pytest.raises(DataError, match="Shuffle: window=0 is not a positive integer"):
         Shuffle(0)
 
 

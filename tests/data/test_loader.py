@@ -176,8 +176,8 @@ def test_wrong_datasets_and_batch_sizes_are_refused() -> None:
         DistributedDataLoader(TensorDataset(torch.ones(0)), 2)
     with pytest.raises(DataError, match="several ranks already"):
         PerRankLoader(DistributedDataLoader(DATA, 2))
-    with pytest.raises(DataError, match="cannot be iterated"):
-        PerRankLoader(3)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="must be an iterable of batches, and int is none"):
+        train_stream(PerRankLoader(3), accumulation=1, dp_rank=0, dp_size=1, seed=0)  # type: ignore[arg-type]
 
 
 def test_the_batch_size_is_read_where_the_loader_says_it() -> None:

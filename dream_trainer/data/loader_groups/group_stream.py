@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup, PassEnd, refuse_shared
 from dream_trainer.data.ordered import ENDLESS, innermost
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
 
@@ -87,10 +87,10 @@ class GroupStream(TrainStream):
     def seek(
         self,
         position: DataPosition,
-        rank_state: dict[str, Any] | None,
+        rank_state: SavedState,
         *,
         is_pass_over: bool = False,
-        state: dict[str, Any] | None = None,
+        state: SavedState = None,
     ) -> None:
         if state is None:
             self._begin_pass_at(position, is_pass_over=is_pass_over)
@@ -310,8 +310,6 @@ def _is_same(end: DataPosition, position: DataPosition) -> bool:
 
 
 class TogetherStream(GroupStream):
-    """A batch of each loader in every micro-batch."""
-
     def next_window(self) -> Window | None:
         has_window = [self._look(part) for part in self._parts]
         if not all(has_window) and self._is_over():
@@ -324,7 +322,6 @@ class TogetherStream(GroupStream):
         return self._window(batches, windows)
 
     def _is_over(self) -> bool:
-        """Whether the pass is over, now that a loader has no window."""
         if self._end == "shortest":
             return self._leader is not None and self._leader.place.has_ended
         return self._end == "longest" and all(part.place.has_ended for part in self._parts)
@@ -343,8 +340,6 @@ class TogetherStream(GroupStream):
 
 
 class TurnsStream(GroupStream):
-    """One loader after the other, each for a whole window."""
-
     def __init__(self, streams: Mapping[str, TrainStream], turns: Sequence[str], **options: Any) -> None:
         numbers = {name: number for number, name in enumerate(streams)}
         self._turns = [numbers[name] for name in turns]
@@ -362,7 +357,6 @@ class TurnsStream(GroupStream):
         return self._parts[self._turns[self._windows % len(self._turns)]]
 
     def _ends_with(self, part: Member) -> bool:
-        """Whether the pass is over once this loader, whose turn it is, has no window."""
         if self._end == "longest":
             return all(other is part or other.place.has_ended for other in self._parts)
         return self._end == "shortest" and self._leader in (None, part)

@@ -1,12 +1,12 @@
-"""Several sources of samples in one dataset, by weights that may change. mixture_order.py chooses a position's source
-and permutation.py the sample, so a mixture begins anywhere at once."""
+"""Several sources of samples in one dataset, by weights that may change. mixture_order.py computes a position's
+source and sample, so a mixture begins anywhere at once."""
 
 from __future__ import annotations
 
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter
@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dream_trainer.checks import check_choice, check_integer
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
-from dream_trainer.data.mixtures.mixture_order import BLOCK, Segment, draw_numbers, segments
+from dream_trainer.data.mixtures.mixture_order import (
+    BLOCK,
+    IndexPermutation,
+    Integers,
+    Segment,
+    draw_numbers,
+    segments,
+)
 from dream_trainer.data.mixtures.mixture_weights import (
     Stage,
     Weights,
@@ -26,7 +33,6 @@ from dream_trainer.data.mixtures.mixture_weights import (
     checked_weights,
     weights_by_position,
 )
-from dream_trainer.data.mixtures.permutation import IndexPermutation, Integers
 from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
 from dream_trainer.data.sources.measured import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
@@ -183,7 +189,7 @@ class Mixture(OrderedDataset):
         Raises:
             DataError: A source does not say them.
         """
-        measured = [lengths_of(name, source) for name, source in self.sources.items()]
+        measured = [lengths_of(source, name) for name, source in self.sources.items()]
         found = np.empty(last - first, dtype=np.int64)
         position = first + self._offset
         while position < last + self._offset:
@@ -417,19 +423,12 @@ def _check_sources(sources: Mapping[str, Any]) -> None:
     if not sources:
         raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
     for name, source in sources.items():
-        if isinstance(source, IterableDataset | OrderedDataset):
+        if isinstance(source, IterableDataset | OrderedDataset) or not isinstance(source, Sized):
             raise DataError(
                 f"source {name!r} ({type(source).__name__}) has no samples by number that a mixture could choose from. "
-                "Give a map-style dataset."
+                "Give a map-style dataset, with `__len__` and `__getitem__`."
             )
-        try:
-            length = len(source)
-        except TypeError as error:
-            raise DataError(
-                f"source {name!r} ({type(source).__name__}) has no length. Give a map-style dataset, which has "
-                "`__len__` and `__getitem__`."
-            ) from error
-        if length == 0:
+        if len(source) == 0:
             raise DataError(
                 f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path, split and filters."
             )

@@ -115,7 +115,6 @@ class _Places:
         self._tokens_per_sample = Fraction(1)
 
     def weigh(self, weights: list[Fraction]) -> None:
-        """From the last place on these weights count."""
         if self._is_tokens:
             # Samples are drawn by weight / mean, and each has its mean: the tokens of all are the weights' sum.
             samples = sum((weight * by for weight, by in zip(weights, self._by_sample, strict=True)), Fraction(0))

@@ -268,16 +268,12 @@ class DocumentBlocks(OrderedDataset):
         first = block * self.block_size
         last = min(first + self.block_size, len(self.documents))
         lengths = np.asarray(_lengths_of(self.documents, first, last))
-        if lengths.shape != (last - first,) or lengths.dtype.kind not in "iu":
+        are_counts = lengths.shape == (last - first,) and lengths.dtype.kind in "iu" and lengths.min(initial=0) >= 0
+        if not are_counts:
             raise DataError(
                 f"lengths({first}, {last}) of the documents ({type(self.documents).__name__}) gave {lengths.dtype} of "
-                f"shape {lengths.shape}. It has to give one integer for each of these {last - first} positions."
-            )
-        if lengths.min(initial=0) < 0:
-            at = first + int(lengths.argmin())
-            raise DataError(
-                f"The document at position {at} has a length of {lengths.min()} tokens by lengths({first}, {last}). A "
-                "length is 0 or more."
+                f"shape {lengths.shape}, from {lengths.min(initial=0)} on. It has to give one integer of 0 or more for "
+                f"each of these {last - first} positions."
             )
         return lengths
 

@@ -25,8 +25,6 @@ _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
 
 
 class _Document(NamedTuple):
-    """A document's token ids, what each predicts, but for the last, and how much that counts; None: 1."""
-
     ids: NDArray[Any]
     labels: NDArray[Any]
     weights: NDArray[Any] | None

@@ -101,7 +101,6 @@ def pack_one_by_one(lengths: NDArray[Any], row_length: int) -> RowPlan:
 
 
 def _cut(lengths: NDArray[Any], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Pieces of at most `row_length` tokens, as documents, starts and sizes."""
     lengths = np.asarray(lengths, dtype=np.int64)
     counts = -(-lengths // row_length)
     documents = np.repeat(np.arange(len(lengths)), counts)

@@ -93,11 +93,12 @@ class _Measure(Dataset[int]):
         return len(sample[self.field])
 
 
-def lengths_of(name: str, source: Any) -> Any:
+def lengths_of(source: Any, name: str | None = None) -> Any:
     if not isinstance(source, Measured):
         raise DataError(
-            f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
-            "attribute `lengths`. Write it with `dream-trainer data tokenize`, or measure_lengths(dataset)."
+            f"{'' if name is None else f'source {name!r} '}({type(source).__name__}) does not say how many tokens its "
+            "samples have: it needs an attribute `lengths`. Write it with `dream-trainer data tokenize`, or use "
+            "WithLengths(source, measure_lengths(source))."
         )
     return source.lengths
 
@@ -105,7 +106,7 @@ def lengths_of(name: str, source: Any) -> Any:
 def mean_lengths(sources: Mapping[str, Any]) -> list[float]:
     means = []
     for name, source in sources.items():
-        lengths = np.asarray(lengths_of(name, source))
+        lengths = np.asarray(lengths_of(source, name))
         means.append(float(lengths.sum(dtype=np.int64)) / len(lengths))
         if not means[-1] > 0:
             raise DataError(f"the samples of source {name!r} have no tokens.")
@@ -135,15 +136,10 @@ class Pieces(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, source: Any, length: int) -> None:
-        if not isinstance(source, Measured):
-            raise DataError(
-                f"{type(source).__name__} does not say how many tokens its documents have: it needs `lengths`. Write "
-                "it with `dream-trainer data tokenize`, or use WithLengths(source, measure_lengths(source))."
-            )
         check_count("length", length, hint="Give the tokens of the longest piece.")
         self.source: Any = source
         self.length = length
-        counts = np.maximum(-(-np.asarray(source.lengths, dtype=np.int64) // length), 1)
+        counts = np.maximum(-(-np.asarray(lengths_of(source), dtype=np.int64) // length), 1)
         self._ends = np.cumsum(counts)
         self._lengths: npt.NDArray[np.int64] | None = None
 

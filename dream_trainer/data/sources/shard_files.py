@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dream_trainer.data.sources.stream_sources import TAR_NAME, refuse_early_end
+from dream_trainer.data.sources.stream_sources import TAR_NAME, Paths, find_files, refuse_early_end
 from dream_trainer.errors import DataError
-
-Paths = str | Path | Sequence[str | Path]
 
 
 class ShardFiles(ABC):
@@ -24,7 +22,7 @@ class ShardFiles(ABC):
     suffixes: tuple[str, ...]
 
     def __init__(self, paths: Paths) -> None:
-        self.paths = _files(paths, self.suffixes)
+        self.paths = find_files(paths, self.suffixes)
         self._places = [self._find_samples(path) for path in self.paths]
         self._ends = np.cumsum([len(places) for places in self._places])
         if self._ends[-1] == 0:
@@ -200,21 +198,3 @@ class TarSamples(ShardFiles):
                 content = file.read(size)
                 sample[part] = content if self.decode is None else self.decode(part, content)
         return sample
-
-
-def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    found: list[Path] = []
-    for path in given:
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.name.endswith(suffixes))
-            if not inside:
-                raise DataError(f"{path} has no files of {' or '.join(suffixes)}.")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            raise DataError(f"there is no file {path}.")
-    if not found:
-        raise DataError("no files are given.")
-    return found

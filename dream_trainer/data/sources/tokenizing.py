@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dream_trainer.data.sources.token_file import PLAN, planned_shard
-from dream_trainer.data.sources.token_writer import TokenFileWriter
+from dream_trainer.data.sources.token_file import PLAN, TokenFileWriter, planned_shard
 from dream_trainer.errors import DataError
 
 TEXTS_PER_SHARD = 1000
