@@ -10,7 +10,7 @@ _NAMES = {
     "dream_trainer.cadence": "Cadence",
     "dream_trainer.callbacks": (
         "ActivationStats EarlyStopping Every GarbageCollection GradientStats ImageFiles LearningRate Memory "
-        "MixtureWeights ModelSummary NonFiniteReport Profiler Progress SWA Throughput TrainerSummary "
+        "EMA MixtureWeights ModelSummary NonFiniteReport Profiler Progress SWA Throughput TrainerSummary "
         "WeightStats WeightTransfer"
     ),
     "dream_trainer.callbacks.model_average": "HostAverage",

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from dream_trainer.best_value import mode_of
-from dream_trainer.checks import check_between, check_choice, check_integer, check_name
+from dream_trainer.checks import check_between, check_choice, check_integer, check_name, refuse
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
@@ -68,8 +68,7 @@ class EarlyStopping(Callback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         lacking = _what_validation_lacks(trainer)
-        if lacking is not None:
-            raise ConfigError(f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
+        refuse(lacking is not None, f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
         self._known_mode = mode_of(
             self.metric,
             self.mode,

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive
-from dream_trainer.errors import ConfigError
+from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive, refuse
 from dream_trainer.events.callback import TimedCallback
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ class Every(TimedCallback):
             check_positive("n", n)
         else:
             check_integer("n", n, minimum=1)
-        if not callable(function):
-            raise ConfigError(f"function={function!r} cannot be called. Pass a function of the trainer.")
+        refuse(not callable(function), f"function={function!r} cannot be called. Pass a function of the trainer.")
         check_boolean("main_process_only", main_process_only)
         self.n = n
         self.unit = unit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
 import torch
 import torch.nn as nn
 
-from dream_trainer.checks import check_integer
+from dream_trainer.checks import check_integer, refuse
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.distributed.world import MESH_DIMS
@@ -76,8 +76,7 @@ class ModelSummary(Callback):
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         unknown = sorted(self._inputs.keys() - trainer.named_models().keys())
-        if unknown:
-            raise ConfigError(f"inputs has {unknown}, which are not models. There are {list(trainer.named_models())}.")
+        refuse(unknown, f"inputs has {unknown}, which are not models. There are {list(trainer.named_models())}.")
         self._count_flops(trainer)  # of what `setup` assigned, without SetupMixin
         for name, model in trainer.named_models().items():
             size = size_of(model)

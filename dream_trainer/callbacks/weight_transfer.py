@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.callbacks.model_average import ModelAverage
 from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
-from dream_trainer.checks import check_between, check_boolean, check_integer, check_name
+from dream_trainer.checks import check_between, check_boolean, check_integer, check_name, refuse
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
@@ -63,8 +63,7 @@ class WeightTransfer(Callback):
         check_between("decay", decay, 0.0, 1.0, below=True)
         check_boolean("copy_at_start", copy_at_start)
         check_boolean("buffers", buffers)
-        if source == target:
-            raise ConfigError(f"source and target are both {source!r}. Name two models.")
+        refuse(source == target, f"source and target are both {source!r}. Name two models.")
         self.source = source
         self.target = target
         self.every_n_steps = every_n_steps
@@ -80,8 +79,7 @@ class WeightTransfer(Callback):
         self._trainer = trainer
         source, target = _model(trainer, self.source), _model(trainer, self.target)
         self._optimizers = trainer.get_optimizers_by_model(source)
-        if not self._optimizers:
-            raise ConfigError(f"WeightTransfer: no optimizer trains {self.source!r}, so there is nothing to transfer.")
+        refuse(not self._optimizers, f"WeightTransfer: no optimizer trains {self.source!r}, so nothing is transferred.")
         followed, following = self._tensors(source), self._tensors(target)
         _check_pairs(self.source, followed, self.target, following)
         moving = [name for name, tensor in followed.items() if tensor.is_floating_point()]
@@ -155,7 +153,7 @@ def _check_pairs(source: str, followed: dict[str, Tensor], target: str, followin
         shapes = [[[*one.shape], [*local_tensor(one).shape]] for one in (tensor, other)]
         if shapes[0] != shapes[1]:
             raise ConfigError(
-                f"WeightTransfer: {name} is {shapes[0][0]} in {source!r}, sharded as {shapes[0][1]}, and "
-                f"{shapes[1][0]} in {target!r}, sharded as {shapes[1][1]}. Build both alike, and shard both alike in "
+                f"WeightTransfer: {name} is {shapes[0][0]} in {source!r} and {shapes[1][0]} in {target!r}, and this "
+                f"rank has {shapes[0][1]} and {shapes[1][1]} of them. Build both alike, and shard both alike in "
                 "apply_fully_shard."
             )

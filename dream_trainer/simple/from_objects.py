@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dream_trainer.best_value import mode_of
 from dream_trainer.callbacks.weight_average import WeightAverage
 from dream_trainer.checkpoint.retention import best_checkpoint
+from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType
 from dream_trainer.config.logger_parameters import LoggerParameters
 from dream_trainer.config.training_parameters import EvalParameters, TrainingParameters
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.errors import CheckpointError, ConfigError, DataError
+from dream_trainer.errors import CheckpointError, DataError
 from dream_trainer.events.callback import Callback
 from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.modules.metrics import higher_is_better
@@ -130,8 +131,7 @@ class Trainer:
             (monitor and val is None, f"monitor={monitor!r} is a metric of validations. Give val=."),
             (isinstance(optimizer, list | tuple), "optimizer= is one. Several need a class: docs/several-models.md."),
         ):
-            if is_wrong:
-                raise ConfigError(message)
+            refuse(is_wrong, message)
         if isinstance(schedule, str):
             schedule = ScheduleParameters(name=schedule)  # pyright: ignore[reportArgumentType]
         if isinstance(optimizer, str):

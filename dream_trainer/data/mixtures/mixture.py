@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dream_trainer.checks import check_choice, check_integer
+from dream_trainer.checks import check_choice, check_integer, refuse
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.mixtures.mixture_order import (
     BLOCK,
@@ -436,8 +436,7 @@ def _check_sources(sources: Mapping[str, Any]) -> None:
 
 def _check_limits(max_epochs: Mapping[str, float], names: Sequence[str]) -> None:
     for name, epochs in max_epochs.items():
-        if name not in names:
-            raise ConfigError(f"max_epochs has {name!r}, and the sources are {list(names)}.")
+        refuse(name not in names, f"max_epochs has {name!r}, and the sources are {list(names)}.")
         if not 0 < epochs < math.inf:
             raise ConfigError(
                 f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit for "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 
 Weights = Mapping[str, float]
@@ -30,19 +31,16 @@ class Stage:
     ramp: int = 0
 
     def __post_init__(self) -> None:
-        if self.at < 0 or self.ramp < 0:
-            raise ConfigError(f"a stage has at={self.at} and ramp={self.ramp}, which are not negative.")
+        refuse(self.at < 0 or self.ramp < 0, f"a stage has at={self.at} and ramp={self.ramp}, which are not negative.")
 
 
 def checked_weights(weights: Weights, names: Sequence[str]) -> dict[str, float]:
     unknown = [name for name in weights if name not in names]
-    if unknown:
-        raise ConfigError(f"weights are given for {unknown}, and the sources are {list(names)}.")
+    refuse(unknown, f"weights are given for {unknown}, and the sources are {list(names)}.")
     for name, weight in weights.items():
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(f"the weight of source {name!r} is {weight}. Give a finite number of at least 0.")
-    if not any(weights.values()):
-        raise ConfigError(f"all weights are zero: {dict(weights)}. Give some source a weight above 0.")
+        is_wrong = not math.isfinite(weight) or weight < 0
+        refuse(is_wrong, f"the weight of source {name!r} is {weight}. Give a finite number of at least 0.")
+    refuse(not any(weights.values()), f"all weights are zero: {dict(weights)}. Give some source a weight above 0.")
     return {name: weights.get(name, 0) for name in names}
 
 
