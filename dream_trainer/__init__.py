@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dream_trainer import modules as modules
     from dream_trainer import optim as optim
     from dream_trainer import simple as simple
-    from dream_trainer.callbacks.ema import EMA as EMA
+    from dream_trainer.callbacks.weight_average import EMA as EMA
     from dream_trainer.config.checkpoint_parameters import BranchParameters as BranchParameters
     from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin as CheckpointConfigMixin
     from dream_trainer.config.checkpoint_parameters import CheckpointParameters as CheckpointParameters
@@ -126,7 +126,7 @@ else:
             "DeviceParameters": "config.device_parameters",
             "DreamTrainer": "trainer.dream",
             "DreamTrainerConfig": "config.dream_trainer_config",
-            "EMA": "callbacks.ema",
+            "EMA": "callbacks.weight_average",
             "EvalConfigMixin": "config.training_parameters",
             "EvalMixin": "trainer.mixins.evaluation",
             "EvalParameters": "config.training_parameters",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import PurePath
 
-from dream_trainer.errors import ConfigError
+from dream_trainer.errors import ConfigError, DataError
 
 
 def check_integer(name: str, value: object, *, minimum: int, hint: str = "") -> None:
@@ -17,6 +17,12 @@ def check_integer(name: str, value: object, *, minimum: int, hint: str = "") -> 
         raise ConfigError(f"{name}={value!r} is not an integer. Use an integer of at least {minimum}.{hint}")
     if value < minimum:
         raise ConfigError(f"{name}={value} is too small. Use an integer of at least {minimum}.{hint}")
+
+
+def check_count(name: str, value: object, *, hint: str) -> None:
+    """Raises DataError unless `value` is an integer above zero."""
+    if not isinstance(value, int) or value < 1:
+        raise DataError(f"{name}={value!r} is not a positive integer. {hint}")
 
 
 def check_positive(name: str, value: object, *, hint: str = "") -> None:

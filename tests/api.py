@@ -10,14 +10,14 @@ _NAMES = {
     "dream_trainer.cadence": "Cadence",
     "dream_trainer.callbacks": (
         "ActivationStats EarlyStopping Every GarbageCollection GradientStats ImageFiles LearningRate Memory "
-        "MixtureWeights ModelSummary NonFiniteReport Profiler Progress SWA Throughput TrainerSummary "
+        "EMA MixtureWeights ModelSummary NonFiniteReport Profiler Progress SWA Throughput TrainerSummary "
         "WeightStats WeightTransfer"
     ),
-    "dream_trainer.callbacks.ema": "EMA HostAverage",
+    "dream_trainer.callbacks.model_average": "HostAverage",
     "dream_trainer.callbacks.memory": "GIB host_memory",
     "dream_trainer.callbacks.progress": "Pace",
     "dream_trainer.callbacks.summary": "forward_flops size_of",
-    "dream_trainer.callbacks.tensor_stats": "combined group_of",
+    "dream_trainer.callbacks.gradient_stats": "combined group_of",
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",
     "dream_trainer.checkpoint.digests": "value_digests",
     "dream_trainer.checkpoint.files": "NewFile checksum named_step step_directories",
@@ -40,6 +40,7 @@ _NAMES = {
     "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter",
     "dream_trainer.checkpoint.staging": "HostCopies",
     "dream_trainer.checkpoint.store": "write_checkpoint",
+    "dream_trainer.checks": "divisors",
     "dream_trainer.cleanup": "followed_by",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
@@ -77,9 +78,8 @@ _NAMES = {
     "dream_trainer.data.loader": "DistributedDataLoader PerRankLoader loader_batch_size rebuild",
     "dream_trainer.data.loader_groups.loader_group": "turns",
     "dream_trainer.data.mixtures.mixture": "Mixture",
-    "dream_trainer.data.mixtures.mixture_order": "BLOCK Segment offsets_below",
+    "dream_trainer.data.mixtures.mixture_order": "BLOCK IndexPermutation Segment offsets_below",
     "dream_trainer.data.mixtures.mixture_weights": "Stage weights_by_position",
-    "dream_trainer.data.mixtures.permutation": "IndexPermutation",
     "dream_trainer.data.ordered": "ENDLESS OrderedDataset",
     "dream_trainer.data.packing.attention_mask": "PackedSegments packed_attention packed_attention_mask",
     "dream_trainer.data.packing.document_blocks": "DocumentBlocks",
@@ -92,16 +92,14 @@ _NAMES = {
     "dream_trainer.data.sampler": (
         "BatchKey RankBatchSampler Sharding end_with_tail end_without_tail epoch_order sample_seed"
     ),
-    "dream_trainer.data.sources.measured": "WithLengths measure_lengths",
-    "dream_trainer.data.sources.pieces": "Pieces",
+    "dream_trainer.data.sources.measured": "Pieces WithLengths measure_lengths",
     "dream_trainer.data.sources.shard_files": "JsonLines ParquetRows ShardFiles TarSamples",
     "dream_trainer.data.sources.stream_sources": "HuggingFaceShards IterableShards WebDatasetShards",
-    "dream_trainer.data.sources.token_file": "TokenFile",
-    "dream_trainer.data.sources.token_writer": "TokenFileWriter",
+    "dream_trainer.data.sources.token_file": "TokenFile TokenFileWriter",
     "dream_trainer.data.stream": "TrainStream train_stream",
-    "dream_trainer.data.streams.lanes": "divisors lane_plan",
+    "dream_trainer.data.streams.lanes": "lane_plan",
     "dream_trainer.data.streams.pack_stream": "Pack",
-    "dream_trainer.data.streams.stream_loader": "StreamLoader",
+    "dream_trainer.data.streams.lane_stream": "StreamLoader",
     "dream_trainer.data.transformed_dataset": "TransformedDataset",
     "dream_trainer.data.transforms": "Batch Filter Map Shuffle Unbatch",
     "dream_trainer.data.validation_data": "validation_batches",

@@ -540,8 +540,8 @@ MUTANTS = [
     Mutant(
         "a pass's first draw comes from the batch before",
         "dream_trainer/data/foreign.py",
-        '        self._start.seed({"python", "numpy"} - self.drawn)\n        seed_cpu',
-        "        seed_cpu",
+        '        self._start.seed({"python", "numpy"} - self._drawn)\n        if',
+        "        if",
         "tests/data/test_pass_draws.py",
     ),
     Mutant(
@@ -1968,7 +1968,7 @@ MUTANTS = [
     ),
     Mutant(
         "a block begins a sample late",
-        "dream_trainer/data/streams/lane_reader.py",
+        "dream_trainer/data/streams/lanes.py",
         "if state.yielded > consumed:",
         "if state.yielded >= consumed:",
         "tests/data/test_lanes.py -k at_any_step",
@@ -2024,7 +2024,7 @@ MUTANTS = [
     ),
     Mutant(
         "each epoch of a source has the same order",
-        "dream_trainer/data/mixtures/permutation.py",
+        "dream_trainer/data/mixtures/mixture_order.py",
         "keys = scrambled(base + scrambled(epochs.reshape(-1)",
         "keys = scrambled(base + scrambled(0 * epochs.reshape(-1)",
         "tests/data/test_permutation.py tests/data/test_mixture.py",

@@ -9,7 +9,6 @@ from dream_trainer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from dream_trainer.callbacks.activation_stats import ActivationStats as ActivationStats
     from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
-    from dream_trainer.callbacks.ema import EMA as EMA
     from dream_trainer.callbacks.every import Every as Every
     from dream_trainer.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from dream_trainer.callbacks.gradient_stats import GradientStats as GradientStats
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.progress import Progress as Progress
     from dream_trainer.callbacks.summary import ModelSummary as ModelSummary
     from dream_trainer.callbacks.summary import TrainerSummary as TrainerSummary
-    from dream_trainer.callbacks.swa import SWA as SWA
     from dream_trainer.callbacks.throughput import Throughput as Throughput
+    from dream_trainer.callbacks.weight_average import EMA as EMA
+    from dream_trainer.callbacks.weight_average import SWA as SWA
     from dream_trainer.callbacks.weight_transfer import WeightTransfer as WeightTransfer
     from dream_trainer.events.callback import Callback as Callback
     from dream_trainer.events.callback import LoggingCallback as LoggingCallback
@@ -38,7 +38,7 @@ else:
             "ActivationStats": "callbacks.activation_stats",
             "Callback": "events.callback",
             "CallbackCollection": "events.collection",
-            "EMA": "callbacks.ema",
+            "EMA": "callbacks.weight_average",
             "EarlyStopping": "callbacks.early_stopping",
             "Every": "callbacks.every",
             "GarbageCollection": "callbacks.garbage_collection",
@@ -52,7 +52,7 @@ else:
             "NonFiniteReport": "callbacks.nonfinite_report",
             "Profiler": "callbacks.profiler",
             "Progress": "callbacks.progress",
-            "SWA": "callbacks.swa",
+            "SWA": "callbacks.weight_average",
             "SanityChecks": "events.sanity_checks",
             "Throughput": "callbacks.throughput",
             "TimedCallback": "events.callback",

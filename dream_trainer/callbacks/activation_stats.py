@@ -1,10 +1,4 @@
-"""ActivationStats: how large what modules put out in training is, now and then.
-
-post_setup       which modules, by name
-pre_train_batch  in a window that is due, a hook on each; else nothing
-(the forwards)   each call of a module adds to four sums of its own, on the device
-post_train_step  the hooks go, one collective makes the sums those of all ranks, and they are logged
-"""
+"""ActivationStats: how large the outputs of modules are in training, now and then."""
 
 from __future__ import annotations
 
@@ -17,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.callbacks.tensor_stats import add_sums, no_sums
+from dream_trainer.callbacks.gradient_stats import add_sums, no_sums
 from dream_trainer.checks import check_integer, check_names
 from dream_trainer.compat.compiler import is_compiled, never_compiled
 from dream_trainer.compat.pytorch import in_backward, local_tensor
@@ -71,7 +65,6 @@ class ActivationStats(LoggingCallback):
         self._sums = torch.empty(0, 4)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Finds the modules."""
         chosen = dict(_by_pattern(trainer, self.modules) if self.modules is not None else _blocks(trainer))
         hidden = {
             id(inner)
@@ -91,7 +84,6 @@ class ActivationStats(LoggingCallback):
             )
 
     def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
-        """Puts the hooks on, if it is time."""
         # Counters show completed work: the window that begins is not counted yet.
         if (trainer.global_step + 1) % self.every_n_steps:
             return
@@ -104,7 +96,6 @@ class ActivationStats(LoggingCallback):
             self._sums.zero_()
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Takes the hooks off and logs what they found."""
         if not self._hooks:
             return
         self._remove_hooks()
@@ -116,7 +107,6 @@ class ActivationStats(LoggingCallback):
                 trainer.log(f"{self.name}/{module}/{kind}", value, weight=weight, reduce="last")
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Takes the hooks off."""
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from dream_trainer.best_value import mode_of
-from dream_trainer.checks import check_between, check_choice, check_integer, check_name
+from dream_trainer.checks import check_between, check_choice, check_integer, check_name, refuse
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
@@ -64,18 +64,11 @@ class EarlyStopping(Callback):
         self.validations_without_improvement = 0
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Forgets an earlier trainer's validations; a resume gives back this one's."""
         self.best, self.validations_without_improvement = None, 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Stops at once where an earlier process already ran out of patience.
-
-        Raises:
-            ConfigError: The run never validates, or nobody knows which values are better.
-        """
         lacking = _what_validation_lacks(trainer)
-        if lacking is not None:
-            raise ConfigError(f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
+        refuse(lacking is not None, f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
         self._known_mode = mode_of(
             self.metric,
             self.mode,
@@ -93,7 +86,6 @@ class EarlyStopping(Callback):
             )
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Counts."""
         if trainer.is_evaluating:  # on whatever data
             return
         if self.metric not in metrics:
@@ -111,11 +103,9 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and the count."""
         return {"best": self.best, "validations_without_improvement": self.validations_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         self.best = state["best"]
         self.validations_without_improvement = state["validations_without_improvement"]
 

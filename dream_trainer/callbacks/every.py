@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive
-from dream_trainer.errors import ConfigError
+from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive, refuse
 from dream_trainer.events.callback import TimedCallback
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ class Every(TimedCallback):
             check_positive("n", n)
         else:
             check_integer("n", n, minimum=1)
-        if not callable(function):
-            raise ConfigError(f"function={function!r} cannot be called. Pass a function of the trainer.")
+        refuse(not callable(function), f"function={function!r} cannot be called. Pass a function of the trainer.")
         check_boolean("main_process_only", main_process_only)
         self.n = n
         self.unit = unit
@@ -75,23 +73,19 @@ class Every(TimedCallback):
         self._validations = self._batches = self._local_batches = 0
 
     def is_due_by_the_clock(self) -> bool:
-        """Whether `n` seconds have passed."""
         return self.unit == "seconds" and self._clock() - self._last_call >= self.n
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Forgets an earlier trainer's counts; a resume gives back this one's."""
         self._seen = None
         self._validations = self._batches = 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Starts to count."""
         self._last_call = self._clock()
         self._local_batches = trainer.local_batches
         if self._seen is None:
             self._seen = self._count(trainer)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Looks at steps, samples, tokens, batches and seconds."""
         if self.unit == "seconds":
             if self.is_due(trainer):
                 self._last_call = self._clock()
@@ -103,26 +97,21 @@ class Every(TimedCallback):
             self._look(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Looks at validations of the training."""
         if self.unit == "validations" and not (trainer.is_evaluating or trainer.is_sanity_validation):
             self._validations += 1
             self._look(trainer)
 
     def post_epoch(self, trainer: AbstractTrainer) -> None:
-        """Looks at epochs."""
         if self.unit == "epochs":
             self._look(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts that are this callback's own, and where it last looked."""
         return {"seen": self._seen, "validations": self._validations, "batches": self._batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         self._seen, self._validations, self._batches = state["seen"], state["validations"], state["batches"]
 
     def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
-        """Begins to count with counters that begin anew."""
         if new_counters:
             self._seen = None
             self._validations = self._batches = 0

@@ -39,7 +39,6 @@ class GarbageCollection(Callback):
         self._is_first = True
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Collects what setup left and turns automatic collection off, if it is on."""
         gc.collect()
         self._turned_off |= gc.isenabled()
         self._has_frozen |= gc.get_freeze_count() == 0
@@ -48,7 +47,6 @@ class GarbageCollection(Callback):
         self._is_first = True
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Collects, if it is time."""
         step = trainer.global_step
         if step % self.full_every_n_steps == 0:
             gc.collect()
@@ -60,15 +58,12 @@ class GarbageCollection(Callback):
             gc.collect(1)
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Turns automatic collection on again, if it was on."""
         self._restore()
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Turns automatic collection on again, if it was on."""
         self._restore()
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """Turns automatic collection on again, if it was on."""
         self._restore()
 
     def _restore(self) -> None:

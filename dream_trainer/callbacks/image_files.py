@@ -41,19 +41,16 @@ class ImageFiles(Callback):
         self.max_images = max_images
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Looks for Pillow."""
         if find_spec("PIL") is None:
             raise ConfigError(
                 "ImageFiles writes with Pillow, which is not installed. pip install 'dream-trainer[images]'."
             )
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
-        """Writes, if the step just completed is a due one."""
         if not trainer.is_accumulating_gradients and trainer.global_step % self.every_n_steps == 0:
             self._write(trainer, result, Path("train"))
 
     def post_val_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
-        """Writes the first batch; of a sanity validation or an `evaluate` none."""
         if batch_idx == 0 and not (trainer.is_evaluating or trainer.is_sanity_validation):
             self._refuse_shards(result)
             self._write(trainer, result, Path("val", trainer.val_name))

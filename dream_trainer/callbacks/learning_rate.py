@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 class _Curves(NamedTuple):
-    """What one optimizer's rates are logged as."""
-
     n_groups: int
-    names: list[str]
-    """One for all groups, or one for each."""
-    is_shared: bool
-    """Whether several groups share one."""
+    names: list[str]  # one for all groups, or one for each
+    is_shared: bool  # whether several groups share one
 
 
 class LearningRate(LoggingCallback):
@@ -44,11 +40,9 @@ class LearningRate(LoggingCallback):
         self._curves: dict[Optimizer, _Curves] = {}
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Releases an earlier trainer's optimizers."""
         self._curves.clear()
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
-        """Logs the rates of one optimizer."""
         groups = optimizer.param_groups
         curves = self._curves.get(optimizer)
         if curves is None or curves.n_groups != len(groups) or (curves.is_shared and not _have_one_rate(groups)):

@@ -13,22 +13,20 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checks import check_integer
 from dream_trainer.compat.pytorch import local_tensor, record_memory_history, write_memory_snapshot
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.nested import leaves
-from dream_trainer.screen import show
+from dream_trainer.screen import print_table, show
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 GIB = 2.0**30
 
-Bytes = Counter[torch.dtype]
-"""Bytes by the dtype of the tensors that take them."""
+Bytes = Counter[torch.dtype]  # bytes by the dtype of the tensors that take them
 
 
 class Memory(LoggingCallback):
@@ -92,7 +90,6 @@ class Memory(LoggingCallback):
         return path
 
     def post_launch(self, trainer: AbstractTrainer) -> None:
-        """Begins to record, before the first tensor is made."""
         self._trainer, self._is_reported = trainer, False
         self._gradients, self._have_stepped_twice = {}, set()
         if self.history and trainer.world.device.type == "cuda":
@@ -107,7 +104,6 @@ class Memory(LoggingCallback):
         self._gradients[optimizer] = _bytes_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs, if it is time; prints what takes the memory, once."""
         if self._gradients and not self._is_reported and len(self._have_stepped_twice) == len(self._gradients):
             _print_parts(trainer, sum(self._gradients.values(), Counter()))
             self._is_reported = True
@@ -116,13 +112,11 @@ class Memory(LoggingCallback):
                 trainer.log(f"{self.name}/{name}", value, weight=1.0, reduce="max")
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Writes a snapshot, if memory ran out."""
         if self._trainer is not None and _is_out_of_memory(exc):
             path = self.snapshot()
             show(f"[rank {trainer.world.rank}] out of memory: see {path}", sys.stderr)
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """Stops recording."""
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(0)
 

@@ -41,7 +41,6 @@ class MixtureWeights(Callback):
         self.post_train_step(trainer)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Sets those of the step that was just done."""
         step = trainer.global_step
         if step in self.weights and step != self._last_step:
             self._last_step = step

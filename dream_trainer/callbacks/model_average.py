@@ -10,19 +10,15 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensors
+from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensor, local_tensors, with_local
 
+# by how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one
 Share = Callable[[Any], Any]
-"""By how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one."""
 
 
 class ModelAverage:
-    """The averages of one model, and what has happened to them.
-
-    Attributes:
-        averages: By the same names, with the same layouts.
-        has_stepped: Whether the model has changed since the averages last moved.
-    """
+    """The averages of one model, under the same names and layouts, and what happened to them."""
 
     def __init__(self, parameters: Mapping[str, Tensor], averages: Mapping[str, Tensor] | None = None) -> None:
         self._parameters = parameters
@@ -50,17 +46,14 @@ class ModelAverage:
 
     @torch.no_grad()
     def start(self) -> None:
-        """The averages are the weights of now."""
         self.resume(updates=0)
         self.copy()
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Writes the weights over the averages."""
         foreach_copy_(self.locals(), self._weights())
 
     def resume(self, updates: int, *, has_stepped: bool = False) -> None:
-        """The averages have been loaded, after so many updates."""
         self._updates, self._n_skipped = updates, None
         self.has_stepped, self._skipped = has_stepped, None
 
@@ -103,16 +96,13 @@ class ModelAverage:
         return amount * (1.0 - was_skipped)
 
     def clone_weights(self) -> list[Tensor]:
-        """A copy of this rank's part of the weights."""
         return [weight.detach().clone() for weight in self._weights()]
 
     @torch.no_grad()
     def set_weights(self, values: list[Tensor]) -> None:
-        """Writes this rank's part of the weights, in place."""
         foreach_copy_(self._weights(), values)
 
     def locals(self) -> list[Tensor]:
-        """This rank's part of the averages."""
         return local_tensors(list(self.averages.values()))
 
     def _weights(self) -> list[Tensor]:
@@ -149,3 +139,46 @@ def move_towards(averages: list[Tensor], weights: list[Tensor], share: float | T
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type that weights of this type are averaged in."""
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+_AMOUNT = "amount"  # beside the weights, whose names begin with "weight "
+
+
+class HostAverage(ModelAverage):
+    """The averages of one model's shards on the CPU; the copy of an update is applied when the next one comes."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters, {name: _on_host(p.detach()) for name, p in parameters.items()})
+        self._copies: HostCopies | None = None
+        self._copied: dict[str, Tensor] = {}
+        self._amount: float | Tensor = 0.0
+
+    def resume(self, updates: int, *, has_stepped: bool = False) -> None:
+        super().resume(updates, has_stepped=has_stepped)
+        self._copied = {}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        if self._copies is None or not self._copied:
+            return
+        self._copies.wait()
+        amount = self._copied.pop(_AMOUNT, self._amount)
+        weights, self._copied = local_tensors(list(self._copied.values())), {}
+        move_towards(self.locals(), weights, amount)
+
+    def _move(self, amount: float | Tensor) -> None:
+        self.settle()
+        if self._copies is None:
+            self._copies = HostCopies(self._weights()[0].device)
+        tensors = {f"weight {name}": parameter for name, parameter in self._parameters.items()}
+        if isinstance(amount, Tensor):
+            tensors[_AMOUNT] = amount
+        self._amount = amount
+        # All in order with the device's other work: the next step may change the weights right away.
+        copied = self._copies.copy(tensors, at_once=tensors)
+        self._copied = {name: copied[name] for name in tensors}
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    local = local_tensor(parameter)
+    return with_local(parameter, torch.empty(local.shape, dtype=wide(local.dtype), device="cpu"))

@@ -1,13 +1,5 @@
-"""NonFiniteReport: where a NaN or an infinity came from: which step, rank, batch and parameters.
-
-    post_train_batch      keeps what the step returned (its loss): references, nothing is computed
-    post_optimizer_step   each parameter's gradient norm, on the device
-    post_train_step       every `LOOK_EVERY` windows: is all of it finite? One wait for the device
-    on_exception          `nonfinite="raise"` has ended the run: the same look, without the other ranks
-
-What a rank finds it writes into a file of its own: a NaN that starts in one rank's batch is in all ranks' gradients
-once they are reduced, and only the rank whose loss it is can tell the batch.
-"""
+"""NonFiniteReport: where a NaN or an infinity came from: which step, rank, batch and parameters. Each rank writes its
+own file, since only the rank whose loss it is can tell the batch."""
 
 from __future__ import annotations
 
@@ -38,14 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dream_trainer")
 
+# windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first
 LOOK_EVERY = 25
-"""Windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first."""
 
 
 @dataclass
 class _Gradients:
-    """What one optimizer was given."""
-
     names: list[str]
     norms: Tensor
     loss_scale: Tensor | None
@@ -58,10 +48,9 @@ class _Window:
     step: int = 0
     epoch: int = 0
     end: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
-    samples: int = 0
-    """Of all ranks."""
+    samples: int = 0  # of all ranks
+    # index in the epoch, and what the training step returned
     batches: list[tuple[int, dict[str, Tensor | float]]] = field(default_factory=list)
-    """Index in the epoch, and what the training step returned."""
     gradients: list[_Gradients] = field(default_factory=list)
 
     def numbers(self) -> Iterator[float]:
@@ -116,11 +105,9 @@ class NonFiniteReport(Callback):
     # -- what is kept
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Has reported nothing of this trainer yet."""
         self._n_reports, self._has_said = 0, False
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Starts again, from where the run resumes."""
         self._names = parameter_fqns(trainer.named_models())
         self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
         if trainer is not self._watched:
@@ -139,14 +126,12 @@ class NonFiniteReport(Callback):
             self._window.gradients.append(gradients)
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
-        """Keeps what the training step returned."""
         batches = self._window.batches
         if batches and batch_idx <= batches[-1][0]:  # the window runs again
             batches.clear()
         batches.append((batch_idx, {name: keep(name, value) for name, value in result.items() if is_scalar(value)}))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Looks, if it is time."""
         window, self._window = self._window, _Window()
         window.step, window.epoch, window.end = trainer.global_step, trainer.current_epoch, trainer.progress.data
         window.samples = trainer.samples_seen - self._samples_seen
@@ -156,7 +141,6 @@ class NonFiniteReport(Callback):
             self._look_together(trainer)
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Looks at the last steps."""
         self._look_together(trainer)
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
@@ -260,7 +244,7 @@ def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
         if of_optimizer.loss_scale is None or float(of_optimizer.loss_scale) < 1:
             norms = zip(of_optimizer.names, of_optimizer.norms.tolist(), strict=True)
             gradients |= {name: str(norm) for name, norm in norms if not math.isfinite(norm)}
-    bad = [[name for name, value in values.items() if not _is_finite(value)] for _, values in window.batches]
+    bad = [[name for name, value in values.items() if not math.isfinite(float(value))] for _, values in window.batches]
     if not gradients and not any("loss" in name for names in bad for name in names):
         return None
     batches: list[dict[str, Any]] = [
@@ -304,7 +288,3 @@ def _all_finite(tensors: list[Tensor]) -> bool:
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
     return all(bool(torch.isfinite(torch.cat(flat)).all()) for flat in by_device.values())
-
-
-def _is_finite(value: Tensor | float) -> bool:
-    return math.isfinite(float(value))

@@ -76,11 +76,6 @@ class Profiler(Callback):
         return range(self.first_step - 1 - self.warm_up_steps, self.first_step - 1 + self.n_steps)
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Starts, if the first step is to be recorded.
-
-        Raises:
-            ConfigError: Two profilers would record at once, which PyTorch cannot.
-        """
         for other in trainer.callbacks:
             if isinstance(other, Profiler) and other is not self and set(self._steps) & set(other._steps):
                 raise ConfigError(
@@ -90,7 +85,6 @@ class Profiler(Callback):
         self._start_if_due(trainer)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Ends a step of the running profile, or starts one."""
         if self._profile is None:
             self._start_if_due(trainer)
         elif trainer.global_step == self._steps.stop:
@@ -99,15 +93,12 @@ class Profiler(Callback):
             self._profile.step()
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Writes what there is."""
         self._stop()
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Writes what there is."""
         self._stop()
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """Writes what there is."""
         self._stop()
 
     def _start_if_due(self, trainer: AbstractTrainer) -> None:

@@ -7,7 +7,6 @@ import html
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
@@ -30,14 +29,7 @@ NOTABLE_WAIT = 0.1
 
 
 class Pace:
-    """How fast steps go, and when the last one will be done.
-
-    Rates are of training alone, over the last `remembered` looks. The time left counts everything since warm-up,
-    validations and checkpoints with it, since those will come again.
-
-    Attributes:
-        is_warming_up: Whether the steps so far tell nothing of the pace.
-    """
+    """Rate of training alone over the last looks, and time left with validations and checkpoints included."""
 
     def __init__(
         self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0, remembered: int = 50
@@ -142,16 +134,11 @@ class Progress(Callback):
         # and the seconds of those that are over.
         self._running: dict[str, float] = {}
         self._validating = 0.0
-        self._bar: ProgressBar | None = None
+        self._bar: TerminalBar | NotebookBar | None = None
 
     # -- events
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Forgets an earlier trainer; validations may come before `pre_fit`.
-
-        Raises:
-            ConfigError: Two would print every line twice.
-        """
         for other in trainer.callbacks:
             if isinstance(other, Progress) and other is not self and other._file is self._file:
                 raise ConfigError(
@@ -161,7 +148,6 @@ class Progress(Callback):
         self._pace, self._shown, self._running = Pace(0, 0, 0.0), {}, {}
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Starts the bar."""
         now = self._clock()
         self._shown, self._running = {}, {}  # a signal may have ended a validation in the middle of it
         idle = self._idle(trainer, now)
@@ -171,7 +157,6 @@ class Progress(Callback):
         self._due = now
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Refreshes, if it is time."""
         now = self._clock()
         if now >= self._due:
             self._show(trainer, now)
@@ -180,19 +165,16 @@ class Progress(Callback):
             self._look(trainer, now)
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
-        """Takes the chosen metrics."""
         for name in self.metrics:
             if name in metrics:
                 self._shown[name] = metrics[name]
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
-        """Notes that training pauses."""
         # It is there if a signal interrupted a validation, which then started again after a save.
         self._running.setdefault(_kind(trainer), self._clock() - trainer.seconds_saving)
         self._draw(lambda bar: bar.describe("validating"))
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Shows a validation's result, or an evaluation's."""
         kind, now = _kind(trainer), self._clock() - trainer.seconds_saving
         seconds = now - self._running.pop(kind, now)
         if not self._running:  # else it was evaluated within a validation
@@ -201,24 +183,19 @@ class Progress(Callback):
         self._print(f"{kind} | step {trainer.global_step} | {text} | took {seconds:.1f} s")
 
     def on_save(self, trainer: AbstractTrainer, path: Path) -> None:
-        """Says where the checkpoint is."""
         self._print(f"checkpoint | {path}")
 
     def on_load(self, trainer: AbstractTrainer, path: Path) -> None:
-        """Says where training goes on."""
         self._print(f"resumed at step {trainer.global_step} from {path}")
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Shows the end."""
         self._show(trainer, self._clock())
         self._stop_bar()
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        """Gives the terminal back."""
         self._stop_bar()
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """Gives the terminal back."""
         self._stop_bar()
 
     # -- what is shown
@@ -270,7 +247,7 @@ class Progress(Callback):
         if not self._draw(lambda bar: bar.print(line)):
             show(line, self._file)
 
-    def _draw(self, act: Callable[[ProgressBar], object]) -> bool:
+    def _draw(self, act: Callable[[TerminalBar | NotebookBar], object]) -> bool:
         """Whether there is a bar that could do it. A terminal that cannot show it has plain lines from then on."""
         bar = self._bar
         if bar is not None and not draw(lambda: act(bar), self._file):
@@ -297,29 +274,8 @@ def _kind(trainer: AbstractTrainer) -> str:
     return "sanity validation" if trainer.is_sanity_validation else "validation"
 
 
-class ProgressBar(ABC):
-    """A display that is changed in place: an interface."""
-
-    @abstractmethod
-    def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        """Replaces what is shown; `total` is None where nobody knows it."""
-
-    @abstractmethod
-    def describe(self, description: str) -> None:
-        """Replaces the description alone."""
-
-    @abstractmethod
-    def print(self, line: str) -> None:
-        """Shows a line that stays."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Leaves it as it is, and the place to others."""
-
-
-def live_bar(file: TextIO | None) -> ProgressBar | None:
-    """The bar for `file`, or for standard output and notebooks if it is None; None where nothing can be changed in
-    place, as in pipes and files."""
+def live_bar(file: TextIO | None) -> TerminalBar | NotebookBar | None:
+    """The bar for `file`, or for standard output and notebooks if it is None; None if nothing can be replaced."""
     if file is None and is_in_notebook():
         return NotebookBar()
     from rich.console import Console
@@ -328,7 +284,7 @@ def live_bar(file: TextIO | None) -> ProgressBar | None:
     return TerminalBar(console) if console.is_interactive else None
 
 
-class TerminalBar(ProgressBar):
+class TerminalBar:
     """A line or two at the bottom of a terminal, with everything else above."""
 
     def __init__(self, console: Any) -> None:
@@ -348,13 +304,11 @@ class TerminalBar(ProgressBar):
         self._bar.start()
 
     def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        """Draws it again."""
         self._bar.update(
             self._task, description=description, completed=completed, total=total, status=status, refresh=True
         )
 
     def describe(self, description: str) -> None:
-        """Draws it again with another description."""
         self._bar.update(self._task, description=description, refresh=True)
 
     def print(self, line: str) -> None:
@@ -362,15 +316,11 @@ class TerminalBar(ProgressBar):
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """Gives the terminal back."""
         self._bar.stop()
 
 
-class NotebookBar(ProgressBar):
-    """One output of a notebook's cell, which is replaced in place; lines are printed below.
-
-    It has a text beside the HTML, for notebooks that are shown where there is none.
-    """
+class NotebookBar:
+    """One output of a notebook's cell, replaced in place; its text is for notebooks shown without HTML."""
 
     def __init__(self) -> None:
         from IPython.display import display  # type: ignore[import-not-found]  # pyright: ignore
@@ -379,16 +329,13 @@ class NotebookBar(ProgressBar):
         self._handle: Any = display(self._data(), raw=True, display_id=True)
 
     def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        """Replaces the output."""
         self._shown = (description, completed, total, status)
         self._handle.update(self._data(), raw=True)
 
     def describe(self, description: str) -> None:
-        """Replaces the output, with another description."""
         self.show(description, *self._shown[1:])
 
     def print(self, line: str) -> None:
-        """Prints below."""
         show(line)
 
     def stop(self) -> None:

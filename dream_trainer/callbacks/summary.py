@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
-from dream_trainer.callbacks.tables import print_table
-from dream_trainer.checks import check_integer
+from dream_trainer.checks import check_integer, refuse
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.distributed.world import MESH_DIMS
@@ -21,6 +19,7 @@ from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import map_tensors
 from dream_trainer.optim.whole_parameters import values_in_whole
+from dream_trainer.screen import print_table
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -32,12 +31,10 @@ class Size(NamedTuple):
     parameters: int
     trainable: int
     num_bytes: int
-    local_bytes: int
-    """Bytes of this rank's shards."""
+    local_bytes: int  # bytes of this rank's shards
 
 
 def size_of(module: nn.Module) -> Size:
-    """Sizes of all parameters in `module`; works on meta and sharded ones."""
     parameters_of_module = list(module.parameters())
     return Size(
         parameters=sum(p.numel() for p in parameters_of_module),
@@ -78,10 +75,8 @@ class ModelSummary(Callback):
         self._count_flops(trainer)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Prints one table for each model."""
         unknown = sorted(self._inputs.keys() - trainer.named_models().keys())
-        if unknown:
-            raise ConfigError(f"inputs has {unknown}, which are not models. There are {list(trainer.named_models())}.")
+        refuse(unknown, f"inputs has {unknown}, which are not models. There are {list(trainer.named_models())}.")
         self._count_flops(trainer)  # of what `setup` assigned, without SetupMixin
         for name, model in trainer.named_models().items():
             size = size_of(model)
@@ -123,10 +118,7 @@ def _check_inputs(inputs: object) -> None:
 
 
 def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
-    """Floating-point operations of `model(*inputs)` in products and convolutions, a multiply-add counted as two.
-
-    Runs on meta copies of everything, so that it costs neither memory nor time and leaves the model as it is.
-    """
+    """FLOPs of `model(*inputs)` on meta copies, a multiply-add counted as two."""
     from torch.func import functional_call
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -140,7 +132,7 @@ def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
 def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> Iterator[tuple[str, ...]]:
     size = size_of(module)
     direct = dict(module.named_parameters(recurse=False))
-    shapes = ", ".join(f"{key} {_shape(p)}" for key, p in direct.items())
+    shapes = ", ".join(f"{key} {'x'.join(map(str, p.shape)) or 'scalar'}" for key, p in direct.items())
     yield (
         "  " * level + name,
         own_class(module).__name__,
@@ -153,10 +145,6 @@ def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> It
     if level < depth:
         for child_name, child in module.named_children():
             yield from _module_rows(child_name, child, depth, level + 1)
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 class TrainerSummary(Callback):
@@ -172,12 +160,10 @@ class TrainerSummary(Callback):
         self._file = file
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Prints the table."""
         print_table(f"{type(trainer).__name__}", (), summary_rows(trainer), self._file)
 
 
 def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
-    """What TrainerSummary shows, as names and values."""
     world, parameters = trainer.world, trainer.config.training_parameters
     mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
     limits = {

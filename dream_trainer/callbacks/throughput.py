@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dream_trainer.checks import check_integer, check_positive
+from dream_trainer.checks import check_integer, check_positive, refuse
 from dream_trainer.compat.pytorch import tf32_is_allowed
-from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import LoggingCallback
 
 if TYPE_CHECKING:
@@ -23,18 +22,12 @@ Flops = float | Callable[["AbstractTrainer"], float]
 
 
 class _Mark(NamedTuple):
-    """Where an interval begins or ends."""
-
-    clock: float
-    """Seconds from any origin, those that checkpoints took left out."""
+    clock: float  # seconds from any origin, those that checkpoints took left out
     samples: int
     tokens: int
-    waiting: float
-    """Seconds waited for data, since the process started."""
-    by_loader: Mapping[str, float]
-    """The same for each loader of a group."""
-    loading: Mapping[tuple[int, str], float]
-    """Seconds that each worker has loaded each source of a mixture."""
+    waiting: float  # seconds waited for data, since the process started
+    by_loader: Mapping[str, float]  # the same for each loader of a group
+    loading: Mapping[tuple[int, str], float]  # seconds that each worker has loaded each source of a mixture
 
 
 class Throughput(LoggingCallback):
@@ -95,14 +88,17 @@ class Throughput(LoggingCallback):
         for argument, flops in (("flops_per_sample", flops_per_sample), ("flops_per_token", flops_per_token)):
             if flops is not None and not callable(flops):
                 check_positive(argument, flops, hint=" Or a function of the trainer.")
-        if tokens is not None and not callable(tokens):
-            raise ConfigError(f"tokens={tokens!r} cannot be called. Pass a function of a batch, or tokens_per_sample.")
-        if tokens is not None and tokens_per_sample is not None:
-            raise ConfigError("tokens and tokens_per_sample both say how many tokens there are. Pass one of them.")
-        if flops_per_sample is not None and flops_per_token is not None:
-            raise ConfigError("flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
-        if flops_per_token is not None and tokens is None and tokens_per_sample is None:
-            raise ConfigError("flops_per_token needs the number of tokens. Pass tokens_per_sample or tokens too.")
+        counts, costs = (tokens, tokens_per_sample), (flops_per_sample, flops_per_token)
+        for is_wrong, message in (
+            (
+                tokens is not None and not callable(tokens),
+                f"tokens={tokens!r} cannot be called. Pass a function of a batch.",
+            ),
+            (None not in counts, "tokens and tokens_per_sample both count tokens. Pass one of them."),
+            (None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them."),
+            (flops_per_token and counts == (None, None), "flops_per_token needs tokens. Pass tokens_per_sample too."),
+        ):
+            refuse(is_wrong, message)
         self.every_n_steps = every_n_steps
         self.warm_up_steps = warm_up_steps
         self.tokens_per_sample = tokens_per_sample
@@ -124,7 +120,6 @@ class Throughput(LoggingCallback):
     # -- events
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Begins to warm up."""
         self._validates_since = None  # a signal may have ended a sanity validation in the middle of it
         self._window_tokens.clear()  # an exception may have broken a window off
         self._due, self._start = trainer.global_step + self.warm_up_steps, None
@@ -135,13 +130,11 @@ class Throughput(LoggingCallback):
             self._begin(trainer, self._mark(trainer))
 
     def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
-        """Counts the batch's tokens, if they are not the same in each sample."""
         if self._count_tokens is not None:
             # By batch, so that a window that is run again counts once.
             self._window_tokens[trainer.local_batches] = self._count_tokens(batch)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs the interval that ends here, if one does."""
         if self._window_tokens:
             self._tokens = sum(self._window_tokens.values(), start=self._tokens)
             self._window_tokens.clear()
@@ -158,7 +151,6 @@ class Throughput(LoggingCallback):
             self._validates_since = self._now(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Training goes on."""
         if self._validates_since is not None:
             self._validating += self._now(trainer) - self._validates_since
             self._validates_since = None
@@ -216,7 +208,6 @@ class Throughput(LoggingCallback):
             trainer.log(f"{self.name}/{name}", value, weight=seconds)
 
     def _peak(self, trainer: AbstractTrainer) -> float | None:
-        """FLOP/s of one device; None if nobody knows."""
         if self.device_flops is not None:
             return self.device_flops
         device = trainer.world.device
@@ -324,11 +315,7 @@ _VIRTUAL = re.compile(r"-\d+[abcq](me)?$")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """The peak of one device.
-
-    Returns:
-        FLOP/s, a multiply-add counted as two; None if the device or its rate in this precision is not known.
-    """
+    """FLOP/s of one device, a multiply-add counted as two; None if the device or its rate is not known."""
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if words & _OTHERS or _VIRTUAL.search(device_name.lower()):
         return None

@@ -1,14 +1,6 @@
-"""WeightAverage: what averages of the weights have in common, whatever their rule (EMA, SWA).
-
-Each rank averages the shards it holds, so nothing is gathered or communicated, and memory grows by one more copy of the
-trained parameters, divided over the ranks as they are.
-
-    post_optimizer_step   which models have stepped; nothing is computed
-    post_train_step       the window is complete: average += share * (weight - average), once, if it is time
-    validation_context    the averages stand in for the weights, and the weights come back however it ends
-
-Checkpoints keep averages as tensors of their own, never in place of the model's.
-"""
+"""EMA (Polyak and Juditsky 1992) and SWA (Izmailov et al. 2018, arXiv:1803.05407): averages of the weights, beside
+the ones that train. Each rank averages its shards, without communication; checkpoints keep averages as tensors of
+their own."""
 
 from __future__ import annotations
 
@@ -16,15 +8,15 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
+from dream_trainer.callbacks.model_average import HostAverage, ModelAverage, trained_parameters
 from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
-from dream_trainer.checks import check_boolean, check_names
+from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer, check_names
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.averages import AveragingCallback
@@ -36,15 +28,7 @@ if TYPE_CHECKING:
 
 
 class WeightAverage(AveragingCallback):
-    """An average of the weights, beside the ones that train: an interface. Use `EMA` or `SWA`.
-
-    Averaged are the floating-point parameters that require gradients when setup ends. Everything else, BatchNorm's
-    statistics for instance, is the model's own, also while the averages stand in. Parameters narrower than 32 bits are
-    averaged in float32, where small steps do not vanish.
-
-    An average moves at most once after an accumulation window, however many micro-batches, optimizers or `step` calls
-    the window had, and only if the model has changed since it last moved. Nothing waits for the device.
-    """
+    """An average of the weights, beside the ones that train: an interface. Use `EMA` or `SWA`."""
 
     def __init__(self, models: Sequence[str] | None, *, validate: bool) -> None:
         if models is not None:
@@ -64,18 +48,13 @@ class WeightAverage(AveragingCallback):
 
     @abstractmethod
     def share(self, updates: Any) -> Any:
-        """By how much the averages move towards the weights.
-
-        Returns:
-            Between 0 and 1, as a number or a tensor.
-        """
+        """By how much the averages move towards the weights, between 0 and 1."""
 
     @abstractmethod
     def is_due(self, trainer: AbstractTrainer) -> bool:
         """Whether the averages move after the window just completed."""
 
     def _new_average(self, parameters: Mapping[str, Tensor]) -> ModelAverage:
-        """Where the averages of one model are kept."""
         return ModelAverage(parameters)
 
     def _is_waiting(self, average: ModelAverage) -> bool:
@@ -173,11 +152,6 @@ class WeightAverage(AveragingCallback):
     # -- events
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Allocates the averages.
-
-        Raises:
-            ConfigError: `models` names one that is not trained, or another average validates one of these models too.
-        """
         self._trainer = trainer
         trained = {
             name: parameters
@@ -202,18 +176,12 @@ class WeightAverage(AveragingCallback):
         self._has_started = True
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
-        """Notes which models the optimizer has changed; another one may change them too before the window ends.
-
-        Raises:
-            StepError: The averages stand in for the weights.
-        """
         if self._in_use:
             raise StepError("an optimizer has stepped inside averaged_weights(). Leave the `with` before training on.")
         for average in self._owned_by(trainer, optimizer):
             average.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Moves the averages of the models that have stepped."""
         if self.is_due(trainer):
             self._move_those_due()
 
@@ -227,11 +195,7 @@ class WeightAverage(AveragingCallback):
     # -- state
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The averages as `<model>.<parameter>`.
-
-        Raises:
-            CheckpointError: The averages stand in for the weights, which would be saved as the model.
-        """
+        """The averages as `<model>.<parameter>`."""
         if self._in_use:
             raise CheckpointError(
                 "a checkpoint would hold the averages as the model's weights here. Save and load it outside of "
@@ -316,13 +280,10 @@ class WeightAverage(AveragingCallback):
                 for average, former_weights in zip(chosen, weights, strict=True):
                     average.set_weights(former_weights)
             self._in_use -= names
-            self._give_statistics_back()
-
-    def _give_statistics_back(self) -> None:
-        if not self._in_use:
-            for buffer, former in self._statistics.items():
-                buffer.copy_(former)
-            self._statistics.clear()
+            if not self._in_use:
+                for buffer, former in self._statistics.items():
+                    buffer.copy_(former)
+                self._statistics.clear()
 
     def _owned_by(self, trainer: AbstractTrainer, optimizer: Optimizer) -> list[ModelAverage]:
         """The averages of the models that `optimizer` trains; looked for again when it is given a group."""
@@ -347,5 +308,144 @@ class WeightAverage(AveragingCallback):
 
 
 def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
-    """The trainer's callbacks that average weights."""
     return [callback for callback in trainer.callbacks if isinstance(callback, WeightAverage)]
+
+
+class EMA(WeightAverage):
+    """Keeps an exponential moving average of the weights, validates with it, and saves it with the checkpoints.
+
+    Averaged are the floating-point parameters that require gradients when setup ends. Everything else, BatchNorm's
+    statistics for instance, is the model's own, also while the averages stand in. Parameters narrower than 32 bits are
+    averaged in float32, where steps of `1 - decay` do not vanish.
+
+    The average starts from the weights that training starts from. It moves at most once after an accumulation window,
+    however many micro-batches, optimizers or `step` calls the window had, and only if the model has changed since it
+    last moved: not after a step that was skipped. Nothing waits for the device.
+
+    Args:
+        decay: Share of the average that an update keeps; between 0 and 1.
+        models: Names of the models to average; None for all that an optimizer trains.
+        every_n_steps: Optimizer steps (`global_step`) between two updates. `decay` is per update.
+        warm_up: Whether update n = 0, 1, ... keeps only `min(decay, (1 + n) / (10 + n))`, as TensorFlow's
+            `ExponentialMovingAverage` does with `num_updates`, so that the first weights are soon forgotten.
+        validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights, so that
+            `val/*` metrics are theirs. They need memory for the weights meanwhile.
+        device: "cpu" keeps the averages in the host's memory; None beside the weights. Each update then copies the
+            weights to the host, without waiting for it, and the host computes the average while the device goes on.
+
+    Raises:
+        ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two
+            averages would validate one model.
+
+    Example:
+        ```python
+        ema = EMA(0.999)
+        config = DreamTrainerConfig(..., callbacks=CallbackCollection([ema]))
+        trainer.fit()
+        with ema.averaged_weights():
+            torch.save(trainer.model.state_dict(), "averaged.pt")
+        ```
+    """
+
+    export_name: ClassVar[str] = "ema"
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        *,
+        models: Sequence[str] | None = None,
+        every_n_steps: int = 1,
+        warm_up: bool = True,
+        validate: bool = True,
+        device: Literal["cpu"] | None = None,
+    ) -> None:
+        super().__init__(models, validate=validate)
+        check_between("decay", decay, 0.0, 1.0, below=True)
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        check_boolean("warm_up", warm_up)
+        if device is not None:
+            check_choice("device", device, ("cpu",))
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.warm_up = warm_up
+        self.device = device
+
+    def share(self, updates: Any) -> Any:
+        if not self.warm_up:
+            return 1.0 - self.decay
+        keep = (1 + updates) / (10 + updates)
+        return 1.0 - (keep.clamp(max=self.decay) if isinstance(keep, Tensor) else min(keep, self.decay))
+
+    def _new_average(self, parameters: Mapping[str, Tensor]) -> ModelAverage:
+        return HostAverage(parameters) if self.device == "cpu" else ModelAverage(parameters)
+
+    def is_due(self, trainer: AbstractTrainer) -> bool:
+        # A branch with new counters may bring steps along to its step 0 that the averages have not moved by.
+        return trainer.global_step > 0 and trainer.global_step % self.every_n_steps == 0
+
+
+class SWA(WeightAverage):
+    """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
+
+    Until `start` the averages are the current weights, also for validations, checkpoints and exports. What is averaged,
+    and the rest, is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
+    validations. A time to take weights at which the model has not changed since the last one is passed over.
+
+    BatchNorm's statistics belong to the weights that trained: compute them again by `update_batch_norm`. The paper's
+    constant or cyclic learning rate is the scheduler's business; `torch.optim.swa_utils.SWALR` is one.
+
+    Args:
+        start: Steps or epochs completed when the first weights are taken; at least 1.
+        every: Steps or epochs between two; at least 1.
+        unit: "epochs", or "steps" for optimizer steps (`global_step`).
+        models: Names of the models to average; None for all that an optimizer trains.
+        validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights. They need
+            memory for the weights meanwhile.
+
+    Raises:
+        ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two
+            averages would validate one model.
+
+    Example:
+        ```python
+        swa = SWA(start=8, models=["model"])  # of 10 epochs, the mean of those after 8, 9 and 10
+        trainer.fit()
+        with swa.averaged_weights():
+            swa.update_batch_norm(loader)
+            trainer.export("averaged")
+        ```
+    """
+
+    export_name: ClassVar[str] = "swa"
+
+    def __init__(
+        self,
+        start: int,
+        *,
+        every: int = 1,
+        unit: Literal["epochs", "steps"] = "epochs",
+        models: Sequence[str] | None = None,
+        validate: bool = True,
+    ) -> None:
+        super().__init__(models, validate=validate)
+        check_integer("start", start, minimum=1)
+        check_integer("every", every, minimum=1)
+        check_choice("unit", unit, ("epochs", "steps"))
+        self.start = start
+        self.every = every
+        self.unit = unit
+
+    def share(self, updates: Any) -> Any:
+        return 1.0 / (updates + 1)
+
+    def is_due(self, trainer: AbstractTrainer) -> bool:
+        done = trainer.global_step
+        if self.unit == "epochs":
+            owed = trainer.progress.owed
+            if owed is None or not owed.epoch_ended:
+                return False
+            done = trainer.current_epoch + 1  # counted when its validation is over
+        return done >= self.start and (done - self.start) % self.every == 0
+
+    def _is_waiting(self, average: ModelAverage) -> bool:
+        return not average.has_moved

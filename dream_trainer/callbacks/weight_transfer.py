@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.callbacks.model_average import ModelAverage
 from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
-from dream_trainer.checks import check_between, check_boolean, check_integer, check_name
+from dream_trainer.checks import check_between, check_boolean, check_integer, check_name, refuse
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
@@ -63,8 +63,7 @@ class WeightTransfer(Callback):
         check_between("decay", decay, 0.0, 1.0, below=True)
         check_boolean("copy_at_start", copy_at_start)
         check_boolean("buffers", buffers)
-        if source == target:
-            raise ConfigError(f"source and target are both {source!r}. Name two models.")
+        refuse(source == target, f"source and target are both {source!r}. Name two models.")
         self.source = source
         self.target = target
         self.every_n_steps = every_n_steps
@@ -77,16 +76,10 @@ class WeightTransfer(Callback):
         self._counters: list[tuple[Tensor, Tensor]] = []
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Pairs the tensors.
-
-        Raises:
-            ConfigError: They do not pair, or nothing trains the source.
-        """
         self._trainer = trainer
         source, target = _model(trainer, self.source), _model(trainer, self.target)
         self._optimizers = trainer.get_optimizers_by_model(source)
-        if not self._optimizers:
-            raise ConfigError(f"WeightTransfer: no optimizer trains {self.source!r}, so there is nothing to transfer.")
+        refuse(not self._optimizers, f"WeightTransfer: no optimizer trains {self.source!r}, so nothing is transferred.")
         followed, following = self._tensors(source), self._tensors(target)
         _check_pairs(self.source, followed, self.target, following)
         moving = [name for name, tensor in followed.items() if tensor.is_floating_point()]
@@ -94,17 +87,14 @@ class WeightTransfer(Callback):
         self._counters = [(following[n], followed[n]) for n in followed.keys() - set(moving)]
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Copies, unless the run resumes."""
         if trainer.global_step == 0 and self.copy_at_start:
             self._transfer(trainer, copies=True)
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
-        """Notes that the source has changed."""
         if optimizer in self._optimizers:
             self._pairs.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Transfers, if it is time."""
         self._transfer_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +108,6 @@ class WeightTransfer(Callback):
         return {"has_stepped": self._pairs.will_move()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
         self._pairs.resume(0, has_stepped=state["has_stepped"])
 
     def _transfer_if_due(self, trainer: AbstractTrainer) -> None:
@@ -161,12 +150,10 @@ def _check_pairs(source: str, followed: dict[str, Tensor], target: str, followin
         )
     for name, tensor in followed.items():
         other = following[name]
-        if tensor.shape != other.shape:
+        shapes = [[[*one.shape], [*local_tensor(one).shape]] for one in (tensor, other)]
+        if shapes[0] != shapes[1]:
             raise ConfigError(
-                f"WeightTransfer: {name} is {list(tensor.shape)} in {source!r} and {list(other.shape)} in {target!r}."
-            )
-        if local_tensor(tensor).shape != local_tensor(other).shape:
-            raise ConfigError(
-                f"WeightTransfer: {name} is sharded otherwise in {source!r} than in {target!r}. Shard both alike in "
+                f"WeightTransfer: {name} is {shapes[0][0]} in {source!r} and {shapes[1][0]} in {target!r}, and this "
+                f"rank has {shapes[0][1]} and {shapes[1][1]} of them. Build both alike, and shard both alike in "
                 "apply_fully_shard."
             )

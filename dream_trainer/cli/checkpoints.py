@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
-from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.files import discard
 from dream_trainer.cli.output import (
     Count,
@@ -28,6 +27,7 @@ from dream_trainer.cli.output import (
 )
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.formatting import format_bytes, format_count
+from dream_trainer.screen import print_table
 from dream_trainer.stores.store_path import as_path
 
 if TYPE_CHECKING:

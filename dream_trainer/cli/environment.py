@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from dream_trainer.callbacks.tables import print_table
 from dream_trainer.cli.output import Json, print_json
+from dream_trainer.screen import print_table
 
 # Only these are shown, so that no key or password is.
 _VARIABLES = (

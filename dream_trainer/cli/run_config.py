@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg, subcommand
 
-from dream_trainer.callbacks.tables import print_table
 from dream_trainer.cli.output import Json, print_json, value_cell
+from dream_trainer.screen import print_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from dream_trainer.best_value import mode_by_name
-from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checks import nearest
 from dream_trainer.cli.output import Flag, Json, Name, age_cell, number_cell, print_json, value_cell
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.formatting import format_duration
+from dream_trainer.screen import print_table
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.run_record import ListedRun

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from dream_trainer.data.loader_groups.loader_group import LoaderGroup as LoaderGroup
     from dream_trainer.data.mixtures.mixture import Mixture as Mixture
     from dream_trainer.data.mixtures.mixture import mixture_of as mixture_of
+    from dream_trainer.data.mixtures.mixture_order import IndexPermutation as IndexPermutation
     from dream_trainer.data.mixtures.mixture_weights import Stage as Stage
-    from dream_trainer.data.mixtures.permutation import IndexPermutation as IndexPermutation
     from dream_trainer.data.ordered import ENDLESS as ENDLESS
     from dream_trainer.data.ordered import OrderedDataset as OrderedDataset
     from dream_trainer.data.packing.attention_mask import PackedSegments as PackedSegments
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dream_trainer.data.packing.attention_mask import packed_attention_mask as packed_attention_mask
     from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows
     from dream_trainer.data.packing.padding import PaddedRows as PaddedRows
+    from dream_trainer.data.sources.measured import Pieces as Pieces
     from dream_trainer.data.sources.measured import WithLengths as WithLengths
     from dream_trainer.data.sources.measured import measure_lengths as measure_lengths
-    from dream_trainer.data.sources.pieces import Pieces as Pieces
     from dream_trainer.data.sources.shard_files import JsonLines as JsonLines
     from dream_trainer.data.sources.shard_files import ParquetRows as ParquetRows
     from dream_trainer.data.sources.shard_files import TarSamples as TarSamples
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from dream_trainer.data.sources.stream_sources import ShardedSource as ShardedSource
     from dream_trainer.data.sources.stream_sources import WebDatasetShards as WebDatasetShards
     from dream_trainer.data.sources.token_file import TokenFile as TokenFile
-    from dream_trainer.data.sources.token_writer import TokenFileWriter as TokenFileWriter
+    from dream_trainer.data.sources.token_file import TokenFileWriter as TokenFileWriter
     from dream_trainer.data.stream import train_stream as train_stream
+    from dream_trainer.data.streams.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.streams.pack_stream import Pack as Pack
-    from dream_trainer.data.streams.stream_loader import StreamLoader as StreamLoader
     from dream_trainer.data.transformed_dataset import TransformedDataset as TransformedDataset
     from dream_trainer.data.transforms import Batch as Batch
     from dream_trainer.data.transforms import Filter as Filter
@@ -60,7 +60,7 @@ else:
             "Mixture": "data.mixtures.mixture",
             "mixture_of": "data.mixtures.mixture",
             "Stage": "data.mixtures.mixture_weights",
-            "IndexPermutation": "data.mixtures.permutation",
+            "IndexPermutation": "data.mixtures.mixture_order",
             "ENDLESS": "data.ordered",
             "Filter": "data.transforms",
             "HuggingFaceShards": "data.sources.stream_sources",
@@ -69,20 +69,20 @@ else:
             "OrderedDataset": "data.ordered",
             "Pack": "data.streams.pack_stream",
             "PackedRows": "data.packing.packed_rows",
-            "Pieces": "data.sources.pieces",
+            "Pieces": "data.sources.measured",
             "PackedSegments": "data.packing.attention_mask",
             "PaddedRows": "data.packing.padding",
             "PerRankLoader": "data.loader",
             "ShardedSource": "data.sources.stream_sources",
             "Shuffle": "data.transforms",
-            "StreamLoader": "data.streams.stream_loader",
+            "StreamLoader": "data.streams.lane_stream",
             "JsonLines": "data.sources.shard_files",
             "ParquetRows": "data.sources.shard_files",
             "TarSamples": "data.sources.shard_files",
             "WithLengths": "data.sources.measured",
             "measure_lengths": "data.sources.measured",
             "TokenFile": "data.sources.token_file",
-            "TokenFileWriter": "data.sources.token_writer",
+            "TokenFileWriter": "data.sources.token_file",
             "TrainStream": "data.window",
             "Transform": "data.transforms",
             "TransformedDataset": "data.transformed_dataset",

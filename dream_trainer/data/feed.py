@@ -1,10 +1,5 @@
-"""The windows a rank trains, in step with the other ranks.
-
-A window is loaded whole before it is trained: a rank that still waits for its data must not hold the others in a
-collective of the model's, where no signal reaches them. Our own loaders give every rank the same number of windows by
-construction. Any other loader may end on one rank first, so the feed keeps one window ahead; when some rank falls
-short, and only then, the ranks agree on how much everybody can train (docs/measurements.md#the-pulse).
-"""
+"""The windows a rank trains, in step with the other ranks. A window is loaded whole before it is trained, and a loader
+that may end on one rank first is read one window ahead, so no rank waits for data inside a collective of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dream_trainer.data.stream import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import DataError
@@ -30,8 +25,6 @@ _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
 class _Place(NamedTuple):
-    """Where a stream is to go on."""
-
     position: DataPosition
     rank_state: dict[str, Any] | None
     is_pass_over: bool
@@ -39,13 +32,7 @@ class _Place(NamedTuple):
 
 
 class WindowFeed:
-    """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`.
-
-    Attributes:
-        is_pass_over: Whether the window trained last was the last of its pass over the data, on all ranks.
-        rank_state: What the stream needs, beside the position, to go on after the window trained last.
-        seconds_waiting: Seconds spent loading, or waiting for what loads, in this process.
-    """
+    """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`."""
 
     def __init__(self, stream: TrainStream, world: Ranks, accumulation: int) -> None:
         self._stream = stream
@@ -61,16 +48,8 @@ class WindowFeed:
         self.rank_state: dict[str, Any] | None = None
         self.seconds_waiting = 0.0
 
-    def seek(
-        self,
-        position: DataPosition,
-        rank_state: dict[str, Any] | None,
-        *,
-        is_pass_over: bool,
-        state: dict[str, Any] | None,
-    ) -> None:
-        """Goes on after `position`, from the next `fetch` on; with `is_pass_over`, with the next pass. The states are
-        those of the stream there: this rank's, and the one of all ranks."""
+    def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
+        """Continues after `position`, or with the next pass; the states are this rank's and the one of all ranks."""
         self._forget()
         self.rank_state = rank_state
         self._begins_pass = True
@@ -78,16 +57,14 @@ class WindowFeed:
             self._sought = _Place(position, rank_state, is_pass_over, state)
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
-        """The stream's state of all ranks after the window trained last, which ended at `position`."""
         return self._sought.state if self._sought is not None else self._stream.state_at(position)
 
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
-        """What to log of the data after the window trained last, which ended at `position`."""
         return {} if self._sought is not None else self._stream.numbers_at(position)
 
     def follow(self, stream: TrainStream, position: DataPosition) -> None:
-        """Goes on with another stream: with the pass after `position`, or where the last `seek` said, if nothing was
-        fetched since."""
+        """Continues with another stream: with the next pass, or where the last `seek` said if nothing was fetched
+        since."""
         self._stream.close()
         self._stream = stream
         if self._sought is None:
@@ -115,7 +92,6 @@ class WindowFeed:
 
     @property
     def window(self) -> Window | None:
-        """What was fetched to be trained next."""
         return self._window
 
     def agree(self) -> None:
@@ -123,23 +99,15 @@ class WindowFeed:
         sizes = torch.tensor([_size(self._window), _size(self._ahead)])
         now, ahead = self._world.all_gather(sizes).unbind(1)
         if now.min() < self._accumulation:
-            self._window = self._cut(self._window, now)
+            self._window = _cut(self._window, int(now.min()))
             self._report(now, ahead)
             self._ahead, self._is_ahead_fetched = None, True
         elif ahead.min() < self._accumulation:
-            self._ahead = self._cut(self._ahead, ahead)
+            self._ahead = _cut(self._ahead, int(ahead.min()))
             self._report(ahead)
 
     def take(self) -> Window | None:
-        """The window to train now.
-
-        Returns:
-            The window, or None where a pass had none for all ranks; what is fetched then begins the next pass.
-
-        Raises:
-            DataError: Two passes in a row had no window.
-            RanksDifferError: The dataset that is dealt to ranks has another length on some.
-        """
+        """The window to train now; None if a pass had none for all ranks."""
         window = self._window
         if self._begins_pass:
             self._begins_pass = False
@@ -198,10 +166,6 @@ class WindowFeed:
         self._window = self._ahead = None
         self._is_fetched = self._is_ahead_fetched = False
 
-    def _cut(self, window: Window | None, sizes: torch.Tensor) -> Window | None:
-        # Whatever is left is the last window of the pass on every rank.
-        return None if window is None else _cut(window, int(sizes.min()))
-
     def _report(self, cut: torch.Tensor, dropped: torch.Tensor | None = None) -> None:
         left_over = int(cut.sum() - cut.min() * len(cut)) + (0 if dropped is None else int(dropped.sum()))
         if left_over and self._world.is_main:
@@ -233,8 +197,8 @@ def _size(window: Window | None) -> int:
     return 0 if window is None else window.size
 
 
-def _cut(window: Window, size: int) -> Window | None:
-    if size == 0:
+def _cut(window: Window | None, size: int) -> Window | None:
+    if window is None or size == 0:
         return None
     if size == window.size:
         return replace(window, is_last=True)
@@ -247,12 +211,7 @@ Move = Callable[[Any, torch.device], Any]
 
 
 def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: torch.Stream | None) -> Iterator[Any]:
-    """The micro-batches of one window, moved.
-
-    Args:
-        move: Called once for each, in order; with `aside` on that stream, for the next one just before this one is
-            trained. One further batch is then on the device and no more, if the caller lets go of the one before.
-    """
+    """The micro-batches of one window, moved; with `aside` on that stream, one batch ahead of the trained one."""
     if aside is None:
         for batch in batches:
             yield move(batch, device)
@@ -261,7 +220,9 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
     # The window's first has nothing to go beside: its memory may be that of a batch that is still computed with.
     current = move(next(waiting), device)
     for batch in waiting:
-        following = _move_aside(batch, move, device, aside)
+        aside.wait_stream(torch.accelerator.current_stream(device))
+        with aside:
+            following = move(batch, device)
         yield current
         # Each stream waits for the other before it touches the same memory, which needs no `record_stream`.
         torch.accelerator.current_stream(device).wait_stream(aside)
@@ -272,9 +233,3 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
 def copy_stream(device: torch.device) -> torch.Stream | None:
     """A stream for copies to `device`; None where copies are not asynchronous."""
     return torch.Stream(device) if device.type == "cuda" else None
-
-
-def _move_aside(batch: Any, move: Move, device: torch.device, aside: torch.Stream) -> Any:
-    aside.wait_stream(torch.accelerator.current_stream(device))
-    with aside:
-        return move(batch, device)

@@ -1,9 +1,6 @@
-"""Iterating a loader that is not ours: its epoch, its random draws, its own state.
-
-Such a loader decides the order by itself, often by drawing from the global generators. Those draws get a stream of
-their own here, seeded per batch from (seed, epoch, batch, rank): training's random stream does not move, ranks draw
-differently, and a pass that is replayed to resume in its middle comes out as it was.
-"""
+"""Iterating a loader that is not ours: its epoch, its random draws, its own state. Its draws from the global
+generators get their own stream, by (seed, epoch, batch, rank), so training's stream does not move and a replayed
+pass is the same."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class EpochAware(Protocol):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tells the epoch to the loader and to each of its parts that wants to know."""
     parts: tuple[object, ...] = (loader,)
     if isinstance(loader, DataLoader):
         parts = (loader, loader.sampler, loader.batch_sampler, loader.dataset)
@@ -67,25 +63,17 @@ def iterate(
     draws: bool | None = True,
     drawn: Iterable[str] = (),
 ) -> Iterator[Any]:
-    """One pass over `loader`, each batch with a stream of random numbers of its own, which costs about 35 us.
-
-    A list, a tuple or a range draws nothing and is iterated bare.
-    """
+    """One pass over `loader`, each batch with its own stream of random numbers; costs about 35 us a batch."""
     if type(loader) in (list, tuple, range):
         return iter(loader)
     return SeededPass(loader, seed, epoch, dp_rank, first, draws, drawn)
 
 
 class SeededPass(Iterator[Any]):
-    """One pass over a loader that may draw from the global generators.
+    """One pass over a loader that may draw from the global generators, which training's are apart from.
 
-    The order of a pass is drawn in its loader's `__iter__` or with its first batch, so one stream serves both; every
-    other batch has its own, unless it is known to draw nothing. A loader that was put into the middle of a pass by its
-    own state draws that order again (then it needs the same stream) or only what belongs to the batch (then it needs
-    the batch's): what it did before tells which.
-
-    Attributes:
-        draws: The same, with what was seen since. Not looked at any more once it is True.
+    A pass's order and first batch have one stream, every other batch its own, unless it is known to draw nothing.
+    torch's generator is seeded for every batch, python's and numpy's for those that follow their first draw in a pass.
     """
 
     def __init__(
@@ -98,77 +86,82 @@ class SeededPass(Iterator[Any]):
         draws: bool | None,
         drawn: Iterable[str],
     ) -> None:
-        self.draws = draws
+        self.draws = draws  # with what was seen since; not looked at any more once it is True
+        self._drawn = set(drawn)  # of python and numpy, those that were drawn from; torch, if the first batch drew
         self._loader = loader
         self._numbers = seed, epoch, dp_rank
         self._next = self._first = first
         self._iterator: Iterator[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._seeds: list[int] = []  # of batches from number `_seeds_from` on
-        self._seeds_from = first
         self._is_quiet = draws_at_start_only(loader)
-        self._stream = PassDraws(drawn)
+        self._apart = preserved_random_state()
 
     def __next__(self) -> Any:
         if self._batches is None:
-            with self._stream.apart:
+            with self._apart:
                 self._batches = self._open()
-                batch = self._stream.load(self._batches)
+                batch = self._load(self._batches)
                 if self._first == 0:
-                    self._stream.notice_order()
+                    self._drawn |= self._start.drawn({"torch"})  # as an order is
         elif self._is_quiet:
             return next(self._batches)
         else:
-            batch = self._load_apart(self._batches, self._seed_of_batch())
+            with self._apart:
+                batch = self._load_seeded(self._batches, self._seed_of_batch())
         self._next += 1
         return batch
 
     @property
     def drawn(self) -> list[str]:
-        """What was drawn from, as `PassDraws` takes it."""
-        return sorted(self._stream.drawn)
+        return sorted(self._drawn)
 
     def _open(self) -> Iterator[Any]:
         seed, epoch, dp_rank = self._numbers
-        self._stream.begin(hash_seed(b"pass", seed, epoch, dp_rank))
+        self._start = WatchedSeeds(hash_seed(b"pass", seed, epoch, dp_rank))
         base = hash_seed(b"workers", seed, epoch, dp_rank)
         with workers_outlive_signals(self._loader), seeds_of_workers(self._loader, base):
             self._iterator = iter(self._loader)
+        # A loader that its own state put into the middle of a pass draws that order again, and needs the pass's stream,
+        # or only what belongs to the batch: what it drew before tells which.
         if self._first > 0 and self.draws:
-            self._stream.notice()
-            self._stream.seed_batch(self._seed_of_batch())
-        elif self._first > 0 and "torch" not in self._stream.drawn:
+            self._notice()
+            self._start.seed({"python", "numpy"} - self._drawn)
+            seed_cpu(self._seed_of_batch(), self._drawn | {"torch"})
+        elif self._first > 0 and "torch" not in self._drawn:
             seed_cpu(self._seed_of_batch(), ("torch",))  # this pass's order is not drawn from it
         return self._iterator
 
     def _seed_of_batch(self) -> int:
-        # Many at a time: a hash takes 1 us right after another one, and 10 between two steps, whose code drove its own
-        # out of the caches.
-        place = self._next - self._seeds_from
-        if place >= len(self._seeds):
-            seed, epoch, dp_rank = self._numbers
-            self._seeds_from, place = self._next, 0
-            numbers = range(self._next, self._next + 64)
-            self._seeds = [hash_seed(b"batch", seed, epoch, number, dp_rank) for number in numbers]
-        return self._seeds[place]
+        seed, epoch, dp_rank = self._numbers
+        return hash_seed(b"batch", seed, epoch, self._next, dp_rank)
 
-    def _load_apart(self, batches: Iterator[Any], seed: int) -> Any:
+    def _load_seeded(self, batches: Iterator[Any], seed: int) -> Any:
+        self._start.seed({"python", "numpy"} - self._drawn)
         if self.draws:
-            return self._stream.load_apart(batches, seed)
-        batch, self.draws = self._stream.watch(batches, seed)
+            seed_cpu(seed, self._drawn | {"torch"})
+            return self._load(batches)
+        seeds, n_drawn = WatchedSeeds(seed, self._drawn | {"torch"}), len(self._drawn)
+        batch = self._load(batches)
+        self.draws = len(self._drawn) > n_drawn or bool(seeds.drawn())
         return batch
 
+    def _load(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        finally:
+            self._notice()
+
+    def _notice(self) -> None:
+        """Sees whether python's and numpy's were drawn from since they were seeded; draws from them."""
+        self._drawn |= self._start.drawn({"python", "numpy"} - self._drawn)
+
     def close(self) -> None:
-        """Ends the worker processes of this pass."""
         shutdown_workers(self._iterator)
 
 
 @contextmanager
 def workers_outlive_signals(loader: object) -> Iterator[None]:
-    """Worker processes that a torch `DataLoader` starts inside outlive a signal to the whole process group.
-
-    A signal handler can be set in a worker only by its `worker_init_fn`, which is put back.
-    """
+    """Worker processes that a torch `DataLoader` starts inside outlive a signal to the whole process group."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         yield
         return
@@ -183,11 +176,7 @@ def workers_outlive_signals(loader: object) -> Iterator[None]:
 
 @contextmanager
 def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
-    """A torch `DataLoader` whose iterator is made inside draws its workers' seeds from a stream of their own.
-
-    A new iterator draws them from where its sampler draws the order, and one whose workers persist does not: a resume
-    in a later pass, with a new one, would read another order. A generator that the user gave is left alone.
-    """
+    """A torch `DataLoader` whose iterator is made inside draws its workers' seeds from their own stream."""
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         yield
         return
@@ -199,11 +188,7 @@ def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
 
 
 def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
-    """Whether a loader with a state of its own comes back by it to where it was, random draws included.
-
-    Where torchdata finds no state in a part it iterates that part again, and draws another time, or from another
-    stream, than in the first run.
-    """
+    """Whether a loader with a state of its own comes back by it to where it was, random draws included."""
     if draws is None:
         return False
     if isinstance(loader, DataLoader):
@@ -215,7 +200,6 @@ def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
 
 
 def known_length(loader: object) -> int | None:
-    """Number of batches in a pass, where the loader knows it."""
     if not isinstance(loader, Sized):
         return None
     try:
@@ -224,68 +208,8 @@ def known_length(loader: object) -> int | None:
         return None
 
 
-# -- The random draws of a loader that is used as it is, apart from training's.
-#
-# torch's generator is seeded for every batch; python's and numpy's for every batch that follows their first draw in a
-# pass. Up to that draw they stand at the start of the pass's own stream.
-
-
-class PassDraws:
-    """The global generators during one pass, inside the block `apart`.
-
-    Attributes:
-        drawn: Of python and numpy, those that were drawn from in this pass; torch, if the pass's first batch drew.
-        apart: Inside, the pass draws; training's generators are put back at the end.
-    """
-
-    def __init__(self, drawn: Iterable[str]) -> None:
-        self.drawn = set(drawn)
-        self.apart = preserved_random_state()
-
-    def begin(self, seed: int) -> None:
-        """Begins the pass's own stream."""
-        self._start = WatchedSeeds(seed)
-
-    def seed_batch(self, seed: int) -> None:
-        """Seeds the generators that a batch may draw from; the others go to the start of the pass's stream."""
-        self._start.seed({"python", "numpy"} - self.drawn)
-        seed_cpu(seed, self.drawn | {"torch"})
-
-    def load_apart(self, batches: Iterator[Any], seed: int) -> Any:
-        """The next of `batches`, seeded by `seed`, inside `apart`."""
-        with self.apart:
-            self.seed_batch(seed)
-            return self.load(batches)
-
-    def watch(self, batches: Iterator[Any], seed: int) -> tuple[Any, bool]:
-        """As `load_apart`; also whether the batch drew."""
-        with self.apart:
-            watched = self.drawn | {"torch"}
-            self._start.seed({"python", "numpy"} - watched)
-            seeds = WatchedSeeds(seed, watched)
-            n_drawn = len(self.drawn)
-            batch = self.load(batches)
-            return batch, len(self.drawn) > n_drawn or bool(seeds.drawn())
-
-    def load(self, batches: Iterator[Any]) -> Any:
-        """The next of `batches`, inside `apart`; sees what was drawn from since `begin` or `seed_batch`."""
-        try:
-            return next(batches)
-        finally:
-            self.notice()
-
-    def notice(self) -> None:
-        """Sees whether python's and numpy's were drawn from since `begin` or `seed_batch`; draws from them."""
-        self.drawn |= self._start.drawn({"python", "numpy"} - self.drawn)
-
-    def notice_order(self) -> None:
-        """Sees whether torch's was drawn from in the pass's first batch, as an order is."""
-        self.drawn |= self._start.drawn({"torch"})
-
-
 def draws_at_start_only(loader: object) -> bool:
-    """Whether batches after a pass's first are known to draw nothing in this process: their samples are tensors or come
-    from workers, and a sampler of torch's draws the order, or the seed of its own generator, when it begins."""
+    """Whether batches after a pass's first are known to draw nothing in this process."""
     if type(loader) is not DataLoader:
         return False
     if loader.num_workers == 0 and not (draws_nothing(loader.dataset) and collates_without_draws(loader.collate_fn)):

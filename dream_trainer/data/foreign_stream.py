@@ -21,7 +21,7 @@ from dream_trainer.data.foreign import (
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.loader_groups.group_stream import refuse_state_of_group
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
 from dream_trainer.errors import DataError
 
@@ -31,15 +31,7 @@ _END = object()
 
 
 class ForeignStream(TrainStream):
-    """A loader that is not ours.
-
-    A window is fetched whole, since only fetching tells whether the loader's end cuts it short. The end is looked for
-    once.
-
-    Args:
-        keeps_state: Whether each window holds the loader's own state, if it has one. Without it a pass that was begun
-            is read to its end, or not at all: not knowing what to put back, the stream cannot be sought any more.
-    """
+    """A loader that is not ours. Windows are fetched whole, since only that tells where its end cuts one short."""
 
     def __init__(
         self,
@@ -91,10 +83,10 @@ class ForeignStream(TrainStream):
     def seek(
         self,
         position: DataPosition,
-        rank_state: dict[str, Any] | None,
+        rank_state: SavedState,
         *,
         is_pass_over: bool = False,
-        state: dict[str, Any] | None = None,
+        state: SavedState = None,
     ) -> None:
         refuse_state_of_group(state)
         if self._was_read and isinstance(self._source, Iterator):
@@ -176,13 +168,9 @@ class ForeignStream(TrainStream):
             epoch=epoch,
             dp_rank=self._dp_rank,
             first=first,
-            draws=self._watched_draws(),
+            draws=True if self._stateful is None else self._draws,  # True also if nobody wants to know
             drawn=self._drawn if first else (),
         )
-
-    def _watched_draws(self) -> bool | None:
-        """Whether batches after a pass's first are known to draw; True also where nobody wants to know."""
-        return True if self._stateful is None else self._draws
 
     # -- the loader's own state
 
@@ -222,7 +210,6 @@ class ForeignStream(TrainStream):
     # -- without it
 
     def _read_again(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
-        """Reads the pass from its start up to `position`, in samples where they were counted."""
         samples = self._samples_to_read(position, rank_state)
         self._begin_pass(position.epoch)
         self._say_what_is_read_again(position, samples)
@@ -243,7 +230,6 @@ class ForeignStream(TrainStream):
         self._position = DataPosition(position.epoch, 0, batches)
 
     def _samples_to_read(self, position: DataPosition, rank_state: dict[str, Any] | None) -> int | None:
-        """This rank's samples of the pass up to `position`; None where nobody counted them."""
         if self._count is None:
             return None
         if rank_state is not None:

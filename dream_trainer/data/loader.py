@@ -1,9 +1,6 @@
-"""The loaders a user hands to the trainer: our own, plain ones rebuilt as ours, and those declared to be per rank.
-
-A plain `DataLoader` knows nothing of ranks and cannot resume, so one whose order is sequential or random is rebuilt as
-a `DistributedDataLoader` with the same options. What cannot be rebuilt (iterable datasets, weighted samplers, own
-loader classes) serves a single data-parallel rank as it is; with more, the user says how it is split.
-"""
+"""The loaders that users hand to the trainer: ours, plain ones rebuilt as ours, and per-rank ones. A plain `DataLoader`
+cannot resume, so one in sequential or random order becomes a `DistributedDataLoader`; any other serves one data-
+parallel rank as it is."""
 
 from __future__ import annotations
 
@@ -26,13 +23,14 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dream_trainer.checks import check_count
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
-from dream_trainer.data.streams.stream_loader import StreamLoader
-from dream_trainer.data.worker_start import WorkerInit, started
+from dream_trainer.data.streams.lane_stream import StreamLoader
+from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
@@ -93,10 +91,7 @@ class DistributedDataLoader:
                 "Give a dataset with `__len__` and `__getitem__`, or let it yield each rank's own part and wrap its "
                 "loader in PerRankLoader."
             )
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise DataError(
-                f"batch_size={batch_size!r} is not a positive integer. Give the samples of one rank's micro-batch."
-            )
+        check_count("batch_size", batch_size, hint="Give the samples of one rank's micro-batch.")
         if len(dataset) == 0:
             raise _no_samples("dataset", dataset)
         if shuffle and isinstance(dataset, OrderedDataset):
@@ -140,18 +135,13 @@ class PerRankLoader:
         loader: Any iterable of batches that can be iterated once per epoch.
 
     Raises:
-        DataError: It is a loader that deals samples to ranks itself, or cannot be iterated.
+        DataError: It is a loader that deals samples to ranks itself.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         if isinstance(loader, (DistributedDataLoader, StreamLoader, PerRankLoader)):
             raise DataError(
                 f"A {type(loader).__name__} is made for several ranks already. Use it without PerRankLoader."
-            )
-        if not isinstance(loader, Iterable):
-            raise DataError(
-                f"PerRankLoader got an object of type {type(loader).__name__}, which cannot be iterated. Give an "
-                "iterable of batches."
             )
         self.loader = loader
 
@@ -193,7 +183,6 @@ class ShardReader:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What has to be the same on all ranks, for the samples to be dealt to them."""
         loader = self.loader
         order = {} if self.ordered is None else plain_facts("order", self.ordered.state_at(0))
         return order | {
@@ -209,10 +198,6 @@ class ShardReader:
         loader = self.loader
         return KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
 
-    def load(self, epoch: int, indices: list[int]) -> Any:
-        """One batch of the samples at `indices`, loaded in this process."""
-        return self.keyed_dataset.load((epoch, indices))
-
     def dataset_changed(self) -> None:
         """Has the next pass read the dataset as it is now: persistent workers hold it as it was."""
         self.sampler.length = len(self.loader.dataset)
@@ -220,12 +205,10 @@ class ShardReader:
             self.close()
 
     def release(self) -> None:
-        """Releases the last pass's iterator, and so its workers unless they are persistent."""
         self._iterator = None
         self.marked.release()
 
     def close(self) -> None:
-        """Ends worker processes; `batches` starts new ones."""
         shutdown_workers(self._iterator)
         self.release()
         self._torch_loader = None
@@ -235,7 +218,7 @@ class ShardReader:
         return DataLoader(
             self.keyed_dataset,
             batch_sampler=self.sampler,  # type: ignore[arg-type]  # what it yields goes to KeyedDataset as it is
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             generator=self.generator,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -248,24 +231,15 @@ class ShardReader:
 
 
 def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
-    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's own.
-
-    Rebuilt are `DataLoader`, torchdata's `StatefulDataLoader` and subclasses that add only a constructor (as PyTorch
-    Geometric's `DataLoader` does) over a map-style dataset, with a `BatchSampler` of a `SequentialSampler`, a
-    `RandomSampler` without replacement or a `DistributedSampler`.
-
-    Raises:
-        DataError: The dataset is empty.
-    """
+    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's own."""
     if not isinstance(loader, DataLoader) or _own_methods(loader):
         return None
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
         return None
-    if not isinstance(batches, BatchSampler) or not _is_exactly(batches, BatchSampler, "BatchSampler"):
+    if not isinstance(batches, BatchSampler) or not _is_class(type(batches), BatchSampler, "BatchSampler"):
         return None
-    shuffle = _shuffles(batches.sampler, len(loader.dataset))
-    if shuffle is None:
+    if (shuffle := _shuffles(batches.sampler, len(loader.dataset))) is None:
         return None
     if len(loader.dataset) == 0:
         raise _no_samples(f"{purpose} dataset", loader.dataset)
@@ -304,21 +278,16 @@ def loader_batch_size(loader: object) -> int | None:
 
 
 def training_loaders(loader: Any) -> dict[str, Any]:
-    """The loaders of a group by name; one loader itself, named ""."""
     if isinstance(loader, LoaderGroup | AlternatingLoaders):
         return loader.loaders
     return dict(loader) if isinstance(loader, Mapping) else {"": loader}
 
 
 def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
-    """The iterable behind a loader that is not ours.
-
-    Raises:
-        DataError: It cannot be iterated, it holds loaders, or it would give the same batches to several ranks.
-    """
-    _refuse_several(loader.loader if isinstance(loader, PerRankLoader) else loader)
+    is_per_rank = isinstance(loader, PerRankLoader)
     if isinstance(loader, PerRankLoader):
-        return loader.loader
+        loader = loader.loader
+    _refuse_several(loader)
     if isinstance(loader, StreamLoader):
         raise DataError(
             "A StreamLoader is for training: it ends with a step that all lanes can fill, or never, and validation "
@@ -330,7 +299,7 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
             f"A data loader must be an iterable of batches, and {type(loader).__name__} is none. Wrap a dataset in "
             "DistributedDataLoader(dataset, batch_size=...)."
         )
-    if dp_size > 1:
+    if dp_size > 1 and not is_per_rank:
         raise DataError(
             f"{_describe(loader)} cannot be dealt to dp_size={dp_size} data-parallel ranks: each would train on all "
             "of it. Use DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset; or, "
@@ -356,10 +325,6 @@ def _no_samples(name: str, dataset: Any) -> DataError:
     return DataError(f"The {name} ({type(dataset).__name__}) has 0 samples. Check its path, split and filters.")
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _own_methods(loader: DataLoader[Any]) -> list[str]:
     """What a subclass defines beside its constructor, which only sets options: any of it may decide the batches."""
     own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
@@ -368,12 +333,8 @@ def _own_methods(loader: DataLoader[Any]) -> list[str]:
     return [name for name in dict.fromkeys(found) if name != "__init__"]
 
 
-def _is_exactly(obj: object, torch_class: type, torchdata_name: str) -> bool:
-    """Whether `obj` is of torch's class, or of torchdata's twin of it, and of no subclass."""
-    return _is_class(type(obj), torch_class, torchdata_name)
-
-
 def _is_class(cls: type, torch_class: type, torchdata_name: str) -> bool:
+    """Whether `cls` is torch's class or torchdata's twin of it, and no subclass."""
     # Only a process that imported torchdata can hold one of its objects.
     torchdata = sys.modules.get("torchdata.stateful_dataloader.stateful_dataloader")
     samplers = sys.modules.get("torchdata.stateful_dataloader.sampler")
@@ -385,10 +346,10 @@ def _shuffles(sampler: Any, length: int) -> bool | None:
     """Whether a sampler's order is random; None if it is neither that nor sequential, or not over the whole dataset."""
     if type(sampler) is SequentialSampler:
         return False if len(sampler.data_source) == length else None
-    if _is_exactly(sampler, RandomSampler, "RandomSampler"):
+    if _is_class(type(sampler), RandomSampler, "RandomSampler"):
         covers_all = not sampler.replacement and sampler.num_samples == len(sampler.data_source) == length
         return True if covers_all else None
-    if _is_exactly(sampler, DistributedSampler, "StatefulDistributedSampler"):
+    if _is_class(type(sampler), DistributedSampler, "StatefulDistributedSampler"):
         return bool(sampler.shuffle) if len(sampler.dataset) == length else None
     return None
 

@@ -1,8 +1,5 @@
-"""Datasets that decide their order themselves: mixtures, and rows packed from documents.
-
-Sample number `p` of one is what all ranks together consume `p`-th. So which samples make up an optimizer step follows
-from its position, as for any dataset of ours, and only numbers go to workers, which do the arithmetic.
-"""
+"""Datasets that decide their order themselves: mixtures, and rows packed from documents. All ranks together consume
+sample `p` as the `p`-th, so a step's samples follow from its position, and only numbers go to workers."""
 
 from __future__ import annotations
 
@@ -10,16 +7,18 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from dream_trainer.data.loading_time import LoadingTime, LoadingTimes
-
 logger = logging.getLogger("dream_trainer")
 
-ENDLESS = 2**62
-"""The length of a dataset that never ends."""
+ENDLESS = 2**62  # the length of a dataset that never ends
+
+
+class LoadingTime(NamedTuple):
+    worker: int  # -1 without workers
+    seconds: tuple[float, ...]  # of each source, in their order
 
 
 class OrderedDataset(Dataset[Any], ABC):
@@ -124,18 +123,13 @@ def innermost(dataset: OrderedDataset) -> OrderedDataset:
 
 
 class MarkedBatches:
-    """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for.
-
-    Attributes:
-        marks: (end of the chunk in the pass, mark), in order.
-        times: How long its sources took to load.
-    """
-
-    __slots__ = ("_chunk_size", "_end", "_iterator", "_time_of", "marks", "times")
+    """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for."""
 
     def __init__(self, dataset: OrderedDataset | None) -> None:
         self._time_of = None if dataset is None else dataset.loading_time
-        self.times = LoadingTimes([] if dataset is None else innermost(dataset).source_names)
+        self._sources = [] if dataset is None else innermost(dataset).source_names
+        self._seconds_before: Mapping[tuple[int, str], float] = {}  # of the passes before
+        self._newest: dict[int, LoadingTime] = {}  # by worker, in this pass
         self.marks: deque[tuple[int, Any]] = deque()
         self._iterator: Iterator[Any] = iter(())
         self._end = self._chunk_size = 0
@@ -144,7 +138,8 @@ class MarkedBatches:
         """The batches of `iterator`, which begins at position `first`; each is of `chunk_size` samples of all ranks."""
         self._iterator, self._end, self._chunk_size = iterator, first, chunk_size
         self.marks.clear()
-        self.times.begin_pass()
+        self._seconds_before = self.seconds
+        self._newest.clear()
         return self
 
     def release(self) -> None:
@@ -160,15 +155,23 @@ class MarkedBatches:
         if mark is not None:
             self.marks.append((self._end, mark))
             if self._time_of is not None and (told := self._time_of(mark)) is not None:
-                self.times.hear(told)
+                self._newest[told.worker] = told
         return batch
+
+    @property
+    def seconds(self) -> Mapping[tuple[int, str], float]:
+        """Seconds that each worker has loaded each source, in all passes so far."""
+        found = dict(self._seconds_before)
+        for told in self._newest.values():
+            for source, seconds in zip(self._sources, told.seconds, strict=True):
+                found[told.worker, source] = found.get((told.worker, source), 0.0) + seconds
+        return found
 
     def newest(self, position: int) -> Any:
         """The mark of the last batch that ends at or before `position`; None if it had none."""
         return next((mark for end, mark in reversed(self.marks) if end <= position), None)
 
     def forget_before(self, position: int) -> None:
-        """Nobody will ask for a position before this one."""
         while len(self.marks) > 1 and self.marks[1][0] <= position:
             self.marks.popleft()
 

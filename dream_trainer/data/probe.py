@@ -1,8 +1,5 @@
-"""A few samples of a dataset, compared between ranks: does every rank hold the same data?
-
-The trainer deals one dataset to all ranks. One that each rank has split already would be split twice, and each sample
-of one that is shuffled by rank would be trained several times or never; both look right on every rank alone.
-"""
+"""A few samples of a dataset, compared between ranks. A dataset that each rank has split or shuffled already would be
+split twice or trained in part, which looks right on every rank alone."""
 
 from __future__ import annotations
 
@@ -24,21 +21,16 @@ if TYPE_CHECKING:
     from dream_trainer.data.loader import ShardReader
 
 Leaf = str | int | list[float]
+# parts of a sample by place: a digest, or a few numbers that another host may compute a little differently.
 Summary = dict[str, Leaf]
-"""Parts of a sample by their place in it: a digest, or a few numbers of what another host may compute a little
-differently."""
 
 _NUMBERS = 64
 _TOLERANCE = 0.01
 
 
 def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, list[Summary]]:
-    """Summaries of the first and last sample of each dataset, each `times` in a row; empty ones of what cannot be
-    loaded.
-
-    Where the run loads in worker processes a worker loads these too: what a dataset opens when it is first read (a
-    database, a file) must not be open in the process that is forked.
-    """
+    """Summaries of the first and last sample of each dataset, each `times` in a row; empty ones if they cannot be
+    loaded."""
     summaries: dict[str, list[Summary]] = {}
     in_workers: dict[Any, dict[str, ShardReader]] = {}
     for name, reader in readers.items():
@@ -130,10 +122,7 @@ def _collect_array(name: str, values: np.ndarray, found: Summary) -> None:
 
 
 def differing(summaries: Sequence[Summary]) -> dict[str, int]:
-    """The parts that are not the same in all summaries, each with the first rank whose part is not rank 0's.
-
-    Texts count only in samples that hold nothing else.
-    """
+    """The parts that differ between summaries, each with the first rank whose part is not rank 0's."""
     names = dict.fromkeys(name for rank_summary in summaries for name in rank_summary)
     others = {name for name in names if not name.endswith("(text)")}
     first = summaries[0]

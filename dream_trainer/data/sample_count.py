@@ -1,7 +1,4 @@
-"""How many samples a batch holds whose loader does not know: the user's own count, otherwise a guess.
-
-Our own loaders know how many samples they dealt, and nothing is guessed of their batches.
-"""
+"""How many samples a batch holds whose loader does not know: the user's own count, otherwise a guess."""
 
 from __future__ import annotations
 
@@ -22,18 +19,12 @@ _REMEDY = "Override `batch_size(self, batch) -> int` in your trainer."
 
 @runtime_checkable
 class GraphBatch(Protocol):
-    """Several graphs as one, e.g. PyTorch Geometric's `Batch`, whose tensors have a row for each node or edge."""
-
     @property
     def num_graphs(self) -> int: ...
 
 
 class SampleCount:
-    """Counts the samples of batches that come from a loader of the user's own.
-
-    Attributes:
-        own: The same.
-    """
+    """Counts the samples of batches that come from a loader of the user's own."""
 
     def __init__(
         self,
@@ -44,22 +35,12 @@ class SampleCount:
         self._warn = warn
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
-        """The samples of `batch`, as on the host; `declared` is as of `guess`.
-
-        Raises:
-            DataError: Nothing tells how many there are.
-            HookError: The user's function gave no whole number.
-        """
         if self.own is None:
             return self.guess(batch, declared)
         return whole_number(self.own(batch), "batch_size", batch)
 
     def guess(self, batch: Any, declared: int | None = None) -> int:
-        """As many as there are graphs or packed sequences, otherwise the first dimension of the first tensor.
-
-        Raises:
-            DataError: The batch has no tensor with a dimension.
-        """
+        """As many as there are graphs or packed sequences, otherwise the first dimension of the first tensor."""
         count, is_doubtful = _guess(batch)
         if count is None:
             raise DataError(
@@ -79,7 +60,6 @@ class SampleCount:
 
 
 def _guess(batch: Any) -> tuple[int | None, bool]:
-    """A batch's samples, None if nothing tells."""
     counts: list[int] = []
     may_be_samples = False
     pending = [batch]
@@ -118,11 +98,7 @@ def _are_alike(parts: list[Any]) -> bool:
 
 
 def whole_number(value: Any, hook: str, batch: Any) -> int:
-    """`value` as an int: a tensor would be counted in place, and be no number in the log and in checkpoints.
-
-    Raises:
-        HookError: It is none; `hook` is the method that gave it.
-    """
+    """`value` as an int: a tensor would be counted in place, and be no number in logs and checkpoints."""
     try:
         return index(value)
     except TypeError:
@@ -136,11 +112,7 @@ IGNORED = -100
 
 
 def count_tokens(batch: Any) -> int | None:
-    """Tokens of a batch, without padding; None where it does not tell, or only by waiting for a device.
-
-    Known are dicts with "documents" (packed or padded rows: numbers of 0 and more), "attention_mask" (ones), or
-    "labels" of whole numbers for each token (but for -100); batches of several loaders have the sum of theirs.
-    """
+    """Tokens of a batch without padding; None if it does not tell, or only by waiting for a device."""
     if isinstance(batch, Mapping):
         for key, count in _COUNTS.items():
             values = batch.get(key)

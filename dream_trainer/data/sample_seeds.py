@@ -1,9 +1,5 @@
-"""Random draws made while loading data: seeded per sample, and kept apart from the training process's own.
-
-A dataset's augmentation draws from the global generators of `random`, numpy and torch. Here they are seeded again for
-each sample from (seed, epoch, index), so that a sample is augmented the same way in any worker of any world, resumed or
-not. Where samples are loaded in the training process itself, its own generators are restored after each batch.
-"""
+"""Random draws made while loading data: seeded again for each sample from (seed, epoch, index). Samples that are loaded
+in the training process leave its own generators as they were."""
 
 from __future__ import annotations
 
@@ -27,14 +23,11 @@ from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, preserved_
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """A dataset that loads many samples at once, e.g. Hugging Face's `datasets.Dataset`."""
-
     def __getitems__(self, indices: list[int], /) -> Any: ...
 
 
 def draws_nothing(dataset: object) -> bool:
-    """Whether loading from `dataset` is known to make no random draw: tensors, lists, and subsets and concatenations
-    of them."""
+    """Whether loading from `dataset` is known to make no random draw."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -43,30 +36,16 @@ def draws_nothing(dataset: object) -> bool:
 
 
 def collates_without_draws(collate_fn: object) -> bool:
-    """Whether `collate_fn` is one of torch's own."""
     return collate_fn is default_collate or collate_fn is default_convert
 
 
 def loads_batches(dataset: object) -> bool:
-    """Whether `dataset` has a `__getitems__` of its own. `Subset` has one that only loops where what it wraps has
-    none."""
+    """Whether `dataset` has its own `__getitems__`; `Subset`'s only loops if what it wraps has none."""
     return loads_batches(dataset.dataset) if type(dataset) is Subset else isinstance(dataset, BatchedDataset)
 
 
 class KeyedDataset(Dataset[Any]):
-    """Loads and collates one batch, given as (epoch, indices), from the user's map-style dataset.
-
-    Collation belongs in here so that a random `collate_fn` draws from the last sample's stream, and not from the
-    training process's.
-
-    To seed all generators takes 20 us a sample, more than many a sample takes to load. So only those are seeded that
-    a sample was seen to draw from: in the first batch, for which all are, or in a later one, which is then loaded again
-    with its seeds. Whatever a sample draws comes from its own seed.
-
-    Args:
-        dataset: The user's dataset. One with `__getitems__` is seeded once per batch, from the batch's first sample;
-            its draws then depend on which samples share a batch, and so on the world size.
-    """
+    """Loads and collates one batch, given as (epoch, indices), from the user's map-style dataset."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int | None) -> None:
         self.dataset = dataset
@@ -81,13 +60,11 @@ class KeyedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, key: BatchKey) -> Any:
-        """What `load` gives, and with an OrderedDataset a pair of it and the dataset's mark. The method that
-        `DataLoader` looks for in a dataset, in a worker and out of one."""
+        """What `load` gives, and with an OrderedDataset its mark; `DataLoader` calls this method."""
         batch = self.load(key)
         return (batch, self.dataset.mark()) if self.is_ordered else batch
 
     def load(self, key: BatchKey) -> Any:
-        """The collated batch."""
         if self.seed is None:
             _, indices = key
             return self.collate_fn(

@@ -1,9 +1,6 @@
-"""The part of each epoch that one data-parallel rank loads, as arithmetic.
-
-An epoch is cut into chunks of `batch_size * dp_size` consecutive positions; rank `r` takes the `r`-th slice of each.
-Chunks do not depend on gradient accumulation, so a run may go on with another accumulation, world size or batch size at
-any sample. Only an epoch's last chunk can be smaller; it is split into sizes that differ by at most one.
-"""
+"""The part of each epoch that one data-parallel rank loads, as arithmetic. An epoch is cut into chunks of `batch_size *
+dp_size` positions, whatever the accumulation; rank `r` takes the `r`-th slice of each. A last, smaller chunk is split
+evenly."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from torch.utils.data import Sampler
 
 from dream_trainer.distributed.seeds import hash_seed
 
+# (epoch, indices): one batch of one rank, and all that its samples' random draws depend on
 BatchKey = tuple[int, list[int]]
-"""(epoch, indices): one batch of one rank, and all that its samples' random draws depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,6 @@ class Sharding:
         return self.dp_rank * share + min(self.dp_rank, extra), share + (self.dp_rank < extra)
 
     def samples_in(self, number: int, samples: int) -> int:
-        """This rank's samples in micro-batch `number` of `samples` consecutive ones of all ranks."""
         return self.slice_of_chunk(min(self.chunk_size, samples - number * self.chunk_size))[1]
 
 
@@ -56,11 +52,7 @@ def end_with_tail(length: int, consumed: int, sharding: Sharding) -> int:
 
 
 class RankBatchSampler(Sampler[BatchKey]):
-    """Yields this rank's batches of one pass, each as (epoch, indices).
-
-    `start` chooses the pass and the samples in it; the next iterator follows it. A position is any number of samples
-    that all ranks consumed together, and starting there costs the same everywhere.
-    """
+    """Yields this rank's batches of one pass, each as (epoch, indices)."""
 
     def __init__(self, length: int, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
         self.length = length
@@ -103,19 +95,17 @@ class RankBatchSampler(Sampler[BatchKey]):
             yield epoch, order[last + offset : last + offset + size].tolist()
 
     def samples_in(self, number: int) -> int:
-        """Samples in this rank's batch `number` of the pass that is set."""
         _, first, end = self._next_pass
         return self.sharding.samples_in(number, end - first)
 
     def __len__(self) -> int:
-        """Batches this rank gets from the pass that is set."""
         _, first, end = self._next_pass
         full, rest = divmod(end - first, self.sharding.chunk_size)
         return full + (self.sharding.slice_of_chunk(rest)[1] > 0)
 
 
+# the epoch that validation samples are seeded with: the same augmentation each time, and none that training has
 VALIDATION_EPOCH = -1
-"""The epoch that validation samples are seeded with: the same augmentation each time, and none that training has."""
 
 
 # -- Which sample comes when, and with which randomness: pure functions of the run's seed.
@@ -125,11 +115,6 @@ VALIDATION_EPOCH = -1
 
 
 def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
-    """The sample indices of one epoch in the order in which they are consumed.
-
-    Returns:
-        Shape `(length,)`, int64, on the CPU.
-    """
     if not shuffle:
         return torch.arange(length, device="cpu")
     generator = torch.Generator(device="cpu")
@@ -138,5 +123,4 @@ def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The 64-bit seed of the random draws made while loading sample `index` in `epoch`."""
     return hash_seed(b"sample", seed, epoch, index)

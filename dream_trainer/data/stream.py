@@ -1,10 +1,5 @@
-"""What the training loop pulls from: one accumulation window after the other, each with the position that follows it.
-
-    loader --train_stream--> TrainStream --next_window--> Window(batches, end) ... None (the pass is over) ... Window
-    ...
-
-A window never straddles two passes over the data, and a pass pulls no batch that it does not train.
-"""
+"""What the training loop pulls from: one accumulation window after the other, each with the position that follows it. A
+window never straddles two passes over the data, and a pass pulls no batch that it does not train."""
 
 from __future__ import annotations
 
@@ -22,9 +17,8 @@ from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, Lo
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
-from dream_trainer.data.streams.lane_stream import LaneStream
-from dream_trainer.data.streams.stream_loader import StreamLoader
-from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.data.streams.lane_stream import LaneStream, StreamLoader
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.errors import DataError
 
 __all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream"]
@@ -114,8 +108,7 @@ def _stream_of_one(
 
 
 class ShardStream(TrainStream):
-    """One rank's share of a DistributedDataLoader. All positions are arithmetic, so every rank knows every other's
-    windows."""
+    """One rank's share of a DistributedDataLoader; positions are arithmetic, so a rank knows every other's windows."""
 
     is_even = True
 
@@ -151,15 +144,15 @@ class ShardStream(TrainStream):
 
     @property
     def seconds_loading(self) -> Mapping[tuple[int, str], float]:
-        return self._reader.marked.times.seconds
+        return self._reader.marked.seconds
 
     def seek(
         self,
         position: DataPosition,
-        rank_state: dict[str, Any] | None,
+        rank_state: SavedState,
         *,
         is_pass_over: bool = False,
-        state: dict[str, Any] | None = None,
+        state: SavedState = None,
     ) -> None:
         self._refuse_other_kind(position, state)
         if is_pass_over:
@@ -268,7 +261,13 @@ class ShardStream(TrainStream):
                 dataset.set_epoch(position.epoch)
             self._length = len(dataset)
             if position.samples and position.length not in (None, self._length):
-                raise self._other_length(position)
+                raise DataError(
+                    f"The run goes on in the middle of a pass over {position.length} training samples, and the dataset "
+                    f"has {self._length} now, whose order is another one. Give it the {position.length} it had, or "
+                    "resume from a checkpoint at the end of a pass. A dataset that changes from pass to pass does so "
+                    "in its `set_epoch`, or in `pre_epoch` from `current_epoch`, so that a resumed run finds it as it "
+                    "was."
+                )
             if self._length != before or isinstance(dataset, EpochAware):
                 self._reader.dataset_changed()
         self._end = self._pass_end(position.samples)
@@ -288,14 +287,6 @@ class ShardStream(TrainStream):
                 f"The checkpoint is of a run over a dataset that decides its order itself, and {name} does not. Give "
                 "it the dataset it had, or start a run of its own from the checkpoint's weights."
             )
-
-    def _other_length(self, position: DataPosition) -> DataError:
-        return DataError(
-            f"The run goes on in the middle of a pass over {position.length} training samples, and the dataset has "
-            f"{self._length} now, whose order is another one. Give it the {position.length} it had, or resume from a "
-            "checkpoint at the end of a pass. A dataset that changes from pass to pass does so in its `set_epoch`, or "
-            "in `pre_epoch` from `current_epoch`, so that a resumed run finds it as it was."
-        )
 
     def _pass_end(self, consumed: int) -> int:
         if self._length == ENDLESS:

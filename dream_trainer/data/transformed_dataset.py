@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,13 +123,6 @@ class TransformedDataset(Dataset[Any]):
 
 
 class BrokenSampleError(Exception):
-    """A sample cannot be loaded.
-
-    Attributes:
-        index: Its number in the user's dataset.
-        error: Why.
-    """
-
     def __init__(self, index: int, error: Exception) -> None:
         super().__init__(index, error)
         self.index, self.error = index, error
@@ -144,24 +136,29 @@ def called(function: Callable[[Any], Any], argument: Any, origin: int) -> Any:
         raise BrokenSampleError(origin, error) from error
 
 
-class View(ABC):
-    """A dataset seen through some transforms."""
+class View:
+    """What is seen through one more transform than in the view below: here, nothing else."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __init__(self, below: View) -> None:
+        self._below = below
 
-    @abstractmethod
+    def __len__(self) -> int:
+        return len(self._below)
+
+    def _place(self, index: int) -> int:
+        """Which sample of the view below it is; of several the first."""
+        return index
+
     def load(self, index: int) -> Any:
         """A sample; raises BrokenSampleError."""
+        return self._below.load(self._place(index))
 
-    @abstractmethod
     def origin(self, index: int) -> int:
         """The number, in the user's dataset, of what sample `index` is made of; of several the first."""
+        return self._below.origin(self._place(index))
 
 
 class Whole(View):
-    """The user's dataset."""
-
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
@@ -176,69 +173,51 @@ class Whole(View):
 
 
 class Mapped(View):
-    """Each sample by a function."""
-
-    def __init__(self, view: View, function: Callable[[Any], Any]) -> None:
-        self._view, self._function = view, function
-
-    def __len__(self) -> int:
-        return len(self._view)
+    def __init__(self, below: View, function: Callable[[Any], Any]) -> None:
+        super().__init__(below)
+        self._function = function
 
     def load(self, index: int) -> Any:
-        return called(self._function, self._view.load(index), self.origin(index))
-
-    def origin(self, index: int) -> int:
-        return self._view.origin(index)
+        return called(self._function, super().load(index), self.origin(index))
 
 
 class Chosen(View):
-    """Some samples."""
-
-    def __init__(self, view: View, indices: Sequence[int]) -> None:
-        self._view, self._indices = view, indices
+    def __init__(self, below: View, indices: Sequence[int]) -> None:
+        super().__init__(below)
+        self._indices = indices
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def load(self, index: int) -> Any:
-        return self._view.load(self._indices[index])
-
-    def origin(self, index: int) -> int:
-        return self._view.origin(self._indices[index])
+    def _place(self, index: int) -> int:
+        return self._indices[index]
 
 
 class Batched(View):
     """Lists of consecutive samples; the last may be shorter."""
 
-    def __init__(self, view: View, size: int) -> None:
-        self._view, self._size = view, size
+    def __init__(self, below: View, size: int) -> None:
+        super().__init__(below)
+        self._size = size
 
     def __len__(self) -> int:
-        return -(-len(self._view) // self._size)
+        return -(-len(self._below) // self._size)
+
+    def _place(self, index: int) -> int:
+        return index * self._size
 
     def load(self, index: int) -> Any:
-        first = index * self._size
-        return [self._view.load(place) for place in range(first, min(first + self._size, len(self._view)))]
-
-    def origin(self, index: int) -> int:
-        return self._view.origin(index * self._size)
+        first = self._place(index)
+        return [self._below.load(place) for place in range(first, min(first + self._size, len(self._below)))]
 
 
 class Windows(View):
     """Each window of consecutive samples in random order."""
 
-    def __init__(self, view: View, window: int, seed: int) -> None:
-        self._view, self._window, self._seed = view, window, seed
+    def __init__(self, below: View, window: int, seed: int) -> None:
+        super().__init__(below)
+        self._window, self._seed = window, seed
         self._last: tuple[int, list[int]] = (-1, [])
-
-    def __len__(self) -> int:
-        return len(self._view)
-
-    def load(self, index: int) -> Any:
-        return self._view.load(self._place(index))
-
-    def origin(self, index: int) -> int:
-        return self._view.origin(self._place(index))
 
     def _place(self, index: int) -> int:
         window, place = divmod(index, self._window)

@@ -1,8 +1,5 @@
-"""What is done to samples on their way, in the order in which it is listed: map, filter, batch, unbatch, shuffle.
-
-A stream is worked on in blocks of consecutive samples, from which nothing is carried over. So a place in it is the
-state of its source at a block's start and a number of samples, and never the content of a buffer.
-"""
+"""What is done to samples of a stream, in order: map, filter, batch, unbatch, shuffle. They work on blocks that carry
+nothing over, so a place is the source's state at a block's start and a number of samples."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from dream_trainer.checks import check_count
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.errors import DataError
 
@@ -25,15 +23,6 @@ _SMALLEST_BLOCK = 64
 
 @dataclass(slots=True)
 class Item:
-    """A sample on its way.
-
-    Attributes:
-        value: The sample.
-        number: How many samples its lane had read before it; for what was made of it, a number of its own.
-        shard: Name of its shard.
-        index: Its number in the shard.
-    """
-
     value: Any
     number: int
     shard: str
@@ -86,7 +75,7 @@ class Batch(Transform):
     size: int
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("Batch", "size", self.size)
+        check_count("Batch: size", self.size, hint="Give the samples of one list.")
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -120,7 +109,7 @@ class Shuffle(Transform):
     window: int
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("Shuffle", "window", self.window)
+        check_count("Shuffle: window", self.window, hint="Give the samples that are shuffled together.")
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -133,7 +122,6 @@ class Shuffle(Transform):
 
 
 def shuffled(length: int, seed: int) -> list[int]:
-    """The numbers below `length` in an order that `seed` chooses."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     order: list[int] = torch.randperm(length, generator=generator, device="cpu").tolist()
     return order
@@ -141,16 +129,7 @@ def shuffled(length: int, seed: int) -> list[int]:
 
 @dataclass(slots=True)
 class SampleCalls:
-    """Calls a user's functions on the samples of one lane, seeded, and does what was chosen where one raises.
-
-    Attributes:
-        seed: Of the run.
-        lane: Number of the lane.
-        on_error: "raise" or "skip".
-        max_skipped: Samples that may be skipped.
-        skipped: Samples that were.
-        reports: Which, and why, since they were taken last.
-    """
+    """Calls a user's functions on the samples of one lane, seeded, and does what was chosen where one raises."""
 
     seed: int
     lane: int
@@ -160,13 +139,11 @@ class SampleCalls:
     reports: list[str] = field(default_factory=list)
 
     def transformed(self, transforms: Sequence[Transform], items: Iterator[Item]) -> Iterator[Item]:
-        """One block of samples, through all transforms."""
         for stage, transform in enumerate(transforms):
             items = transform.over(items, StageCalls(self, stage))
         return items
 
     def failed(self, item: Item, error: Exception) -> object:
-        """Skips a sample, or raises."""
         what = f"sample {item.index} of {item.shard}: {type(error).__name__}: {error}"
         if self.on_error == "raise":
             raise DataError(
@@ -190,7 +167,6 @@ class StageCalls:
     stage: int
 
     def __call__(self, function: Callable[[Any], Any], item: Item) -> Any:
-        """The function's result, or SKIPPED."""
         seed_cpu(self.seed(item))
         try:
             return function(item.value)
@@ -198,7 +174,6 @@ class StageCalls:
             return self.calls.failed(item, error)
 
     def seed(self, item: Item) -> int:
-        """Seed of what is drawn for a sample here."""
         return hash_seed(b"transform", self.calls.seed, self.calls.lane, item.number, self.stage)
 
 
@@ -216,11 +191,6 @@ def block_size(transforms: Sequence[Transform]) -> int:
 
 
 def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
-    """How many samples may be skipped.
-
-    Raises:
-        DataError: `on_error` is unknown, or a limit is missing or given for nothing.
-    """
     if on_error == "raise" and max_skipped is None:
         return 0
     if on_error == "skip" and isinstance(max_skipped, int) and max_skipped > 0:
@@ -229,9 +199,3 @@ def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
         f"on_error={on_error!r} with max_skipped={max_skipped!r} does not say what to do with a broken sample. Use "
         'on_error="raise" alone, or on_error="skip" with max_skipped=, the number that may be skipped.'
     )
-
-
-def refuse_unless_positive(name: str, field_name: str, value: object, what: str = "samples") -> None:
-    """Raises DataError, naming a transform's field, where its value is no positive integer."""
-    if not isinstance(value, int) or value < 1:
-        raise DataError(f"{name}({field_name}={value!r}) is not a positive number of {what}. Give at least 1.")

@@ -40,8 +40,7 @@ class ValidationBatches(ABC):
 
     @abstractmethod
     def any_batch(self) -> Any | None:
-        """Some batch, of this rank or not, for a rank that has none to keep others company with; None if there is
-        none."""
+        """Some batch, for a rank that has none but must keep others company; None if there is none."""
 
     @abstractmethod
     def close(self) -> None:
@@ -77,8 +76,6 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
 
 
 class ShardValidation(ValidationBatches):
-    """One rank's share of a DistributedDataLoader."""
-
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._dataset = loader.dataset
         if len(loader.dataset) == ENDLESS:
@@ -106,15 +103,13 @@ class ShardValidation(ValidationBatches):
         return len(self._reader.sampler)
 
     def any_batch(self) -> Any | None:
-        return self._reader.load(VALIDATION_EPOCH, [0])
+        return self._reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
 
     def close(self) -> None:
         self._reader.close()
 
 
 class ForeignValidation(ValidationBatches):
-    """A loader that is not ours, as it is."""
-
     def __init__(self, source: Iterable[Any], dp_rank: int, seed: int) -> None:
         self._source = source
         self._dp_rank = dp_rank

@@ -1,7 +1,5 @@
-"""What a stream of training data is: windows, and the positions between them.
-
-A position is what is saved: where a window ends, not where workers have read ahead to.
-"""
+"""Windows of training data, and the positions between them. A position is where a window ends, not where workers have
+read ahead to."""
 
 from __future__ import annotations
 
@@ -12,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dream_trainer.data.loader import ShardReader
+
+SavedState = dict[str, Any] | None  # plain data of a checkpoint, if there is any
 
 
 @dataclass(slots=True)  # not frozen: in each step that would cost 1 us
@@ -108,10 +108,10 @@ class TrainStream(ABC):
     def seek(
         self,
         position: DataPosition,
-        rank_state: dict[str, Any] | None,
+        rank_state: SavedState,
         *,
         is_pass_over: bool = False,
-        state: dict[str, Any] | None = None,
+        state: SavedState = None,
     ) -> None:
         """Goes on after `position`; with `is_pass_over`, with the next pass.
 

@@ -17,6 +17,11 @@ from dream_trainer.distributed.signals import TERMINATING, outlive_job, starting
 _PR_SET_PDEATHSIG = 1
 
 
+def as_it_is(batch: Any) -> Any:
+    """The `collate_fn` of a DataLoader whose dataset yields batches."""
+    return batch
+
+
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """A pass over the loader, whose workers outlive a signal to the whole job from their fork on."""
     with workers_start(loader):
@@ -39,12 +44,7 @@ def workers_start(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 class WorkerInit:
-    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`.
-
-    Schedulers and terminals signal every process of a job. A worker outlives that for a while: torch raises the death
-    of one anywhere in the training process, which may be saving just then. With a killed training process it ends: a
-    forked worker holds that process's sockets open, so while it loads a sample the other ranks wait for the dead one.
-    """
+    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn

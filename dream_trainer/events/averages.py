@@ -15,22 +15,14 @@ from dream_trainer.events.callback import Callback
 
 
 class AveragingCallback(Callback):
-    """A callback whose averages can stand in for the weights: an interface.
-
-    Attributes:
-        export_name: What `trainer.export(weights=...)` calls them; "" if they cannot be exported.
-    """
+    """A callback whose averages can stand in for the weights: an interface."""
 
     export_name: ClassVar[str] = ""
     sees_shards: ClassVar[bool] = True
 
     @abstractmethod
     def averaged(self, model_name: str) -> dict[str, Tensor]:
-        """The averages of one model by parameter name.
-
-        Raises:
-            KeyError: No model of that name is averaged.
-        """
+        """The averages of one model by parameter name."""
 
     @abstractmethod
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -38,12 +30,7 @@ class AveragingCallback(Callback):
 
 
 def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) -> AbstractContextManager[None]:
-    """Inside, `model` has the averages called `weights` instead of its own: such as "ema", or "ema.1" for the second.
-
-    Raises:
-        CheckpointError: No callback has averages of that name.
-        KeyError: It averages other models only.
-    """
+    """Inside, `model` has the averages called `weights`, such as "ema", instead of its own."""
     callback_of_name: dict[str, AveragingCallback] = {}
     counts: Counter[str] = Counter()
     averaging = [callback for callback in callbacks if isinstance(callback, AveragingCallback) and callback.export_name]

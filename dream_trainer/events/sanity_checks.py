@@ -16,11 +16,11 @@ from dream_trainer.events.callback import Callback
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
+# accumulation steps between two checks; the first is one, and each validation and epoch ends with one
 STEPS_BETWEEN_CHECKS: Final = 100
-"""Accumulation steps between two checks; the first is one, and each validation and epoch ends with one."""
 
+# batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight
 BATCHES_WITHOUT_STEP: Final = 10_000
-"""Batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight."""
 
 
 class SanityChecks(Callback):
@@ -104,7 +104,9 @@ class SanityChecks(Callback):
                 "the optimizer trains.",
             )
             return
-        if _ends_by_steps_alone(trainer):
+        limits = trainer.config.training_parameters
+        others = (limits.n_epochs, limits.max_samples, limits.max_tokens, limits.max_time)
+        if limits.max_steps is not None and all(limit is None for limit in others):
             self._refuse_to_go_on_for_ever(trainer)
         trainer.warn_once(
             "no step",
@@ -207,12 +209,6 @@ def _warn_of_shared_parameters(trainer: AbstractTrainer) -> None:
                 "stepped changes it. Leave it out of one, unless they are to take turns at it.",
             )
         owners |= dict.fromkeys(updated, owner)
-
-
-def _ends_by_steps_alone(trainer: AbstractTrainer) -> bool:
-    limits = trainer.config.training_parameters
-    others = (limits.n_epochs, limits.max_samples, limits.max_tokens, limits.max_time)
-    return limits.max_steps is not None and all(limit is None for limit in others)
 
 
 def _named_parameters(trainer: AbstractTrainer) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,10 +1,5 @@
-"""MetricBuffer: numbers on their way from `log` to the loggers.
-
-Adding keeps a reference and does nothing on the device. A tensor on the CPU is read at once. Reducing copies the
-others to the host, computes in float64 there, and crosses ranks in one collective. It has two halves, so that the copy
-is under way while the device works on. The result does not depend on when that happens: each value counts once, with
-its weight, in the order in which it was added.
-"""
+"""MetricBuffer: numbers on their way from `log` to the loggers. Adding does nothing on a device; reducing copies to the
+host, computes in float64 and crosses ranks once. Its two halves let the copy run while the device works."""
 
 from __future__ import annotations
 
@@ -47,15 +42,12 @@ class Flight(NamedTuple):
     """What was taken out of a buffer, on its way to the host."""
 
     reductions: dict[str, str]
-    totals: dict[str, Total]
-    """What was reduced before."""
-    values: list[tuple[str, Scalar, Scalar]]
-    """Names, values and weights."""
+    totals: dict[str, Total]  # what was reduced before
+    values: list[tuple[str, Scalar, Scalar]]  # names, values and weights
+    # what the tensors among them hold; waits for the device as long as that is not there
     numbers: Callable[[], list[float]]
-    """What the tensors among them hold; waits for the device as long as that is not there."""
 
     def land(self) -> dict[str, tuple[str, Total]]:
-        """Each key's reduction and total."""
         numbers = iter(self.numbers())
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.totals}
         for name, held, held_weight in self.values:
@@ -236,7 +228,6 @@ class MetricBuffer:
 
 
 def check_reduction(name: str, reduce: str) -> None:
-    """Raises ValueError unless `reduce` is a way to reduce."""
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
 
@@ -249,14 +240,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def keep(name: str, value: Any) -> Scalar:
-    """`value` as it is now, free of its graph: a float, or a 0-dim tensor that nobody will change.
-
-    A tensor on the CPU is read, which waits for nothing. One on a device is copied only where it could change or hold
-    on to much: a parameter, a tensor that was changed in place, or a part of a larger one.
-
-    Raises:
-        TypeError: `value` is not a scalar; the message says `name`.
-    """
+    """`value` as it is now, free of its graph: a float, or a 0-dim tensor that nobody will change."""
     if not isinstance(value, Tensor):
         if not isinstance(value, Real):
             is_metric = any(cls.__module__.startswith("torchmetrics") for cls in type(value).__mro__)
@@ -348,13 +332,7 @@ def _gather(local: dict[str, tuple[str, Total]], agreed: dict[str, str], world: 
 
 
 def start_copy(tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
-    """Starts to copy 0-dim tensors to the host, in one stack for each device and dtype, as no dtype holds all exactly.
-
-    On CUDA into pinned memory, so that nothing waits before the values are asked for.
-
-    Returns:
-        What gives their values, exactly and in their order; it waits for the copies.
-    """
+    """Copies 0-dim tensors to the host, a stack per device and dtype; the result waits and gives them in order."""
     indices_of: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         indices_of.setdefault((tensor.device, tensor.dtype), []).append(index)

@@ -20,12 +20,7 @@ _FAILED = object()
 
 
 class LoggerGroup:
-    """Several loggers, opened when there is something to write.
-
-    Attributes:
-        is_open: Whether all were opened since the last `close`.
-        waits_early: Whether some wait to be opened that the user's code may write to by itself.
-    """
+    """Several loggers, opened when there is something to write."""
 
     def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool = False) -> None:
         self._loggers = _checked(loggers)
@@ -41,10 +36,7 @@ class LoggerGroup:
     def open(
         self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None, *, early: bool = False
     ) -> None:
-        """Opens every logger, or with `early` those that the user's code may write to by itself, which come first.
-
-        One that fails gets nothing.
-        """
+        """Opens every logger, or with `early` those that the user's code may write to by itself."""
         waiting = [logger for logger in self._loggers if logger.is_open_early] if self.waits_early else []
         self.waits_early = False
         if not early:
@@ -56,12 +48,10 @@ class LoggerGroup:
                 self._open.append(logger)
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        """Writes numbers to every logger."""
         for logger in self._open:
             self._guarded(logger, partial(logger.log, metrics, stamp))
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> None:
-        """Writes media to the loggers that can show it; says so once if none can."""
         shown = [self._guarded(logger, partial(logger.log_media, name, media, stamp)) for logger in self._open]
         if all(answer is False for answer in shown):
             kind = type(media).__name__
@@ -72,7 +62,6 @@ class LoggerGroup:
             )
 
     def close(self) -> None:
-        """Closes every logger that is open, though one of them raises."""
         loggers, self._open = self._open, []
         self._wait()
         with ExitStack() as stack:
@@ -85,7 +74,6 @@ class LoggerGroup:
         return {key: state for key, state in states.items() if state and state is not _FAILED}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave, as far as the loggers are there."""
         for key, logger in self._numbered():
             if key in states:
                 self._guarded(logger, partial(logger.load_state_dict, states[key]))
@@ -98,7 +86,6 @@ class LoggerGroup:
             counts[name] += 1
 
     def _guarded(self, logger: Logger, act: Callable[[], object]) -> object:
-        """What `act` returns, or `_FAILED`."""
         try:
             return act()
         except Exception as exc:
@@ -141,7 +128,6 @@ def _logger_class(name: str) -> type[Logger]:
 
 
 def _checked(returned: object) -> list[Logger]:
-    """What the user's `configure_loggers` returned, if it is what it should be."""
     if not isinstance(returned, list | tuple):
         what = f"a {type(returned).__name__}" if isinstance(returned, Logger) else repr(returned)
         raise HookError(f"configure_loggers returned {what}, not a list. Return a list of loggers, [] for none.")

@@ -97,7 +97,6 @@ class Logger(ABC):
         """Releases what `open` took. Default: nothing."""
 
     def _opened(self, what: T | None) -> T:
-        """What `open` made."""
         if what is None:
             raise RuntimeError("log() was called before open(). Open the logger on a run directory first.")
         return what

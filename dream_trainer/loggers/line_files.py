@@ -1,7 +1,5 @@
-"""Loggers that write lines, on the console, as JSON and as CSV, and files that outlive kills.
-
-Files are appended to line by line, cut back on a resume, and replaced whole or not at all.
-"""
+"""Loggers that write lines (console, JSON, CSV), to files that are appended to, cut back on a resume, and replaced
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,14 +25,7 @@ _in_json = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # `js
 
 
 class LineFile:
-    """JSON objects that have a `step`, one a line.
-
-    JSON has no NaN: what is not finite is one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
-
-    Args:
-        resumed_step: Lines of later steps are dropped in one atomic replacement, since they will come again. None for a
-            run that starts from nothing: a file that is there is kept under another name.
-    """
+    """JSON objects that have a `step`, one a line; what is not finite is written as a string."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         self._path = path
@@ -56,7 +47,6 @@ class LineFile:
         self._file.write(line + "\n")
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -85,10 +75,7 @@ def set_aside(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process is killed. Line ends are written as they are.
-
-    Several processes may replace one file at once, as ranks that fail together do: the last one counts.
-    """
+    """Writes a file whole or not at all; of several processes that do so at once, the last one counts."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     with temporary.open("w", encoding="utf-8", newline="") as file:
         file.write(text)

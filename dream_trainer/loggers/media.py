@@ -1,7 +1,5 @@
-"""What can be logged besides numbers, as loggers get it: checked, gathered, and on the host.
-
-Making one of a tensor waits for the device.
-"""
+"""What can be logged besides numbers: checked, gathered, and on the host. Making one of a tensor waits for the
+device."""
 
 from __future__ import annotations
 
@@ -26,44 +24,29 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Image:
-    """One image."""
-
-    pixels: Tensor
-    """`[channels, height, width]`, uint8, of 1 (grey), 3 (RGB) or 4 (RGBA) channels, on the CPU."""
+    pixels: Tensor  # `[channels, height, width]`, uint8, of 1 (grey), 3 (RGB) or 4 (RGBA) channels, on the CPU
     caption: str | None = None
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images under one name; one for `log_image`."""
-
     images: tuple[Image, ...]
 
 
 @dataclass(frozen=True)
 class Video:
-    """Frames in time."""
-
-    frames: Tensor
-    """`[time, channels, height, width]`, uint8, on the CPU."""
-    fps: float
-    """Frames per second."""
+    frames: Tensor  # `[time, channels, height, width]`, uint8, on the CPU
+    fps: float  # frames per second
 
 
 @dataclass(frozen=True)
 class Audio:
-    """Sound."""
-
-    samples: Tensor
-    """`[channels, samples]`, float32 from -1 to 1, on the CPU."""
-    sample_rate: int
-    """Samples per second."""
+    samples: Tensor  # `[channels, samples]`, float32 from -1 to 1, on the CPU
+    sample_rate: int  # samples per second
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns."""
-
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
@@ -73,8 +56,7 @@ class Histogram:
     """How many values lie between two edges and the next; values that are not finite are left out."""
 
     counts: tuple[int, ...]
-    edges: tuple[float, ...]
-    """One more than counts, in rising order."""
+    edges: tuple[float, ...]  # one more than counts, in rising order
 
 
 @dataclass(frozen=True)
@@ -88,11 +70,7 @@ Media = Images | Video | Audio | Table | Histogram | Text
 
 
 class MediaLog:
-    """Makes media of what is logged and adds them to the current record, on rank 0. Every rank gathers and checks.
-
-    Attributes:
-        world: The ranks.
-    """
+    """Makes media of what is logged and adds them to the current record, on rank 0. Every rank gathers and checks."""
 
     def __init__(self, records: Records, world: Ranks, warn_once: Callable[[str, str], None]) -> None:
         self._records, self.world, self._warn_once = records, world, warn_once
@@ -114,7 +92,6 @@ class MediaLog:
             self._records.current.add_media(name, make())
 
     def images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None) -> None:
-        """See `Cooperation.log_images`, and so on."""
         tensors = [self._gathered(name, image) for image in images]
         captions = [None] * len(tensors) if captions is None else captions
         if len(captions) != len(tensors):
@@ -213,11 +190,7 @@ def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
 
 
 def grid(name: str, images: Sequence[Tensor], columns: int | None = None, padding: int = 2) -> Tensor:
-    """Images beside and below each other, on black.
-
-    Raises:
-        ValueError: Some have an alpha channel and some do not.
-    """
+    """Images beside and below each other, on black."""
     channels, height, width = (max(sizes) for sizes in zip(*(image.shape for image in images), strict=True))
     if channels == 4 and any(len(image) != 4 for image in images):
         raise ValueError(f"{name!r} has images with an alpha channel and without. Log image[:3] of those with one.")

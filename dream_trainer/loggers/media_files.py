@@ -79,7 +79,6 @@ def pil_image(pixels: Tensor) -> PIL.Image.Image:
 
 
 def png(image: Image) -> bytes:
-    """A PNG file; the caption is in it as the text `Description`."""
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
@@ -89,14 +88,12 @@ def png(image: Image) -> bytes:
 
 
 def gif(video: Video) -> bytes:
-    """An endless GIF file."""
     first, *others = (pil_image(frame) for frame in video.frames)
     duration = 1000 / video.fps  # milliseconds
     return _saved(first, format="GIF", save_all=True, append_images=others, duration=duration, loop=0)
 
 
 def wav(audio: Audio) -> bytes:
-    """A WAV file of 16 bits."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(audio.samples.shape[0])

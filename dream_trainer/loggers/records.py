@@ -1,8 +1,5 @@
-"""Records: the lines in the making, and which of them `log` adds to now.
-
-There is one of training, one of each validation loader, and one of what listeners to the end of a validation or an
-epoch log. The phases of a run change which is current, so `log` asks for no phase.
-"""
+"""Records: the lines in the making, of training, of each validation loader and of listeners, and which of them `log`
+adds to now."""
 
 from __future__ import annotations
 
@@ -20,24 +17,12 @@ from dream_trainer.loggers.interface import Stamp
 if TYPE_CHECKING:
     from dream_trainer.loggers.media import Media, MediaLog
 
+# A name, what was logged under it, and where it belongs if that is known already
 Logged = tuple[str, "Media", Stamp | None]
-"""A name, what was logged under it, and where it belongs if that is known already."""
 
 
 class Record:
-    """A line in the making.
-
-    Args:
-        prefix: What the names of its line begin with: `val/` and the loader's name, in a validation.
-        media: Where images and such are collected; None drops them.
-        media_stamp: Where they belong, if that is known when they are logged.
-        needs_weight: Whether a mean must have a weight.
-        is_own_line: Whether it is written at once, when the listeners who log to it have been called.
-
-    Attributes:
-        metrics: Its numbers.
-        weight: Weight of a value that is logged without one.
-    """
+    """A line in the making."""
 
     def __init__(
         self,
@@ -54,7 +39,6 @@ class Record:
         self.media, self._media_stamp = media, media_stamp
 
     def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
-        """Adds a value."""
         if weight is None and self.needs_weight and reduce == "mean":
             raise HookError(
                 f"log({name!r}) without weight= in a validation under context_parallel, where ranks have different "
@@ -63,13 +47,11 @@ class Record:
         self.metrics.add(self._own_name(name), value, self.weight if weight is None else weight, reduce)
 
     def add_media(self, name: str, item: Media) -> None:
-        """Adds an image or such."""
         if self.media is not None:
             name = self.prefix + name.removeprefix("val/") if self.prefix else name
             self.media.append((name, item, self._media_stamp()))
 
     def _own_name(self, name: str) -> str:
-        """The name without what all names of the line begin with."""
         if self.prefix:
             return name.removeprefix("val/")
         if name in Stamp._fields:
@@ -80,20 +62,6 @@ class Record:
 
 
 class TrainingRecord(Record):
-    """The line of training.
-
-    Values of a micro-batch wait for the weight that its backward may bring. What a window logged is dropped if it runs
-    again.
-
-    Args:
-        of_batch: The running micro-batch's backward weight, if it has one by now, and its samples.
-        media_stamp: Where media belong that are logged now; None for the step that the running window completes.
-
-    Attributes:
-        waiting: Its media that are still to be written.
-        undecided: Values of the running micro-batch, each with its batch's samples.
-    """
-
     def __init__(
         self, of_batch: Callable[[], tuple[Scalar | None, int]], media_stamp: Callable[[], Stamp | None]
     ) -> None:
@@ -121,20 +89,17 @@ class TrainingRecord(Record):
             self.metrics.add(name, value, size if weight is None else weight, reduce)
 
     def window_started(self) -> None:
-        """What comes from here on belongs to the next window."""
         if self.undecided:
             self.decide()
         self.metrics.mark()
         self._n_media = len(self.waiting)
 
     def window_dropped(self) -> None:
-        """Forgets what was logged since `window_started`: the window runs again."""
         self.undecided.clear()
         self.metrics.rewind()
         del self.waiting[self._n_media :]
 
     def clear(self) -> None:
-        """Forgets everything."""
         self.undecided.clear()
         self.waiting.clear()
         self.metrics = MetricBuffer()
@@ -154,14 +119,6 @@ class NoRecord(Record):
 
 
 class Records:
-    """Which record is current.
-
-    Attributes:
-        current: What `log` adds to.
-        validation_media: What the running validation logged, or the last one that nobody asked for.
-        media: Makes images and such of what is logged; None without a log.
-    """
-
     def __init__(self) -> None:
         self.current = Record()
         self.validation_media: list[Logged] = []
@@ -169,7 +126,6 @@ class Records:
 
     @contextmanager
     def inside(self, record: Record) -> Iterator[None]:
-        """Inside, `record` is current."""
         before, self.current = self.current, record
         try:
             yield

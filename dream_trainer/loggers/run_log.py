@@ -1,12 +1,6 @@
-"""RunLog: the way of a run's numbers, from where they are logged to its history, its loggers and who listens.
-
-    log, a step's result -> record (on the device) -> flush every n steps (one copy, read a step later so that nobody
-    waits, and one collective) -> history and `notify` on every rank, loggers on rank 0
-
-What is logged in a micro-batch waits for the batch's weight, and with its window: one that runs again is counted once.
-Validation metrics are exact when they come, and written at once. What was logged and not yet flushed is saved, and so
-is how many lines the step has, so that a resumed run writes the same lines, each once.
-"""
+"""RunLog: a run's numbers from `log` to its history, its loggers and listeners. A flush every n steps copies once, is
+read a step later and crosses ranks once; a window that runs again counts once, and a checkpoint keeps what was not
+flushed."""
 
 from __future__ import annotations
 
@@ -34,11 +28,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 class RunLog:
-    """One run's numbers and media on this rank; every rank has one and calls it alike.
-
-    Attributes:
-        history: The lines so far.
-    """
+    """One run's numbers and media on this rank; every rank has one and calls it alike."""
 
     def __init__(
         self,
@@ -74,7 +64,6 @@ class RunLog:
         self._saved_step: int | None = None
 
     def connect(self, world: Ranks, loggers: LoggerGroup) -> None:
-        """The ranks are there, and on rank 0 the loggers."""
         self._world = self._media.world = world
         self._loggers = loggers
 
@@ -85,10 +74,7 @@ class RunLog:
     # -- training
 
     def batch_finished(self, result: Mapping[str, Any], weight: Scalar | None, size: int) -> bool:
-        """A micro-batch is through: takes its result, by its backward weight or its `size`.
-
-        Opens the loggers if something was logged, which may take seconds. Returns whether they wait for a first number.
-        """
+        """Takes a micro-batch's result; returns whether the loggers wait for a first number."""
         training = self._training
         self._has_ended = False
         if result:
@@ -100,17 +86,14 @@ class RunLog:
         return not self._loggers.is_open
 
     def window_started(self) -> None:
-        """What comes from here on belongs to the next window."""
         if self._loggers.waits_early:
             self.open(early=True)
         self._training.window_started()
 
     def window_dropped(self) -> None:
-        """Forgets what was logged since `window_started`: the window runs again."""
         self._training.window_dropped()
 
     def window_finished(self, step: int, *, is_last: bool = False, is_stopped: bool = False) -> None:
-        """After a window and its events."""
         if self._flight is not None or self._training.waiting:
             self.land()
         if is_last:
@@ -121,10 +104,7 @@ class RunLog:
             self.land()
 
     def fit_ended(self, step: int) -> None:
-        """After `land`: writes what the last events logged, as of the run's last epoch, unless a resumed run will.
-
-        A collective.
-        """
+        """After `land`: writes what the last events logged, unless a resumed run will; a collective."""
         if not self._pending_is_saved(step):
             self._training.decide()
             self._write(self._training.metrics.reduce(self._world), self._stamp())
@@ -165,7 +145,6 @@ class RunLog:
         self._records.validation_media.clear()
 
     def validated(self, metrics: dict[str, float]) -> None:
-        """Writes a validation's metrics and media."""
         media, stamp = self._records.validation_media, self._stamp()
         self._training.waiting += [(name, item, stamp) for name, item, _ in media]
         media.clear()
@@ -174,8 +153,7 @@ class RunLog:
 
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
-        """What is logged inside is of the validation or the epoch that has just ended, and has nothing to do with
-        training's next line: written at the end. One inside may evaluate, which comes here too."""
+        """What is logged inside is of the validation or epoch that has just ended, and is written at the end."""
         media = self._training.waiting if counts else None
         record = Record(media=media, media_stamp=self._stamp, is_own_line=counts)
         with self._records.inside(record):
@@ -203,7 +181,6 @@ class RunLog:
         self._notify(metrics, stamp.step)
 
     def _lines_of(self, step: int) -> list[dict[str, float]]:
-        """The last lines, as far as they are of this step."""
         return list(takewhile(lambda line: line["step"] == step, reversed(self.history)))[::-1]
 
     def _opened(self) -> LoggerGroup:
@@ -214,12 +191,7 @@ class RunLog:
     # -- state
 
     def state(self, step: int, *, is_last: bool, has_failed: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, equal on all ranks; a collective.
-
-        Args:
-            is_last: Whether the run's last window is done. What it logged is written now, and not saved to be written
-                again: a listener may save at the window's end, before `window_finished`.
-        """
+        """What a checkpoint keeps, equal on all ranks; a collective. The last window is written before it."""
         self.land()
         self._write_own_line()
         flushed_before = self._flushed_step
@@ -247,7 +219,6 @@ class RunLog:
         self._saved_step = None
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave."""
         self._loggers.close()
         self._training.clear()
         self._flight, self._has_ended = None, False
@@ -297,11 +268,7 @@ Line = dict[str, float]
 
 
 class History(list[Line]):
-    """The last lines that were logged.
-
-    Attributes:
-        dropped: How many older lines are no longer here. metrics.jsonl has them.
-    """
+    """The last lines that were logged."""
 
     def __init__(self, limit: int | None) -> None:
         super().__init__()
@@ -309,14 +276,12 @@ class History(list[Line]):
         self.dropped = 0
 
     def append(self, line: Line) -> None:
-        """Adds the newest line."""
         super().append(line)
         if self._limit is not None and len(self) > self._limit:
             del self[0]
             self.dropped += 1
 
     def replace(self, lines: Iterable[Line]) -> None:
-        """Has these lines and no others."""
         self.clear()
         self.dropped = 0
         for line in lines:

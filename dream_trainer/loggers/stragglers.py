@@ -1,9 +1,5 @@
-"""Stragglers: which rank holds the others up, and by what, told from numbers that cross with each line of the log.
-
-In synchronous training the step takes as long on every rank, since they wait for one another in collectives. So each
-rank's own time is compared: that of its windows, without collectives (own_time.py), and the wait for its data. The wait
-in a collective of the user's own counts as own time, on all ranks alike: then nobody is named, never a wrong one.
-"""
+"""Stragglers: which rank holds the others up, and by what. Ranks wait for one another in collectives, so each rank's
+time without collectives (own_time.py) and its wait for data are compared, with each line of the log."""
 
 from __future__ import annotations
 
@@ -13,16 +9,13 @@ from statistics import median_low
 from dream_trainer.config.logger_parameters import LoggerParameters
 
 _WORK, _DATA = "seconds of work", "seconds of data"
+# how much longer than the median a step of a slow rank takes at least: less is noise, or does no harm
 LEAST_SECONDS = 0.02
-"""How much longer than the median a step of a slow rank takes at least: less is noise, or does no harm."""
 _NAMED = 8
 
 
 class Stragglers:
-    """What one rank measures, and what it hears of all.
-
-    `spent` gives this rank's windows so far, and its seconds of work and of waiting for data in them.
-    """
+    """What one rank measures, and hears of all; `spent` gives its windows and seconds of work and waiting."""
 
     def __init__(
         self,

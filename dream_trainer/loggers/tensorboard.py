@@ -79,14 +79,12 @@ class TensorBoardLogger(Logger):
         return self._opened(self._event)(wall_time=stamp.time, step=stamp.step)
 
     def _write(self, event: Event) -> None:
-        """Appends one event."""
         assert self._file is not None  # there is no event without `open`
         self._file.write(_record(event.SerializeToString()))
         self._file.flush()
 
 
 def _drop_later_events(path: Path, last_step: int) -> None:
-    """Replaces an event file, if there is anything to drop."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     temporary = path.with_name("earlier.tmp")  # a name that TensorBoard passes over

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import re
 import secrets
@@ -43,6 +42,7 @@ class _JournalLogger(Logger):
     """A tracker that may lose lines in a kill, so they are also in `<package>/lines.jsonl` of the run directory."""
 
     _package: ClassVar[str]  # also the field of its parameters
+    _table_options: ClassVar[dict[str, Any]] = {}
     _known = -1  # the last step that the tracker has from before the restart
     _lines: LineFile | None = None
     run: Any = None
@@ -91,12 +91,35 @@ class _JournalLogger(Logger):
         """Gives values to the tracker."""
 
     @abstractmethod
+    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
+        """Images of the tracker by the names that they are logged under."""
+
+    @abstractmethod
+    def _shown_text(self, text: str) -> Any:
+        """What the tracker logs for text."""
+
     def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
-        """What the tracker logs for `media`, whose files are in `directory`."""
+        """What the tracker logs for `media`, whose files are in `directory`; both have classes of the same names."""
+        tracker: Any = import_module(self._package)
+        match media:
+            case Images():
+                images = [tracker.Image(pil_image(image.pixels), caption=image.caption) for image in media.images]
+                return self._shown_images(name, images)
+            case Video():
+                return {name: tracker.Video(_file(directory / "video.gif", gif(media)))}
+            case Audio():
+                return {name: tracker.Audio(_file(directory / "sound.wav", wav(media)))}
+            case Histogram():
+                counts = numpy.array(media.counts), numpy.array(media.edges)
+                return {name: tracker.Histogram(np_histogram=counts)}
+            case Table():
+                rows = [list(row) for row in media.rows]
+                return {name: tracker.Table(columns=list(media.columns), data=rows, **self._table_options)}
+            case Text():
+                return {name: self._shown_text(media.text)}
 
     @override
     def close(self) -> None:
-        """Finishes the run, waiting until everything is written."""
         lines, self._lines, run, self.run = self._lines, None, self.run, None
         if lines is not None:
             lines.close()
@@ -130,6 +153,7 @@ class WandbLogger(_JournalLogger):
     requires: ClassVar[tuple[str, ...]] = ("wandb",)
     is_open_early: ClassVar[bool] = True  # for `wandb.log`
     _package: ClassVar[str] = "wandb"
+    _table_options: ClassVar[dict[str, Any]] = {"allow_mixed_types": True}
     run: wandb.Run | None = None
 
     def __init__(self, parameters: WandbParameters | None = None) -> None:
@@ -190,26 +214,14 @@ class WandbLogger(_JournalLogger):
         self._step, self._row, self._next_row = step, row, row + self._has_others
 
     @override
-    def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
+    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
+        return {name: images}
+
+    @override
+    def _shown_text(self, text: str) -> Any:
         import wandb
 
-        shown: Any
-        match media:
-            case Images():
-                shown = [wandb.Image(pil_image(image.pixels), caption=image.caption) for image in media.images]
-            case Video():
-                shown = wandb.Video(io.BytesIO(gif(media)), format="gif")
-            case Audio():
-                shown = wandb.Audio(_file(directory / "sound.wav", wav(media)))
-            case Histogram():
-                shown = wandb.Histogram(np_histogram=(numpy.array(media.counts), numpy.array(media.edges)))
-            case Table():
-                shown = wandb.Table(
-                    columns=list(media.columns), data=[list(row) for row in media.rows], allow_mixed_types=True
-                )
-            case Text():
-                shown = wandb.Html(f"<pre>{html.escape(media.text)}</pre>")
-        return {name: shown}
+        return wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -220,8 +232,7 @@ class WandbLogger(_JournalLogger):
         self._id = state["id"]
 
 
-_Row = tuple[int, frozenset[str]]
-"""A step, and the names that were logged together."""
+_Row = tuple[int, frozenset[str]]  # A step, and the names that were logged together
 
 
 class TrackioLogger(_JournalLogger):
@@ -277,25 +288,14 @@ class TrackioLogger(_JournalLogger):
             self._opened(self.run).log(values, step=step)
 
     @override
-    def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
+    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
+        return dict(zip(_numbered(name, len(images)), images, strict=True))
+
+    @override
+    def _shown_text(self, text: str) -> Any:
         import trackio
 
-        match media:
-            case Images():
-                names = _numbered(name, len(media.images))
-                images = [trackio.Image(pil_image(image.pixels), caption=image.caption) for image in media.images]
-                return dict(zip(names, images, strict=True))
-            case Video():
-                return {name: trackio.Video(_file(directory / "video.gif", gif(media)))}
-            case Audio():
-                return {name: trackio.Audio(_file(directory / "sound.wav", wav(media)))}
-            case Histogram():
-                counts = numpy.array(media.counts), numpy.array(media.edges)
-                return {name: trackio.Histogram(np_histogram=counts)}
-            case Table():
-                return {name: trackio.Table(columns=list(media.columns), data=[list(row) for row in media.rows])}
-            case Text():
-                return {name: trackio.Markdown(media.text)}
+        return trackio.Markdown(text)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -451,7 +451,6 @@ def _is_known(client: MlflowClient, run_id: str) -> bool:
 
 
 def _legal(name: str) -> str:
-    """The name with nothing in it that MLflow refuses."""
     return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)
 
 

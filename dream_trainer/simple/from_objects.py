@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dream_trainer.best_value import mode_of
 from dream_trainer.callbacks.weight_average import WeightAverage
 from dream_trainer.checkpoint.retention import best_checkpoint
+from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType
 from dream_trainer.config.logger_parameters import LoggerParameters
 from dream_trainer.config.training_parameters import EvalParameters, TrainingParameters
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.errors import CheckpointError, ConfigError, DataError
+from dream_trainer.errors import CheckpointError, DataError
 from dream_trainer.events.callback import Callback
 from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.modules.metrics import higher_is_better
@@ -130,8 +131,7 @@ class Trainer:
             (monitor and val is None, f"monitor={monitor!r} is a metric of validations. Give val=."),
             (isinstance(optimizer, list | tuple), "optimizer= is one. Several need a class: docs/several-models.md."),
         ):
-            if is_wrong:
-                raise ConfigError(message)
+            refuse(is_wrong, message)
         if isinstance(schedule, str):
             schedule = ScheduleParameters(name=schedule)  # pyright: ignore[reportArgumentType]
         if isinstance(optimizer, str):
@@ -383,8 +383,6 @@ def _close_and_remove(dream: ObjectsTrainer, scratch: Path | None) -> None:
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A dataset by number: PyTorch's, Hugging Face's, any sequence of samples."""
-
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __len__(self) -> int: ...
@@ -406,10 +404,7 @@ class LoaderOptions(NamedTuple):
 
 
 def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
-    """A loader over `data`: samples are batched, a loader stays as it is.
-
-    A dict has several by name. `name` is that of the argument, for messages.
-    """
+    """A loader over `data`: samples are batched, a loader stays as it is; `name` is for messages."""
     if isinstance(data, Mapping) and not _are_arrays(data.values()):
         return {key: as_loader(value, options, f"{name}[{key!r}]") for key, value in data.items()}
     if isinstance(data, IterableDataset):
@@ -479,8 +474,6 @@ def _refuse_doubtful(items: list[Any], name: str) -> None:
 
 
 class _Made:
-    """The batches that a function makes for each pass."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 

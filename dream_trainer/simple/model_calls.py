@@ -146,7 +146,6 @@ class ModelCalls:
 
 
 def scores(outputs: Any) -> Any:
-    """The "logits" of a mapping that has them, otherwise the whole output."""
     return outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs
 
 
@@ -171,7 +170,6 @@ def _own_loss(outputs: Any, model: nn.Module, batch: Any) -> Tensor:
 
 
 def values_of(result: Tensor | Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values that the user's step returned, as a dict with "loss"."""
     if isinstance(result, Tensor):
         return {"loss": result}
     if isinstance(result, Mapping) and "loss" in result:
@@ -201,8 +199,7 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {"accuracy": accuracy, "mse": Lo
 
 
 class Metrics:
-    """Metrics of a validation by name: `functions`, whose values are averaged over samples, and torchmetrics'
-    `objects`, which are updated (None: there are none)."""
+    """A validation's metrics by name: `functions` are averaged over samples, `objects` (torchmetrics) are updated."""
 
     def __init__(self, given: Iterable[str] | Mapping[str, Any]) -> None:
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}

@@ -41,10 +41,8 @@ _EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint"}
 
 @dataclass(kw_only=True)
 class ObjectsConfig(DreamTrainerConfig):
-    """Config of a trainer without a class."""
-
+    # the objects in words, which tell two runs apart; a run cannot be built from them again
     given_objects: dict[str, Any] = field(default_factory=dict)
-    """The objects in words, which tell two runs apart; a run cannot be built from them again."""
 
 
 def in_words(value: Any) -> str | None:
@@ -54,8 +52,6 @@ def in_words(value: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The objects that a trainer is made of, under the names of the arguments; `mode` is that of `monitor`."""
-
     model: nn.Module
     train: Any
     val: Any
@@ -71,8 +67,6 @@ class Given:
 
 
 class ObjectsTrainer(DreamTrainer):
-    """A DreamTrainer of given objects."""
-
     config: ObjectsConfig
     is_launched = False
 
@@ -181,7 +175,6 @@ class ObjectsTrainer(DreamTrainer):
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any] | tuple[dict[str, Any], int]:
-        """The loss and the metrics, each weighted by the number of its samples or labels."""
         given = self.given
         step = given.val_step or given.step
         if step is not None:
@@ -199,7 +192,6 @@ class ObjectsTrainer(DreamTrainer):
         return self.given.calls.predict(self.model, batch)
 
     def scheduled(self, unit: str) -> list[Any]:
-        """The schedules that go by "step" or by "epoch"."""
         schedule = self.given.schedule
         own_unit = schedule.unit if isinstance(schedule, ScheduleParameters) else self.given.schedule_unit
         is_due = (own_unit == "epoch") == (unit == "epoch")
@@ -207,10 +199,7 @@ class ObjectsTrainer(DreamTrainer):
 
 
 class Epochs(Callback):
-    """Rows of exact means for each epoch, also of one in which training stops; and schedules by epochs or a metric.
-
-    `tell` is called with each complete epoch's number, from 0, and its metrics.
-    """
+    """Rows of exact means for each epoch, told to `tell`; and schedules by epochs or a metric."""
 
     order = -100  # before callbacks that log or save learning rates
 

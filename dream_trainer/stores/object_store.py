@@ -1,10 +1,5 @@
-"""An object store's bytes: the few operations that checkpoints need of it, through fsspec.
-
-Everything that the stores do differently is in this file. An object appears whole or not at all, also one that is sent
-in many parts, so what is needed beside reading and writing is one condition: `create` writes only where nothing is.
-Credentials come from where each store's own tools take them (environment, files, the machine's role). They are never
-arguments here, and are taken out of what errors say.
-"""
+"""An object store's bytes through fsspec: the few operations that checkpoints need. An object appears whole or not at
+all. Credentials come from where each store's own tools take them, and are taken out of what errors say."""
 
 from __future__ import annotations
 
@@ -23,8 +18,8 @@ from dream_trainer.errors import ConfigError
 
 T = TypeVar("T")
 
+# what an object store's address begins with, and the package that speaks to it
 SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
-"""What an object store's address begins with, and the package that speaks to it."""
 
 # A connection that nobody answers would else be tried for minutes before the run hears of it.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,24 +37,13 @@ _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 class StoredEntry(NamedTuple):
-    """Something in a directory of a store."""
-
-    name: str
-    """The last part of its path."""
-    size: int
-    """Bytes; 0 for a directory."""
+    name: str  # the last part of its path
+    size: int  # bytes; 0 for a directory
     is_directory: bool
 
 
 class ObjectStore:
-    """The objects of one store by their keys, such as `bucket/runs/config.json`.
-
-    Every method raises FileNotFoundError, PermissionError or, for all else, ConnectionError. The message names the
-    address and no secret.
-
-    Raises:
-        ConfigError: Its package is not installed.
-    """
+    """One store's objects by their keys. Raises FileNotFoundError, PermissionError or ConnectionError."""
 
     def __init__(self, scheme: str) -> None:
         try:
@@ -78,10 +62,7 @@ class ObjectStore:
             log.setLevel(logging.CRITICAL)
 
     def create(self, key: str, content: bytes) -> bool:
-        """Writes an object where there is none; returns whether it did, and False where there was one.
-
-        Of several that do so at once, one gets True. After an error it may have been written all the same.
-        """
+        """Writes an object unless it exists, and returns whether it did; after an error it may exist all the same."""
         with self._speaking_of(key):
             try:
                 self._files.pipe_file(key, content, mode="create")
@@ -95,7 +76,6 @@ class ObjectStore:
         return True
 
     def write(self, key: str, content: bytes) -> None:
-        """Writes an object, whatever was there."""
         with self._speaking_of(key):
             self._files.pipe_file(key, content)
 
@@ -107,7 +87,6 @@ class ObjectStore:
             self._files.put_file(str(file), key, **_SENDING.get(self._scheme, {}))
 
     def read(self, key: str) -> bytes:
-        """An object's content."""
         with self._speaking_of(key):
             content: bytes = _asked(lambda: self._files.cat_file(key))
         return content
@@ -122,7 +101,6 @@ class ObjectStore:
         return parts
 
     def size(self, key: str) -> int | None:
-        """Bytes of an object; None if there is none."""
         try:
             with self._speaking_of(key):
                 found = _asked(lambda: self._files.info(key))
@@ -145,12 +123,10 @@ class ObjectStore:
         ]
 
     def copy(self, source: str, target: str) -> None:
-        """Copies an object inside the store."""
         with self._speaking_of(source):
             _asked(lambda: self._files.cp_file(source, target))
 
     def remove(self, key: str) -> None:
-        """Removes an object, if it is there."""
         try:
             with self._speaking_of(key):
                 self._files.rm_file(key)
@@ -193,11 +169,7 @@ def _options_of_google() -> dict[str, Any]:
 
 @cache
 def open_store(scheme: str) -> ObjectStore:
-    """The store of one of `SCHEMES`, with the credentials and the endpoint that the environment names.
-
-    Raises:
-        ConfigError: Its package is not installed.
-    """
+    """The store of one of `SCHEMES`, with the credentials and the endpoint that the environment names."""
     return ObjectStore(scheme)
 
 

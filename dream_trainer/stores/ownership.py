@@ -1,12 +1,5 @@
-"""Ownership: which job a run in an object store belongs to. Of two that start at once, anywhere, one has it.
-
-    owners/00000001.json      the first job's; removed by the next
-    owners/00000002.json      the highest number's: it owns the run, and says anew every few seconds that it lives
-
-A number is taken by creating its object, which of several jobs one alone can do; nothing else is asked of the store. A
-killed job leaves its object. The next one takes the following number: at once where it holds the directory in which
-that job lived, otherwise when the object has not changed for a minute. The clocks of hosts are never compared.
-"""
+"""Ownership: which job a run in an object store belongs to. Jobs take rising numbers by creating owners/00000001.json
+and so on, which only one can do; the highest owns the run and renews its object. Clocks of hosts are never compared."""
 
 from __future__ import annotations
 
@@ -34,11 +27,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 def is_owned(run: StorePath) -> bool:
-    """Whether a live job has the run; takes up to 20 s to see one live that was not given back.
-
-    Raises:
-        OSError: The store refused, or did not answer.
-    """
+    """Whether a live job has the run; takes up to 20 s to see one live that was not given back."""
     first = _record_of(run / OWNERS_NAME, _highest(run / OWNERS_NAME))
     if first is None or first.get("released"):
         return False
@@ -52,21 +41,7 @@ def is_owned(run: StorePath) -> bool:
 
 
 class Ownership:
-    """A job's claim on a run in a store, until `release`. One process of the job has it.
-
-    Args:
-        lived_here: A local directory that no other live job has. The claim leaves a word there, by which the next job
-            in it knows that this one is gone.
-
-    Attributes:
-        token: A word that no other claim has.
-        goes_on_here: Whether the last job that had the run lived in the same directory.
-
-    Raises:
-        CheckpointError: Another live job has the run, or the store writes over what is there although it was told not
-            to, so that nobody could know whose the run is.
-        OSError: The store refused, or did not answer.
-    """
+    """A job's claim on a run in a store, until `release`; `lived_here` is a directory that no other live job has."""
 
     def __init__(
         self,
@@ -89,11 +64,6 @@ class Ownership:
         self._thread.start()
 
     def is_lost(self) -> bool:
-        """Whether another job has taken the run since; asks the store.
-
-        Raises:
-            OSError: The store refused, or did not answer.
-        """
         return self._highest() > self._number
 
     def release(self) -> None:
@@ -167,7 +137,6 @@ class Ownership:
             )
 
     def _renew(self, seconds: float) -> None:
-        """Runs in the thread."""
         place = self._object(self._number)
         while not self._ended.wait(seconds):
             self._renewals += 1

@@ -1,9 +1,5 @@
-"""StorePath: a path in an object store that is read as one of a disk, so that what reads checkpoints need not know.
-
-A directory is what several objects' keys begin with: it is there while one of them is, and nobody makes it. What would
-write as on a disk is refused, but for `rename` and `discard` of a directory, which are not atomic: they begin and end
-with the file whose presence makes the directory count.
-"""
+"""StorePath: a path in an object store that reads like one of a disk. A directory exists while objects' keys begin with
+it; writes are refused, except `rename` and removal of a directory, which begin and end with its manifest."""
 
 from __future__ import annotations
 
@@ -22,11 +18,7 @@ _ADDRESS = re.compile(rf"({'|'.join(SCHEMES)})://?([^/]+)(/.*)?")
 
 
 def as_path(path: str | Path) -> Path:
-    """`path` as a path of this machine, or of an object store if that is how it begins.
-
-    Raises:
-        ConfigError: It is the address of something else, such as `https://...`, or has credentials in it.
-    """
+    """`path` as a path of this machine, or of an object store if it begins with one's scheme."""
     if isinstance(path, StorePath) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         return Path(path) if isinstance(path, str) else path
     text = str(path)
@@ -45,15 +37,11 @@ def as_path(path: str | Path) -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """`path` from the root of the file system, links as they are; one in a store is that already."""
     return path if isinstance(path, StorePath) else Path(os.path.abspath(path))
 
 
 class StorePath(PosixPath):
-    """A path in an object store, such as `s3://bucket/runs/step_00001000`; `as_path` makes it from a text.
-
-    What reads raises OSError, as on a disk. Nothing is kept from one call to the next, but for what `iterdir` saw.
-    """
+    """A path in an object store, made by `as_path`; keeps nothing between calls but what `iterdir` saw."""
 
     _seen: StoredEntry | None = None
 
@@ -68,7 +56,6 @@ class StorePath(PosixPath):
 
     @property
     def store(self) -> ObjectStore:
-        """The store it is in."""
         return open_store(self.parts[0].rstrip(":"))
 
     @property
@@ -81,78 +68,53 @@ class StorePath(PosixPath):
 
     @property
     def parent(self) -> StorePath:
-        """The directory that it is in."""
         return super().parent
 
     # -- read
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
-        """The directory's entries."""
         for entry in self.store.entries(self.key):
             child = self / entry.name
             child._seen = entry
             yield child
 
     def is_dir(self, **kwargs: Any) -> bool:
-        """Whether there are objects below it."""
         return self._seen.is_directory if self._seen else bool(self.store.entries(self.key))
 
     def is_file(self, **kwargs: Any) -> bool:
-        """Whether there is such an object."""
         return self.store.size(self.key) is not None
 
     def exists(self, **kwargs: Any) -> bool:
-        """Whether there is such an object, or one below it."""
         return self.is_file() or self.is_dir()
 
     def is_symlink(self) -> bool:
-        """Never."""
         return False
 
     def stat(self, **kwargs: Any) -> os.stat_result:
-        """Its size; all else is 0.
-
-        Raises:
-            FileNotFoundError: There is no such object.
-        """
+        """Its size; all else is 0."""
         size = self._seen.size if self._seen else self.store.size(self.key)
         if size is None:
             raise FileNotFoundError(f"{self} is not there")
         return os.stat_result((0, 0, 0, 0, 0, 0, size, 0, 0, 0))
 
     def read_bytes(self) -> bytes:
-        """The object's content."""
         return self.store.read(self.key)
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """The object as a file that is read; with mode "rb" alone.
-
-        Raises:
-            FileNotFoundError: There is no such object.
-        """
+        """The object as a file that is read; with mode "rb" alone."""
         if mode != "rb":
             self._refuse()
         return StoreStream(self.store, self.key, self.stat().st_size)
 
-    def resolve(self, strict: bool = False) -> StorePath:
-        """Itself."""
+    def _itself(self, strict: bool = False) -> StorePath:
         return self
 
-    def absolute(self) -> StorePath:
-        """Itself."""
-        return self
-
-    def expanduser(self) -> StorePath:
-        """Itself."""
-        return self
+    resolve = absolute = expanduser = _itself
 
     # -- change
 
     def rename(self, target: str | os.PathLike[str]) -> StorePath:
-        """Moves a directory's objects below `target`, inside the store: copies all, then removes them here.
-
-        The objects are taken in the reverse of `removal_order`, so that the first is the last to be there.
-        """
+        """Copies a directory's objects below `target`, the manifest last, then removes them here."""
         assert isinstance(target, StorePath)
         names = removal_order(self)
         for name in reversed(names):
@@ -177,7 +139,6 @@ def removal_order(directory: StorePath) -> list[str]:
 
 
 def remove_directory(directory: StorePath) -> None:
-    """Removes a directory's objects, the manifest first."""
     for name in removal_order(directory):
         directory.store.remove((directory / name).key)
 
@@ -188,13 +149,7 @@ _PARTS_AT_ONCE = 4
 
 
 class StoreStream(io.RawIOBase):
-    """An object's content. Whoever jumps gets little more than asked for; whoever reads on gets ever larger
-    parts, up to 32 MiB in several requests at once, so that a store far away is no slower than its line.
-
-    Attributes:
-        size: Its bytes.
-        fetched: Bytes that came from the store.
-    """
+    """An object's content: jumps fetch little; reading on fetches up to 32 MiB in several requests at once."""
 
     def __init__(self, store: ObjectStore, key: str, size: int) -> None:
         super().__init__()
@@ -208,29 +163,20 @@ class StoreStream(io.RawIOBase):
         self._ahead = _FIRST
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:
-        """The position in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves; nothing is fetched."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Reads into `buffer` what it holds, or what is left.
-
-        Raises:
-            OSError: The store refused, or did not answer.
-        """
         target = memoryview(buffer).cast("B")
         wanted = min(len(target), max(0, self.size - self._position))
         filled = 0

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.callbacks.tables import print_table
+from dream_trainer.screen import print_table
 from tests.api import (
     ConfigError,
     GroupParameters,

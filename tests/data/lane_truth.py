@@ -12,8 +12,7 @@ from typing import Any
 
 from dream_trainer.data.sources.stream_sources import IterableShards, WebDatasetShards
 from dream_trainer.data.stream import train_stream
-from dream_trainer.data.streams.lane_stream import LaneStream
-from dream_trainer.data.streams.stream_loader import StreamLoader
+from dream_trainer.data.streams.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.window import DataPosition
 
 GLOBAL_BATCH = 8

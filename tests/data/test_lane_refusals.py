@@ -127,14 +127,14 @@ def shuffled_stream() -> Any:
 @pytest.mark.parametrize(
     ("message", "make"),
     [
-        ("not a directory with tar files", lambda: WebDatasetShards(Path())),
-        ("gone.tar: no such tar file", lambda: WebDatasetShards([Path("gone.tar")])),
-        ("empty list", lambda: WebDatasetShards([])),
+        ("has no files of .tar", lambda: WebDatasetShards(Path())),
+        ("there is no file .*gone.tar", lambda: WebDatasetShards([Path("gone.tar")])),
+        ("no files are given", lambda: WebDatasetShards([])),
         ("got no items", lambda: IterableShards(LiveLines, [])),
         ("list is not a source in shards", lambda: StreamLoader([1, 2, 3], 2)),
         (r"whose buffer is not in its state.*Shuffle\(window\)", lambda: StreamLoader(shuffled_stream(), 2)),
         ("batch_size=0", lambda: StreamLoader(LIVE, 0)),
-        (r"Shuffle\(window=0\)", lambda: Shuffle(0)),
+        ("Shuffle: window=0 is not a positive integer", lambda: Shuffle(0)),
         (
             "A StreamLoader is for training",
             lambda: validation_batches(StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0),

@@ -147,7 +147,7 @@ def test_our_loader_by_itself_is_a_loader_for_a_single_process() -> None:
         ("batch_size=0", lambda: DistributedDataLoader(DATA, 0)),
         ("0 samples", lambda: DistributedDataLoader(TensorDataset(torch.ones(0)), 2)),
         ("several ranks already", lambda: PerRankLoader(DistributedDataLoader(DATA, 2))),
-        ("cannot be iterated", lambda: PerRankLoader(3)),
+        ("must be an iterable of batches, and int is none", lambda: open_stream(PerRankLoader(3))),
         (
             r"MyLoader, a DataLoader with methods of its own \(__iter__\).*dp_size=2",
             lambda: open_stream(MyLoader(DATA, 4), size=2),

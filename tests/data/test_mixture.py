@@ -226,7 +226,11 @@ def test_what_cannot_be_mixed_is_named() -> None:
         (ConfigError, r"unit='words'", lambda: Mixture({"a": one}, unit="words")),  # type: ignore[arg-type]
         (DataError, r"source 'a' \(list\) has 0 samples", lambda: Mixture({"a": []})),
         (DataError, r"source 'a' \(Mixture\) has no samples by number", lambda: Mixture({"a": three()})),
-        (DataError, r"source 'a' \(generator\) has no length", lambda: Mixture({"a": (i for i in range(3))})),
+        (
+            DataError,
+            r"source 'a' \(generator\) has no samples by number",
+            lambda: Mixture({"a": (i for i in range(3))}),
+        ),
         (DataError, r"no sources", lambda: Mixture({})),
         (
             DataError,

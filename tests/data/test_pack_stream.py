@@ -76,5 +76,5 @@ def test_a_document_that_is_none_is_named(tmp_path: Path) -> None:
         read_in_parts(lambda: source, [((1, 1, 0), 1)], transforms=[Pack(ROW)])
     with pytest.raises(DataError, match=r"from sample 0 of shard \(0, 20\) on: .* outside of vocabulary_size=50"):
         read_in_parts(lambda: source, [((1, 1, 0), 1)], transforms=[Map(document), Pack(ROW, vocabulary_size=50)])
-    with pytest.raises(DataError, match=r"Pack\(row_length=0\) is not a positive number of tokens"):
+    with pytest.raises(DataError, match="Pack: row_length=0 is not a positive integer"):
         Pack(0)

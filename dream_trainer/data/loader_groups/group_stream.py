@@ -1,8 +1,5 @@
-"""Training from several loaders: each is a stream of its own, with its own place, and their windows are put together.
-
-Every window is a whole one. So a step's samples of each loader follow from its place alone, and the places of all of
-them after a window are what a checkpoint keeps.
-"""
+"""Training from several loaders: each is a stream with its own place, and their whole windows are put together. The
+places of all of them after a window are what a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup, PassEnd, refuse_shared
 from dream_trainer.data.ordered import ENDLESS, innermost
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
 
@@ -26,12 +23,6 @@ _END: Any = object()
 
 
 class GroupStream(TrainStream):
-    """Several streams as one.
-
-    Raises:
-        DataError: Ranks may get different numbers of windows from a loader, and the pass ends with the longest.
-    """
-
     def __init__(
         self,
         streams: Mapping[str, TrainStream],
@@ -96,10 +87,10 @@ class GroupStream(TrainStream):
     def seek(
         self,
         position: DataPosition,
-        rank_state: dict[str, Any] | None,
+        rank_state: SavedState,
         *,
         is_pass_over: bool = False,
-        state: dict[str, Any] | None = None,
+        state: SavedState = None,
     ) -> None:
         if state is None:
             self._begin_pass_at(position, is_pass_over=is_pass_over)
@@ -276,7 +267,6 @@ class GroupStream(TrainStream):
             yield batch
 
     def _window(self, batches: Iterable[Any], windows: Sequence[Window]) -> Window:
-        """What is trained together: `batches`, made of those of `windows`."""
         samples: int | None = 0
         for window in windows:
             samples = None if samples is None or window.samples is None else samples + window.samples
@@ -301,7 +291,6 @@ class GroupStream(TrainStream):
         )
 
     def _sizes(self, windows: Sequence[Window]) -> list[int] | None:
-        """This rank's samples in each micro-batch."""
         sizes = [0] * self._accumulation
         for window in windows:
             if window.sizes is None:
@@ -321,8 +310,6 @@ def _is_same(end: DataPosition, position: DataPosition) -> bool:
 
 
 class TogetherStream(GroupStream):
-    """A batch of each loader in every micro-batch."""
-
     def next_window(self) -> Window | None:
         has_window = [self._look(part) for part in self._parts]
         if not all(has_window) and self._is_over():
@@ -335,7 +322,6 @@ class TogetherStream(GroupStream):
         return self._window(batches, windows)
 
     def _is_over(self) -> bool:
-        """Whether the pass is over, now that a loader has no window."""
         if self._end == "shortest":
             return self._leader is not None and self._leader.place.has_ended
         return self._end == "longest" and all(part.place.has_ended for part in self._parts)
@@ -354,8 +340,6 @@ class TogetherStream(GroupStream):
 
 
 class TurnsStream(GroupStream):
-    """One loader after the other, each for a whole window."""
-
     def __init__(self, streams: Mapping[str, TrainStream], turns: Sequence[str], **options: Any) -> None:
         numbers = {name: number for number, name in enumerate(streams)}
         self._turns = [numbers[name] for name in turns]
@@ -373,7 +357,6 @@ class TurnsStream(GroupStream):
         return self._parts[self._turns[self._windows % len(self._turns)]]
 
     def _ends_with(self, part: Member) -> bool:
-        """Whether the pass is over once this loader, whose turn it is, has no window."""
         if self._end == "longest":
             return all(other is part or other.place.has_ended for other in self._parts)
         return self._end == "shortest" and self._leader in (None, part)
@@ -404,11 +387,6 @@ def group_stream(
     accumulation: int,
     dp_size: int,
 ) -> GroupStream:
-    """The stream over several loaders.
-
-    Raises:
-        DataError: One of them cannot be read, which it names; or two read the same dataset.
-    """
     streams = {}
     for name, one in loader.loaders.items():
         # Else loaders of one length would have one order.
@@ -436,16 +414,6 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where one loader is.
-
-    Attributes:
-        position: The end of the window that was read last.
-        rank_state: What that window's loader needs besides, on this rank.
-        at_end: Whether it has no further window in its pass; None where only looking for it would tell.
-        is_counted: Whether the end of its pass, where it is, was counted already.
-        has_ended: Whether it came to such an end in this pass of the group.
-    """
-
     position: DataPosition
     rank_state: dict[str, Any] | None = None
     at_end: bool | None = False
@@ -459,16 +427,6 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One loader of the group.
-
-    Attributes:
-        name: Its name.
-        stream: Its data.
-        place: Where it is.
-        window: Its next window, where it was looked for already.
-        seconds: How long this process has waited for its batches.
-    """
-
     name: str
     stream: TrainStream
     place: Place
@@ -477,7 +435,6 @@ class Member:
 
 
 def refuse_state_of_group(state: dict[str, Any] | None) -> None:
-    """Raises DataError where one loader would go on with the state of several."""
     if state is not None and "loaders" in state:
         raise DataError(
             f"the checkpoint is of a run over the training loaders {list(state['loaders'])}, and this one has one "
@@ -486,7 +443,6 @@ def refuse_state_of_group(state: dict[str, Any] | None) -> None:
 
 
 def naming_loader(name: str, call: Callable[[], T]) -> T:
-    """`call()`; its errors name the loader."""
     try:
         return call()
     except DataError as error:

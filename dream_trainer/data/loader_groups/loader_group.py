@@ -64,7 +64,6 @@ class AlternatingLoaders:
 
 
 def turns(ratio: Mapping[str, int]) -> list[str]:
-    """One round of turns, each name as often as its ratio says and as evenly as can be."""
     divisor = reduce(gcd, ratio.values())
     shares = {name: count // divisor for name, count in ratio.items()}
     total = sum(shares.values())

@@ -1,15 +1,12 @@
-"""Several sources of samples in one dataset, by weights that may change: which sample comes when is arithmetic.
-
-Which source a position falls to is mixture_order.py's; which of its samples, a permutation's for each of its epochs
-(permutation.py). So a mixture is the same on any number of ranks and workers, and begins anywhere at once.
-"""
+"""Several sources of samples in one dataset, by weights that may change. mixture_order.py computes a position's
+source and sample, so a mixture begins anywhere at once."""
 
 from __future__ import annotations
 
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter
@@ -19,9 +16,16 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from dream_trainer.checks import check_choice, check_integer, refuse
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
-from dream_trainer.data.loading_time import LoadingTime, SourceClock
-from dream_trainer.data.mixtures.mixture_order import BLOCK, Segment, draw_numbers, segments
+from dream_trainer.data.mixtures.mixture_order import (
+    BLOCK,
+    IndexPermutation,
+    Integers,
+    Segment,
+    draw_numbers,
+    segments,
+)
 from dream_trainer.data.mixtures.mixture_weights import (
     Stage,
     Weights,
@@ -29,23 +33,20 @@ from dream_trainer.data.mixtures.mixture_weights import (
     checked_weights,
     weights_by_position,
 )
-from dream_trainer.data.mixtures.permutation import IndexPermutation, Integers
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
 from dream_trainer.data.sources.measured import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import ConfigError, DataError
 
+logger = logging.getLogger("dream_trainer")
+
 
 class Drawn(NamedTuple):
-    """How much of a source was drawn."""
-
     samples: int
     epochs: float
 
 
 class Draw(NamedTuple):
-    """Which sample is at a position."""
-
     source: str
     sample: int
     epoch: int
@@ -57,8 +58,6 @@ _PLANS_KEPT = 80
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One block: of each position its source and its sample."""
-
     first: int
     end: int
     sources: Integers
@@ -118,8 +117,8 @@ class Mixture(OrderedDataset):
         self.sources = dict(sources)
         self.names = list(self.sources)
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._clock = SourceClock(len(self.names))
-        check_sources(self.sources)
+        self._seconds = [0.0] * len(self.names)  # that this process has loaded each source
+        _check_sources(self.sources)
         self._lengths = [len(source) for source in self.sources.values()]
         self._means = mean_lengths(self.sources) if unit == "tokens" else None
         self._weights = checked_weights(dict.fromkeys(self.names, 1) if weights is None else weights, self.names)
@@ -129,7 +128,12 @@ class Mixture(OrderedDataset):
         self._own_seed, self._run_seed = seed, 0
         self._on_change = on_change
         self._unit = unit
-        check_options(self.names, unit, self._stages, self._max_epochs, num_samples, on_change)
+        check_choice("unit", unit, ("samples", "tokens"))
+        check_choice("on_change", on_change, ("refuse", "continue"))
+        if num_samples is not None:
+            check_integer("num_samples", num_samples, minimum=1)
+        check_stages(self._stages, self.names)
+        _check_limits(self._max_epochs, self.names)
         self._changes: list[tuple[int, dict[str, float]]] = []
         self._asked: dict[str, float] | None = None
         self._origin = 0
@@ -140,7 +144,7 @@ class Mixture(OrderedDataset):
         self._segments: list[Segment] = []
         self._segments_of: tuple[int, list[int | None]] | None = None
         self._compile()
-        warn_of_unused_sources(self._weights, self._stages)
+        _warn_of_unused_sources(self._weights, self._stages)
 
     # -- the samples
 
@@ -157,11 +161,12 @@ class Mixture(OrderedDataset):
                 f"sample {index} of source {name!r} ({type(self.sources[name]).__name__}), at position {position} of "
                 f"the mixture, cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-        self._clock.add(self._numbers[name], perf_counter() - started)
+        self._seconds[self._numbers[name]] += perf_counter() - started
         return sample
 
     def mark(self) -> LoadingTime:
-        return self._clock.told()
+        worker = get_worker_info()
+        return LoadingTime(-1 if worker is None else worker.id, tuple(self._seconds))
 
     @property
     def source_names(self) -> list[str]:
@@ -184,7 +189,7 @@ class Mixture(OrderedDataset):
         Raises:
             DataError: A source does not say them.
         """
-        measured = [lengths_of(name, source) for name, source in self.sources.items()]
+        measured = [lengths_of(source, name) for name, source in self.sources.items()]
         found = np.empty(last - first, dtype=np.int64)
         position = first + self._offset
         while position < last + self._offset:
@@ -253,7 +258,7 @@ class Mixture(OrderedDataset):
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
         self._run_seed = seed
-        self._clock = SourceClock(len(self.names))
+        self._seconds = [0.0] * len(self.names)
         self._begins_pass = state is None
         if state is not None:
             self._take(state)
@@ -283,7 +288,6 @@ class Mixture(OrderedDataset):
         }
 
     def _facts(self) -> dict[str, Any]:
-        """What the order depends on, beside what happened in the run; plain data."""
         return {
             "sources": dict(zip(self.names, self._lengths, strict=True)),
             "weights": dict(self._weights),
@@ -306,12 +310,21 @@ class Mixture(OrderedDataset):
             if self._asked is None:
                 self._asked = state["asked"]
             return
-        told = find_differences(before, now, changed)
+        differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
+        told = "; ".join(differences) or "its sources were in another order"
         if self._on_change == "refuse" or "num_samples" in changed:
-            refuse_another_mixture(told)
-        if self._told_at != state["position"]:  # a run may be told several times where it goes on
-            self._told_at = state["position"]
-            warn_of_another_mixture(told, state["position"])
+            raise DataError(
+                f"the checkpoint is of another mixture ({told}). Give it what it had; or, but for num_samples, "
+                'on_change="continue" to go on with this mixture from that position.'
+            )
+        if self._told_at != state["position"] and _is_main():  # a run may be told several times where it goes on
+            logger.warning(
+                "The run goes on with another mixture, from position %d on: %s. Of packed rows, what was left of the "
+                "block that was begun is left out.",
+                state["position"],
+                told,
+            )
+        self._told_at = state["position"]
         self._origin, self._changes = state["position"], []
         lengths = before["sources"]
         self._drawn_before = [
@@ -406,48 +419,24 @@ def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int
     return drawn if length == length_before else -(-drawn // length_before) * length
 
 
-def check_sources(sources: Mapping[str, Any]) -> None:
-    """Raises DataError where there is no source, or one has no samples by number."""
+def _check_sources(sources: Mapping[str, Any]) -> None:
     if not sources:
         raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
     for name, source in sources.items():
-        if isinstance(source, IterableDataset | OrderedDataset):
+        if isinstance(source, IterableDataset | OrderedDataset) or not isinstance(source, Sized):
             raise DataError(
                 f"source {name!r} ({type(source).__name__}) has no samples by number that a mixture could choose from. "
-                "Give a map-style dataset."
+                "Give a map-style dataset, with `__len__` and `__getitem__`."
             )
-        try:
-            length = len(source)
-        except TypeError as error:
-            raise DataError(
-                f"source {name!r} ({type(source).__name__}) has no length. Give a map-style dataset, which has "
-                "`__len__` and `__getitem__`."
-            ) from error
-        if length == 0:
+        if len(source) == 0:
             raise DataError(
                 f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path, split and filters."
             )
 
 
-def check_options(
-    names: Sequence[str],
-    unit: str,
-    stages: Sequence[Stage],
-    max_epochs: Mapping[str, float],
-    num_samples: int | None,
-    on_change: str,
-) -> None:
-    """Raises ConfigError where an option of a mixture has no meaning; as in `Mixture`."""
-    if unit not in ("samples", "tokens"):
-        raise ConfigError(f'unit={unit!r} is not "samples" or "tokens".')
-    if on_change not in ("refuse", "continue"):
-        raise ConfigError(f'on_change={on_change!r} is not "refuse" or "continue".')
-    if num_samples is not None and num_samples < 1:
-        raise ConfigError(f"num_samples={num_samples} is not positive.")
-    check_stages(stages, names)
+def _check_limits(max_epochs: Mapping[str, float], names: Sequence[str]) -> None:
     for name, epochs in max_epochs.items():
-        if name not in names:
-            raise ConfigError(f"max_epochs has {name!r}, and the sources are {list(names)}.")
+        refuse(name not in names, f"max_epochs has {name!r}, and the sources are {list(names)}.")
         if not 0 < epochs < math.inf:
             raise ConfigError(
                 f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit for "
@@ -455,36 +444,7 @@ def check_options(
             )
 
 
-logger = logging.getLogger("dream_trainer")
-
-
-def find_differences(before: Mapping[str, Any], now: Mapping[str, Any], changed: Sequence[str]) -> str:
-    """What is other in a mixture than in a checkpoint's, by the names of the facts that changed."""
-    differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
-    return "; ".join(differences) or "its sources were in another order"
-
-
-def refuse_another_mixture(told: str) -> None:
-    """Raises DataError: the run's checkpoint is of another mixture."""
-    raise DataError(
-        f"the checkpoint is of another mixture ({told}). Give it what it had; or, but for num_samples, "
-        'on_change="continue" to go on with this mixture from that position.'
-    )
-
-
-def warn_of_another_mixture(told: str, position: int) -> None:
-    """Says that a run goes on with another mixture; on one rank, and not in workers."""
-    if _is_main():
-        logger.warning(
-            "The run goes on with another mixture, from position %d on: %s. Of packed rows, what was left of the block "
-            "that was begun is left out.",
-            position,
-            told,
-        )
-
-
-def warn_of_unused_sources(weights: Mapping[str, float], stages: Sequence[Stage]) -> None:
-    """Says which sources are not drawn in any stage."""
+def _warn_of_unused_sources(weights: Mapping[str, float], stages: Sequence[Stage]) -> None:
     unused = [name for name, weight in weights.items() if not weight and not any(s.weights.get(name) for s in stages)]
     if unused and _is_main():
         logger.warning(

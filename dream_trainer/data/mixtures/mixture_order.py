@@ -1,14 +1,10 @@
-"""From which source each sample of a mixture comes, as arithmetic on its position: nothing is replayed or written down.
-
-A mixture is a row of segments with constant weights. A segment is cut into blocks of BLOCK positions. In a block the
-sources lie on the line from 0 to BLOCK by their weights, and the whole numbers on it, moved by one offset, fall to
-them; then the block's slots are shuffled. The offsets of a segment's blocks are van der Corput's (0, 1/2, 1/4, 3/4,
-1/8, ...): so each source has its share in each block to within one sample, in n blocks to within log2(n), and how often
-it was drawn before any block is a number of offsets below a limit, which the digits of n tell.
-"""
+"""From which source each sample of a mixture comes, as arithmetic on its position. In a block of a segment each source
+has a part of a line by its weight; the block's van der Corput offset moves the whole numbers on it, so shares are exact
+to log2(n) samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,24 +14,75 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dream_trainer.data.mixtures.permutation import Integers, scrambled
 from dream_trainer.distributed.seeds import hash_seed
 
-BLOCK = 1024
-"""Positions of one block."""
+Integers = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 8
+_HALF = np.uint64(32)
+
+
+def scrambled(words: _Words) -> _Words:
+    """64-bit words, each to one that is unrelated to it (splitmix64's finaliser)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+class IndexPermutation:
+    """Permutations of `range(length)`, one for each epoch, by arithmetic: no memory, and the same time for any index.
+
+    A Feistel network permutes the fields of a rectangle that is hardly larger; what falls outside of `length` goes
+    through it again, until it falls inside.
+
+    Args:
+        length: How many there are to order, from 1 to 2**62.
+        seed: 64 bits.
+
+    Example:
+        ```python
+        order = IndexPermutation(5, seed=0)
+        assert sorted(order(np.arange(5), epochs=3)) == [0, 1, 2, 3, 4]
+        ```
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        if not 1 <= length <= 2**62:
+            raise ValueError(f"length={length} cannot be permuted. Give 1 to 2**62.")
+        self.length = length
+        self.seed = seed
+        width = math.isqrt(length - 1) + 1
+        self._width, self._height = np.uint64(width), np.uint64(-(-length // width))
+
+    def __call__(self, indices: npt.ArrayLike, epochs: npt.ArrayLike = 0) -> Integers:
+        places = np.asarray(indices, dtype=np.int64)
+        epochs = np.broadcast_to(np.asarray(epochs, dtype=np.int64), places.shape)
+        base = np.uint64(self.seed & 0xFFFF_FFFF_FFFF_FFFF)
+        with np.errstate(over="ignore"):
+            keys = scrambled(base + scrambled(epochs.reshape(-1).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)))
+            found = self._network(places.reshape(-1).astype(np.uint64), keys)
+            outside = np.flatnonzero(found >= np.uint64(self.length))
+            while len(outside):
+                again = self._network(found[outside], keys[outside])
+                found[outside] = again
+                outside = outside[again >= np.uint64(self.length)]
+        return found.astype(np.int64).reshape(places.shape)
+
+    def _network(self, words: _Words, keys: _Words) -> _Words:
+        rows, columns = np.divmod(words, self._width)
+        for number in range(0, _ROUNDS, 2):
+            columns = (columns + (scrambled(rows + keys + np.uint64(number)) >> _HALF)) % self._width
+            rows = (rows + (scrambled(columns + keys + np.uint64(number + 1)) >> _HALF)) % self._height
+        return rows * self._width + columns
+
+
+BLOCK = 1024  # positions of one block
 _BITS = 64
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions with constant weights.
-
-    Attributes:
-        first: Its first position.
-        weights: Of each source; not negative, and one of them positive.
-        drawn: How often each source was drawn before it.
-    """
-
     first: int
     weights: tuple[Fraction, ...]
     drawn: tuple[int, ...]
@@ -52,13 +99,11 @@ class Segment:
         return ends
 
     def drawn_before_block(self, block: int) -> list[int]:
-        """How often each source was drawn before the segment's block of that number."""
         ends = [whole * block + offsets_below(block, rest) for whole, rest in self._limits]
         bounds = [0, *ends, block * BLOCK]
         return [before + end - begin for before, begin, end in zip(self.drawn, bounds[:-1], bounds[1:], strict=True)]
 
     def sources(self, block: int, seed: int) -> Integers:
-        """The source of each slot of a block, shape `(BLOCK,)`."""
         offset = _reversed_bits(block)
         ends = [whole + (offset < rest) for whole, rest in self._limits]
         counts = np.diff([0, *ends, BLOCK])
@@ -68,7 +113,6 @@ class Segment:
         return np.repeat(np.arange(len(counts)), counts)[np.argsort(ranks, kind="stable")]
 
     def drawn_before(self, position: int, seed: int) -> list[int]:
-        """How often each source was drawn before a position of the segment."""
         block, slot = divmod(position - self.first, BLOCK)
         drawn = self.drawn_before_block(block)
         if slot:
@@ -100,11 +144,7 @@ def segments(
     seed: int,
     known: Sequence[Segment] = (),
 ) -> tuple[list[Segment], int]:
-    """The segments of a mixture: its weights as they change, without the sources that are used up.
-
-    Returns:
-        The segments, and where the mixture ends: at `end`, or where no source with a weight has samples left.
-    """
+    """The segments of a mixture without the sources that are used up, and where it ends."""
     found: list[Segment] = []
     followed = {segment.first: (segment, later) for segment, later in pairwise(known)}
     counts = list(drawn)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 
 Weights = Mapping[str, float]
@@ -30,29 +31,20 @@ class Stage:
     ramp: int = 0
 
     def __post_init__(self) -> None:
-        if self.at < 0 or self.ramp < 0:
-            raise ConfigError(f"a stage has at={self.at} and ramp={self.ramp}, which are not negative.")
+        refuse(self.at < 0 or self.ramp < 0, f"a stage has at={self.at} and ramp={self.ramp}, which are not negative.")
 
 
 def checked_weights(weights: Weights, names: Sequence[str]) -> dict[str, float]:
-    """The weights, of every source in order.
-
-    Raises:
-        ConfigError: They are of no source, negative, not finite, or all zero.
-    """
     unknown = [name for name in weights if name not in names]
-    if unknown:
-        raise ConfigError(f"weights are given for {unknown}, and the sources are {list(names)}.")
+    refuse(unknown, f"weights are given for {unknown}, and the sources are {list(names)}.")
     for name, weight in weights.items():
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(f"the weight of source {name!r} is {weight}. Give a finite number of at least 0.")
-    if not any(weights.values()):
-        raise ConfigError(f"all weights are zero: {dict(weights)}. Give some source a weight above 0.")
+        is_wrong = not math.isfinite(weight) or weight < 0
+        refuse(is_wrong, f"the weight of source {name!r} is {weight}. Give a finite number of at least 0.")
+    refuse(not any(weights.values()), f"all weights are zero: {dict(weights)}. Give some source a weight above 0.")
     return {name: weights.get(name, 0) for name in names}
 
 
 def check_stages(stages: Sequence[Stage], names: Sequence[str]) -> None:
-    """Raises ConfigError where weights are wrong, or stages do not follow one another."""
     for stage in stages:
         checked_weights(stage.weights, names)
     for stage, following in pairwise(stages):
@@ -73,11 +65,7 @@ def weights_by_position(
     means: Sequence[float] | None,
     first: int,
 ) -> list[tuple[int, tuple[Fraction, ...]]]:
-    """From which position on each source has which weight in samples.
-
-    Returns:
-        Rising positions from `first` on, with weights.
-    """
+    """From which position on each source has which weight in samples."""
     by_sample = [Fraction(1)] * len(weights) if means is None else [1 / Fraction(mean) for mean in means]
     found: dict[int, list[Fraction]] = {0: [Fraction(weight) for weight in weights.values()]}
     begins = {0: 0}  # of each position, where the stage begins whose weights those are
@@ -125,7 +113,6 @@ class _Places:
         self._tokens_per_sample = Fraction(1)
 
     def weigh(self, weights: list[Fraction]) -> None:
-        """From the last place on these weights count."""
         if self._is_tokens:
             # Samples are drawn by weight / mean, and each has its mean: the tokens of all are the weights' sum.
             samples = sum((weight * by for weight, by in zip(weights, self._by_sample, strict=True)), Fraction(0))

@@ -135,10 +135,8 @@ def mask_kind(
         raise ValueError(
             f"documents have the shape {tuple(documents.shape)}. Give those of a batch: (rows, row_length)."
         )
-    return _kind_for(device, dtype) if kind == "auto" else kind
-
-
-def _kind_for(device: torch.device, dtype: torch.dtype | None) -> Literal["sdpa", "flex", "varlen"]:
+    if kind != "auto":
+        return kind
     if device.type != "cuda":
         return "sdpa"
     return "varlen" if dtype in _HALF and torch.cuda.get_device_capability(device) >= (8, 0) else "flex"

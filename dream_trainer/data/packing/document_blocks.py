@@ -1,12 +1,5 @@
-"""Rows made from documents, block by block: what packing and padding have in common.
-
-Block `b` is the documents at positions `b * block_size` to `(b + 1) * block_size`. Its rows are made of its own
-documents alone, by their lengths, so no document waits in a buffer for a later row: all there is to know of the past is
-which block comes next and how many rows came before it.
-
-Where a block's documents begin to come by other weights, as at a stage of a mixture, those before and behind make rows
-of their own, one behind the other: shuffled over the whole block, their rows would hide the stage.
-"""
+"""Rows made from documents, block by block: what packing and padding have in common. A block's rows are made of its own
+documents only, by their lengths, so a place is a block's number and how many rows came before it."""
 
 from __future__ import annotations
 
@@ -21,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dream_trainer.data.loading_time import LoadingTime
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.checks import check_count
+from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
 from dream_trainer.data.packing.packing import RowPlan, joined
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
@@ -38,8 +31,6 @@ _FEWEST_ROWS_OF_PART = 32
 
 @runtime_checkable
 class HasLengths(Protocol):
-    """Documents that say how long they are without being loaded."""
-
     def lengths(self, first: int, last: int, /) -> NDArray[Any]:
         """Tokens of the documents at positions `first` to `last` (exclusive), shape `(last - first,)`."""
         ...
@@ -47,39 +38,23 @@ class HasLengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block whose rows are known."""
-
     number: int
-    first_row: int
-    """Position of its first row."""
+    first_row: int  # position of its first row
     plan: RowPlan
-    order: NDArray[np.int64]
-    """The rows of `plan` in the order in which they come."""
+    order: NDArray[np.int64]  # the rows of `plan` in the order in which they come
     lengths: NDArray[Any]
 
     @property
     def end(self) -> int:
-        """Position of the first row after it."""
         return self.first_row + self.plan.num_rows
 
 
 class DocumentBlocks(OrderedDataset):
-    """Rows of documents, as an ordered dataset.
-
-    Args:
-        block_size: Documents whose rows are made together. None: as many as fill about 512 rows, judged by the first
-            4096 documents, up to 65536; if they are long 1024, or as many as fill 8192 rows.
-
-    Raises:
-        DataError: `documents` are no ordered dataset, say no lengths or are none; `row_length` or `block_size` is no
-            positive integer.
-    """
-
     def __init__(self, documents: OrderedDataset, row_length: int, block_size: int | None) -> None:
         _check_documents(documents)
-        _check_positive("row_length", row_length, "tokens in a row")
+        check_count("row_length", row_length, hint="Give the number of tokens in a row.")
         if block_size is not None:
-            _check_positive("block_size", block_size, "documents whose rows are made together")
+            check_count("block_size", block_size, hint="Give the number of documents whose rows are made together.")
         self.documents = documents
         self.row_length = row_length
         self._given_block_size = block_size
@@ -112,8 +87,7 @@ class DocumentBlocks(OrderedDataset):
         """The order in which a block's rows come."""
 
     def __len__(self) -> int:
-        """Rows of a pass, counted from all documents' lengths, about a microsecond for each; ENDLESS where the
-        documents never end."""
+        """Rows of a pass, counted from all lengths at about 1 us each; ENDLESS if the documents never end."""
         return ENDLESS if self._is_endless else self._first_rows()[-1]
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
@@ -178,7 +152,6 @@ class DocumentBlocks(OrderedDataset):
 
     @property
     def block_size(self) -> int:
-        """Documents in a block."""
         if self._block_size is None:
             self._block_size = self._given_block_size or self._fitting_block_size()
         return self._block_size
@@ -225,7 +198,6 @@ class DocumentBlocks(OrderedDataset):
         return (block.number + (block.first_row < position)) * self.block_size
 
     def _block_at(self, position: int) -> _Block:
-        """The block that has the row at `position`."""
         block = self._block
         if block is None or not block.first_row <= position < block.end:
             block = self._block = self._find(position)
@@ -293,20 +265,15 @@ class DocumentBlocks(OrderedDataset):
         return sum(plan.num_rows for plan in self._plan(block, self._lengths(block))[1])
 
     def _lengths(self, block: int) -> NDArray[Any]:
-        """Tokens of the documents of a block."""
         first = block * self.block_size
         last = min(first + self.block_size, len(self.documents))
         lengths = np.asarray(_lengths_of(self.documents, first, last))
-        if lengths.shape != (last - first,) or lengths.dtype.kind not in "iu":
+        are_counts = lengths.shape == (last - first,) and lengths.dtype.kind in "iu" and lengths.min(initial=0) >= 0
+        if not are_counts:
             raise DataError(
                 f"lengths({first}, {last}) of the documents ({type(self.documents).__name__}) gave {lengths.dtype} of "
-                f"shape {lengths.shape}. It has to give one integer for each of these {last - first} positions."
-            )
-        if lengths.min(initial=0) < 0:
-            at = first + int(lengths.argmin())
-            raise DataError(
-                f"The document at position {at} has a length of {lengths.min()} tokens by lengths({first}, {last}). A "
-                "length is 0 or more."
+                f"shape {lengths.shape}, from {lengths.min(initial=0)} on. It has to give one integer of 0 or more for "
+                f"each of these {last - first} positions."
             )
         return lengths
 
@@ -336,7 +303,6 @@ class DocumentBlocks(OrderedDataset):
 
 
 def block_order(seed: int, num_rows: int) -> NDArray[np.int64]:
-    """A random order of `num_rows` rows, of the seed alone."""
     generator = torch.Generator(device="cpu")
     generator.manual_seed(seed)
     return torch.randperm(num_rows, generator=generator, device="cpu").numpy()
@@ -363,8 +329,3 @@ def _check_documents(documents: object) -> None:
     if len(documents) == 0:
         raise DataError(f"The documents ({name}) are none: their length is 0. Check their path, split and filters.")
     documents.lengths(0, 1)  # which names a source that says none
-
-
-def _check_positive(name: str, value: object, what: str) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise DataError(f"{name}={value!r} is not a positive integer. Give the number of {what}.")

@@ -13,13 +13,11 @@ from torch import Tensor
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.packing.document_blocks import DocumentBlocks, block_order
 from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated
-from dream_trainer.data.sources.pieces import FOLLOWING
+from dream_trainer.data.sources.measured import FOLLOWING
 from dream_trainer.errors import DataError
 
-IGNORED = -100
-"""The label of a token that predicts nothing; `cross_entropy` leaves it out by default."""
-PADDING = -1
-"""The document number of a row's padding."""
+IGNORED = -100  # the label of a token that predicts nothing; `cross_entropy` leaves it out by default
+PADDING = -1  # the document number of a row's padding
 
 _FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 64, 1024
 
@@ -27,16 +25,13 @@ _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
 
 
 class _Document(NamedTuple):
-    """A document's token ids, what each predicts, but for the last, and how much that counts; None: 1."""
-
     ids: NDArray[Any]
     labels: NDArray[Any]
     weights: NDArray[Any] | None
 
 
 class DocumentRows(DocumentBlocks):
-    """Rows of documents' tokens. A document is an array, tensor or list of token ids; or a mapping that has them under
-    `field`, and may have under "weights" one for each token: how much predicting that token counts, 0 for a prompt."""
+    """Rows of documents' tokens; a mapping's `weights` say how much predicting each token counts."""
 
     def __init__(
         self,

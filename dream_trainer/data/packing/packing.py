@@ -1,12 +1,5 @@
-"""Which part of which document lies in which row: arithmetic of lengths alone, without a token being read.
-
-A row has room for `row_length` tokens. Documents that are longer are cut into pieces of that length first; the rest of
-such a document, and each shorter one, is a piece too.
-
-    best fit     pieces from the longest to the shortest, each into the fullest row that has room: few are cut
-    concatenate  documents one behind the other, cut where a row ends: rows are full, and most begin in a document
-    one by one   each piece is a row of its own, for padding
-"""
+"""Which part of which document lies in which row, by lengths alone. Longer documents are first cut into pieces of
+`row_length` tokens; the rest of one, and each shorter document, is a piece too."""
 
 from __future__ import annotations
 
@@ -26,14 +19,10 @@ _ROW_BITS = 32
 class RowPlan:
     """Rows as pieces of documents. Row `r` consists of the pieces `row_starts[r]` to `row_starts[r + 1]`, in order."""
 
-    row_starts: NDArray[np.int64]
-    """First piece of each row, and the number of pieces: shape `(rows + 1,)`."""
-    documents: NDArray[np.int64]
-    """Whose piece it is, as a number in the lengths that were packed: shape `(pieces,)`."""
-    starts: NDArray[np.int64]
-    """The document's token that the piece begins with: shape `(pieces,)`."""
-    sizes: NDArray[np.int64]
-    """Tokens of the piece: shape `(pieces,)`."""
+    row_starts: NDArray[np.int64]  # first piece of each row, and the number of pieces: shape `(rows + 1,)`
+    documents: NDArray[np.int64]  # whose piece it is, as a number in the lengths that were packed: shape `(pieces,)`
+    starts: NDArray[np.int64]  # the document's token that the piece begins with: shape `(pieces,)`
+    sizes: NDArray[np.int64]  # tokens of the piece: shape `(pieces,)`
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +30,6 @@ class RowPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all rows together."""
         return int(self.sizes.sum())
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
@@ -52,13 +40,11 @@ class RowPlan:
         )
 
     def row_tokens(self) -> NDArray[np.int64]:
-        """Tokens in each row: shape `(rows,)`."""
         before = np.concatenate(([0], np.cumsum(self.sizes)))
         return np.diff(before[self.row_starts])
 
 
 def joined(plans: Sequence[RowPlan], first_documents: Sequence[int]) -> RowPlan:
-    """The rows of several plans, one behind the other."""
     pieces = accumulate((len(plan.sizes) for plan in plans[:-1]), initial=0)
     starts = [plan.row_starts[:-1] + before for plan, before in zip(plans, pieces, strict=True)]
     num_pieces = sum(len(plan.sizes) for plan in plans)
@@ -115,7 +101,6 @@ def pack_one_by_one(lengths: NDArray[Any], row_length: int) -> RowPlan:
 
 
 def _cut(lengths: NDArray[Any], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Pieces of at most `row_length` tokens, as documents, starts and sizes."""
     lengths = np.asarray(lengths, dtype=np.int64)
     counts = -(-lengths // row_length)
     documents = np.repeat(np.arange(len(lengths)), counts)

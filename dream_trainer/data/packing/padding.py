@@ -1,8 +1,5 @@
-"""Documents padded instead of packed: each is a row of its own, and rows of like length come together.
-
-A batch is as long as its longest row. So rows are dealt into buckets by length, a bucket being what one optimizer step
-consumes, and the buckets of a block come in random order.
-"""
+"""Documents padded instead of packed, one to a row. Rows of like length share a bucket, as large as an optimizer step,
+and the buckets of a block come in random order."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dream_trainer.checks import check_count
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.packing.document_blocks import block_order
 from dream_trainer.data.packing.packed_rows import IGNORED, PADDING, DocumentRows
 from dream_trainer.data.packing.packing import RowPlan, pack_one_by_one
-from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")
 
@@ -58,9 +55,8 @@ class PaddedRows(DocumentRows):
         field: str = "tokens",
         vocabulary_size: int | None = None,
     ) -> None:
-        for name, value in (("bucket_size", bucket_size), ("multiple_of", multiple_of)):
-            if not isinstance(value, int) or value < 1:
-                raise DataError(f"{name}={value!r} is not a positive integer.")
+        check_count("bucket_size", bucket_size, hint="Give the samples of one optimizer step.")
+        check_count("multiple_of", multiple_of, hint="Give 1 for any length.")
         super().__init__(
             documents,
             row_length,

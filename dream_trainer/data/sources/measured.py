@@ -1,4 +1,4 @@
-"""Lengths of samples, measured once, for sources that do not know theirs."""
+"""Lengths of samples, measured once, for sources that do not know theirs; and long documents cut into pieces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
+from dream_trainer.checks import check_count
 from dream_trainer.errors import DataError
+
+FOLLOWING = "following"  # name of the token id that follows a piece in its document
 
 
 @runtime_checkable
@@ -90,30 +93,84 @@ class _Measure(Dataset[int]):
         return len(sample[self.field])
 
 
-def lengths_of(name: str, source: Any) -> Any:
-    """The `lengths` of a source.
-
-    Raises:
-        DataError: It does not say them.
-    """
+def lengths_of(source: Any, name: str | None = None) -> Any:
     if not isinstance(source, Measured):
         raise DataError(
-            f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
-            "attribute `lengths`. Write it with `dream-trainer data tokenize`, or measure_lengths(dataset)."
+            f"{'' if name is None else f'source {name!r} '}({type(source).__name__}) does not say how many tokens its "
+            "samples have: it needs an attribute `lengths`. Write it with `dream-trainer data tokenize`, or use "
+            "WithLengths(source, measure_lengths(source))."
         )
     return source.lengths
 
 
 def mean_lengths(sources: Mapping[str, Any]) -> list[float]:
-    """Mean tokens of the samples of each source.
-
-    Raises:
-        DataError: A source does not say its lengths, or has no tokens.
-    """
     means = []
     for name, source in sources.items():
-        lengths = np.asarray(lengths_of(name, source))
+        lengths = np.asarray(lengths_of(source, name))
         means.append(float(lengths.sum(dtype=np.int64)) / len(lengths))
         if not means[-1] > 0:
             raise DataError(f"the samples of source {name!r} have no tokens.")
     return means
+
+
+class Pieces(Dataset[dict[str, Any]]):
+    """The documents of a source, those longer than `length` cut into pieces of that many tokens.
+
+    Rows cut long documents too; but all rows of a document are then of one block, and come close together, as do the
+    weights of a mixture's stages. Pieces of all documents come in random order. A piece is a dict: its "tokens", and,
+    unless it ends its document, the token that is "following", which its last token predicts.
+
+    Args:
+        source: Arrays of token ids that say their `lengths`, such as a `TokenFile`.
+        length: Tokens of the longest piece; take the `row_length` of the rows.
+
+    Raises:
+        DataError: `source` does not say its lengths, or `length` is no positive integer.
+
+    Example:
+        ```python
+        sources = {name: Pieces(TokenFile(f"tokens/{name}"), 1024) for name in ("code", "docs")}
+        mixture = Mixture(sources, weights={"code": 3, "docs": 1}, unit="tokens")
+        rows = PackedRows(mixture, row_length=1024)
+        ```
+    """
+
+    def __init__(self, source: Any, length: int) -> None:
+        check_count("length", length, hint="Give the tokens of the longest piece.")
+        self.source: Any = source
+        self.length = length
+        counts = np.maximum(-(-np.asarray(lengths_of(source), dtype=np.int64) // length), 1)
+        self._ends = np.cumsum(counts)
+        self._lengths: npt.NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"piece {index} of {len(self)}")
+        document = int(np.searchsorted(self._ends, index, side="right"))
+        begin = (index - (int(self._ends[document - 1]) if document else 0)) * self.length
+        tokens = np.asarray(self.source[document])
+        if tokens.ndim != 1:
+            raise DataError(
+                f"document {document} is of type {type(self.source[document]).__name__} and no row of token ids, which "
+                "is what Pieces cuts."
+            )
+        piece: dict[str, Any] = {"tokens": tokens[begin : begin + self.length]}
+        if begin + self.length < len(tokens):
+            piece[FOLLOWING] = tokens[begin + self.length]
+        return piece
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each piece, shape `(len(self),)`."""
+        if self._lengths is None:
+            of_documents = np.asarray(self.source.lengths, dtype=np.int64)
+            self._lengths = np.full(len(self), self.length, dtype=np.int64)
+            before = np.concatenate(([0], self._ends[:-1]))
+            self._lengths[self._ends - 1] = of_documents - (self._ends - before - 1) * self.length
+        return self._lengths
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_lengths": None}

@@ -1,8 +1,5 @@
-"""Samples in Parquet, JSON lines and WebDataset files by their number: each is read from its place when asked for.
-
-Where samples begin is found once, when the files are opened: from Parquet's footers, and by reading the others through.
-In a worker the files are opened anew.
-"""
+"""Samples in Parquet, JSON lines and WebDataset files by number. Where samples begin is found once, when the files are
+opened."""
 
 from __future__ import annotations
 
@@ -15,23 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from dream_trainer.data.sources.stream_sources import TAR_NAME, refuse_early_end
+from dream_trainer.data.sources.stream_sources import TAR_NAME, Paths, find_files, refuse_early_end
 from dream_trainer.errors import DataError
-
-Paths = str | Path | Sequence[str | Path]
 
 
 class ShardFiles(ABC):
-    """A map-style dataset over files of one kind, in the order of the files.
-
-    Raises:
-        DataError: A file is missing or damaged, or there is no sample.
-    """
+    """A map-style dataset over files of one kind, in the order of the files."""
 
     suffixes: tuple[str, ...]
 
     def __init__(self, paths: Paths) -> None:
-        self.paths = _files(paths, self.suffixes)
+        self.paths = find_files(paths, self.suffixes)
         self._places = [self._find_samples(path) for path in self.paths]
         self._ends = np.cumsum([len(places) for places in self._places])
         if self._ends[-1] == 0:
@@ -146,8 +137,6 @@ class ParquetRows(ShardFiles):
 
 
 class _Groups:
-    """Rows of a Parquet file by their group."""
-
     def __init__(self, ends: Any) -> None:
         self.ends = ends
 
@@ -209,21 +198,3 @@ class TarSamples(ShardFiles):
                 content = file.read(size)
                 sample[part] = content if self.decode is None else self.decode(part, content)
         return sample
-
-
-def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    found: list[Path] = []
-    for path in given:
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.name.endswith(suffixes))
-            if not inside:
-                raise DataError(f"{path} has no files of {' or '.join(suffixes)}.")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            raise DataError(f"there is no file {path}.")
-    if not found:
-        raise DataError("no files are given.")
-    return found

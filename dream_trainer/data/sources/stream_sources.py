@@ -1,8 +1,5 @@
-"""Sources that are read in sequence, shard by shard: what a `StreamLoader` reads.
-
-A shard is a file, or anything else that can be read by itself. Whatever reads it says where it is by a `state_dict`,
-which is copied before anything else is read: some readers hand out the very dict that they go on with.
-"""
+"""Sources that a `StreamLoader` reads in sequence, shard by shard. Some readers hand out the very `state_dict` they go
+on with, so it is copied before anything else is read."""
 
 from __future__ import annotations
 
@@ -16,11 +13,12 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 from dream_trainer.compat.huggingface import files_read, shuffles_in_a_buffer
 from dream_trainer.errors import DataError
 
+Paths = str | Path | Sequence[str | Path]
+
 
 @runtime_checkable
 class StatefulIterable(Protocol):
-    """What reads one shard: `state_dict` is where the iterator is that was begun last; `load_state_dict` is called
-    before the next one begins, which goes on there."""
+    """Reads one shard; `load_state_dict` is called before the iterator that continues there begins."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -132,19 +130,8 @@ class WebDatasetShards(ShardedSource):
         DataError: There is no file, or one is missing.
     """
 
-    def __init__(self, files: str | Path | Sequence[str | Path]) -> None:
-        if isinstance(files, str | Path):
-            directory = Path(files)
-            self._paths = sorted(directory.glob("*.tar"))
-            if not self._paths:
-                raise DataError(f"{directory} is not a directory with tar files. Give one that holds *.tar.")
-        else:
-            self._paths = [Path(file) for file in files]
-            if not self._paths:
-                raise DataError("WebDatasetShards got an empty list of files. Give at least one tar file.")
-        missing = [str(path) for path in self._paths if not path.is_file()]
-        if missing:
-            raise DataError(f"{', '.join(missing[:5])}: no such tar file on this rank. Check the path.")
+    def __init__(self, files: Paths) -> None:
+        self._paths = find_files(files, (".tar",))
 
     @property
     def num_shards(self) -> int:
@@ -214,3 +201,21 @@ def refuse_early_end(path: Path, file: BinaryIO, end: int) -> None:
             f"{path} is damaged or cut off at byte {end}: there is neither a file nor the mark that ends a tar file. "
             "Copy it again, or leave it out."
         )
+
+
+def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
+    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    found: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.name.endswith(suffixes))
+            if not inside:
+                raise DataError(f"{path} has no files of {' or '.join(suffixes)}.")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise DataError(f"there is no file {path}.")
+    if not found:
+        raise DataError("no files are given.")
+    return found

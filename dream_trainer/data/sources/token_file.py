@@ -1,40 +1,31 @@
-"""Documents of token ids in files that are mapped into memory: any document at once, and no copy of them per worker.
-
-A shard is three files:
-
-    NAME.bin         the token ids of all documents, one behind the other, little-endian
-    NAME.index.npy   int64, one more than documents: where each begins, counted in tokens, and where the last ends
-    NAME.json        {"format": "dream-trainer tokens", "version": 1, "dtype": "uint16" or "uint32", "tokens": ...,
-                     "documents": ..., "vocabulary_size": ...}; written last: without it the shard is not there
-
-`NAME.npy`, a one-dimensional array of token ids, may take the place of NAME.bin and NAME.json.
-"""
+"""Documents of token ids in memory-mapped files: NAME.bin, NAME.index.npy with where each document begins, and the
+header NAME.json, which is written last: without it the shard does not count. docs/mixtures.md describes the format;
+NAME.npy, a one-dimensional array of token ids, may take the place of NAME.bin and NAME.json."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from dream_trainer import file_locks
 from dream_trainer.errors import DataError
 
 FORMAT = "dream-trainer tokens"
 VERSION = 1
-PLAN = "plan.txt"
-"""What `dream-trainer data tokenize` is to make in a directory: JSON, with a task for each shard."""
+PLAN = "plan.txt"  # what `dream-trainer data tokenize` is to make in a directory: JSON, with a task for each shard
 Tokens = npt.NDArray[np.integer[Any]]
 
 
 class _Shard(NamedTuple):
-    """One shard's files, as they were found to be whole."""
-
     tokens: Path
     starts: Path
-    dtype: np.dtype[Any] | None
-    """None of a .npy file, which says it itself."""
+    dtype: np.dtype[Any] | None  # None of a .npy file, which says it itself
     num_documents: int
     num_tokens: int
     vocabulary_size: int | None
@@ -111,7 +102,6 @@ class TokenFile:
 
 
 def planned_shard(directory: Path, number: int) -> Path:
-    """The .bin file of the shard that a plan's task `number` makes."""
     return directory / f"shard-{number:05d}.bin"
 
 
@@ -168,14 +158,19 @@ def _open_bin(path: Path) -> _Shard:
 
 
 def _open_npy(path: Path) -> _Shard:
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path} is not a whole .npy file: {error}") from error
+    tokens = _load_npy(path)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise DataError(f"{path} has {tokens.dtype} of shape {tokens.shape}. Token ids are integers in one dimension.")
     index = _check_index(path, len(tokens), None)
     return _Shard(path, index, None, len(np.load(index, mmap_mode="r")) - 1, len(tokens), None)
+
+
+def _load_npy(path: Path) -> npt.NDArray[Any]:
+    try:
+        loaded: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"{path} is not a whole .npy file: {error}") from error
+    return loaded
 
 
 def _check_index(path: Path, num_tokens: int, num_documents: int | None) -> Path:
@@ -185,10 +180,7 @@ def _check_index(path: Path, num_tokens: int, num_documents: int | None) -> Path
             f"{path} has no index {index.name}: where each document begins, and where the last one ends, as int64. "
             "`dream-trainer data tokenize` or a TokenFileWriter writes both."
         )
-    try:
-        starts = np.load(index, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{index} is not a whole .npy file: {error}") from error
+    starts = _load_npy(index)
     fits = (
         starts.ndim == 1 and starts.dtype == np.int64 and len(starts) > 0 and num_documents in (None, len(starts) - 1)
     )
@@ -217,3 +209,106 @@ def _read_header(path: Path, tokens: Path) -> dict[str, Any]:
     if header["version"] != VERSION:
         raise DataError(f"{path} is of version {header['version']}, and this program reads version {VERSION}.")
     return header
+
+
+class TokenFileWriter:
+    """Writes one shard; use it with `with`, in one process at a time. What was written is seen only when that ends
+    without an exception.
+
+    Args:
+        path: The shard's .bin file; its directory is created.
+        vocabulary_size: Number of token ids. Up to 65,536 take two bytes each, more take four.
+        facts: What else the header is to say, as plain data.
+
+    Attributes:
+        num_tokens: Tokens written so far.
+        num_documents: Documents written so far.
+    """
+
+    def __init__(self, path: str | Path, vocabulary_size: int, facts: dict[str, Any] | None = None) -> None:
+        if not 1 <= vocabulary_size <= 2**32:
+            raise DataError(
+                f"vocabulary_size={vocabulary_size} is not from 1 to 2**32: token ids take up to four bytes."
+            )
+        self.path = Path(path)
+        if self.path.suffix != ".bin":
+            raise DataError(f"a token file is named NAME.bin, not {self.path.name}.")
+        self.vocabulary_size = vocabulary_size
+        self.dtype = np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
+        self.num_tokens = 0
+        self._facts = facts or {}
+        self._starts = [0]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._starts) - 1
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _part(self.path).open("ab")
+        if not _locked(self._file, _part(self.path)):
+            self._file.close()
+            raise DataError(f"{self.path} is being written by another process. Wait for it, or end it.")
+        self._file.truncate(0)  # what one that was killed has left
+        return self
+
+    def add(self, tokens: npt.ArrayLike) -> None:
+        """Writes one document.
+
+        Args:
+            tokens: Token ids, shape `(tokens,)`; may be none.
+
+        Raises:
+            DataError: They are not integers from 0 to `vocabulary_size - 1` in one dimension.
+        """
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise DataError(f"document {self.num_documents} has {ids.dtype} of shape {ids.shape}, no token ids.")
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary_size:
+            raise DataError(
+                f"document {self.num_documents} has token ids from {ids.min()} to {ids.max()}, and "
+                f"vocabulary_size={self.vocabulary_size}."
+            )
+        self._file.write(ids.astype(self.dtype).tobytes())
+        self.num_tokens += len(ids)
+        self._starts.append(self.num_tokens)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            _part(self.path).unlink()
+            self._file.close()
+            return
+        self._file.flush()
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "tokens": self.num_tokens,
+            "documents": self.num_documents,
+            "vocabulary_size": self.vocabulary_size,
+        }
+        index, described = self.path.with_suffix(".index.npy"), self.path.with_suffix(".json")
+        with _part(index).open("wb") as file:
+            np.save(file, np.array(self._starts, dtype=np.int64))
+        _part(described).write_text(json.dumps(header | self._facts, indent=1) + "\n")
+        described.unlink(missing_ok=True)  # of a shard that was here before
+        for path in (self.path, index, described):  # the header last: it says that all are there
+            with _part(path).open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(_part(path), path)
+        self._file.close()
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _locked(file: BinaryIO, path: Path) -> bool:
+    """Whether the file is this process's alone, and still at its path: another one may have ended just now."""
+    is_held = file_locks.take(file)
+    if is_held is None:
+        file_locks.warn_of_no_locks(path.parent)
+    try:
+        return is_held is not False and os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dream_trainer.data.sources.token_file import PLAN, planned_shard
-from dream_trainer.data.sources.token_writer import TokenFileWriter
+from dream_trainer.data.sources.token_file import PLAN, TokenFileWriter, planned_shard
 from dream_trainer.errors import DataError
 
 TEXTS_PER_SHARD = 1000
@@ -27,16 +26,6 @@ Encode = Callable[[str], npt.ArrayLike]
 
 @dataclass(frozen=True)
 class Task:
-    """What one shard is made of.
-
-    Attributes:
-        kind: "text", "jsonl", "parquet" or "dataset".
-        inputs: Files; or the dataset's name.
-        field: Where rows have their text.
-        split: Of a dataset.
-        rows: First row, and the one after the last; of a dataset.
-    """
-
     kind: str
     inputs: tuple[str, ...]
     field: str
@@ -45,18 +34,12 @@ class Task:
 
 
 class Tokenizer(NamedTuple):
-    """How text becomes token ids."""
-
     encode: Encode
     vocabulary_size: int
 
 
 def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
-    """The shards to make of files, patterns of files, and Hugging Face datasets; the same each time.
-
-    Raises:
-        DataError: There is no such file, or one is of no kind that is known.
-    """
+    """The shards to make of files, patterns of files, and Hugging Face datasets; the same each time."""
     tasks: list[Task] = []
     for given in inputs:
         if given.startswith("hf:"):
@@ -85,15 +68,7 @@ def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
-    """The tokenizer of a name.
-
-    Args:
-        name: "bytes": UTF-8, and 256 at a document's end. A tokenizer.json file; or a name or directory that
-            transformers knows.
-
-    Raises:
-        DataError: The file cannot be read, or has no token `end`.
-    """
+    """The tokenizer of a name: "bytes" (256 ends a document), a tokenizer.json, or what transformers knows."""
     if name == "bytes":
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
@@ -131,12 +106,7 @@ def tokenize(
     workers: int = 1,
     done: Callable[[int], None] = lambda tokens: None,
 ) -> None:
-    """Makes a shard of each task in `output`; those that are there from an earlier call are kept.
-
-    Raises:
-        DataError: An input cannot be read or no input has a document; or `output` has shards of other inputs or another
-            tokenizer.
-    """
+    """Makes a shard of each task in `output`; those that exist from an earlier call are kept."""
     open_tokenizer(tokenizer, end)  # so that one that cannot be used is refused before anything is written
     _keep_plan(output, {"tokenizer": tokenizer, "end": end, "tasks": [asdict(task) for task in tasks]})
     left = []
@@ -171,7 +141,6 @@ def _make_beside_each_other(left: list[Any], workers: int, done: Callable[[int],
 
 
 def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:
-    """Writes one shard; returns its tokens."""
     encode, vocabulary_size = open_tokenizer(tokenizer, end)
     facts = {"tokenizer": tokenizer, "inputs": list(task.inputs)}
     with TokenFileWriter(path, vocabulary_size, facts) as writer:
@@ -202,7 +171,6 @@ def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
 
 
 def _place(task: Task, document: int) -> str:
-    """Where a task's document comes from, as messages say it."""
     if task.kind == "text":
         return task.inputs[document]
     if task.kind == "jsonl":

@@ -1,43 +1,141 @@
-"""Training from lanes: one rank's windows, loaded by workers that own lanes, and how they go on at any step."""
+"""StreamLoader, and training from its lanes: one rank's windows, loaded by workers that own lanes, and how they go on
+at any step."""
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from multiprocessing.context import BaseContext
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from dream_trainer.checks import check_count
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.sample_seeds import collates_without_draws
-from dream_trainer.data.streams.lane_reader import Lane, LaneState, refuse_forgetful
-from dream_trainer.data.streams.lanes import Chain, LanePlan, lane_plan
-from dream_trainer.data.transforms import block_size, description
-from dream_trainer.data.window import DataPosition, TrainStream, Window
-from dream_trainer.data.worker_start import WorkerInit, started
+from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource
+from dream_trainer.data.streams.lanes import (
+    Chain,
+    Lane,
+    LaneOptions,
+    LanePlan,
+    LaneState,
+    lane_plan,
+    refuse_forgetful,
+)
+from dream_trainer.data.transforms import OnError, Transform, block_size, description, refuse_unclear_policy
+from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
+from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
 
-if TYPE_CHECKING:
-    from dream_trainer.data.streams.stream_loader import StreamLoader
+
+class StreamLoader:
+    """Batches from a sequential source in shards, dealt to ranks and workers, that resumes at any step.
+
+    Which samples make up an optimizer step depends on the seed and the source alone, not on ranks, workers or
+    accumulation: shards are dealt to lanes, and a step takes equally many samples from each of its lanes
+    (docs/data.md). The trainer tells it rank and seed; iterated by itself it yields what a single process sees
+    with seed 0.
+
+    Args:
+        source: A ShardedSource (`WebDatasetShards`, `IterableShards`, `HuggingFaceShards` or your own), or a streaming
+            dataset of Hugging Face's `datasets`.
+        batch_size: Samples in one micro-batch of one rank.
+        transforms: What is done to samples, in this order: `Map`, `Filter`, `Batch`, `Unbatch`, `Shuffle`. In workers.
+        lanes: Lanes that each step reads; it divides the global batch, and the data-parallel ranks divide it. None for
+            the largest divisor of the global batch that there are shards for, up to 64.
+        turns: Sets of lanes, read by consecutive steps in turn, so that several workers find work where a step has one
+            micro-batch; `lanes * turns` shards are read at a time. None for as many as there are shards for, up to
+            4, or as deal the shards evenly.
+        shuffle_shards: Whether each lane reads its shards in a random order of their own in each epoch. Samples are
+            shuffled by `Shuffle(window)` among the transforms.
+        repeat: Whether each lane begins its shards again when it has read them. With False a pass ends for all with the
+            last step that each lane can fill, and the next epoch begins with all shards.
+        num_workers: Processes that load ahead; 0 loads in the training process.
+        collate_fn: Turns a list of samples into a batch.
+        on_error: What to do with a sample for which a transform raises: "raise", or "skip", which is counted and
+            logged. What the source itself raises ends the run.
+        max_skipped: With "skip", how many samples each lane may skip in the whole run; with `repeat=False`, in each
+            pass.
+        pin_memory: Whether batches are copied to page-locked memory.
+        prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
+        multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
+        timeout: Seconds to wait for a batch from a worker; 0 is for ever.
+        worker_init_fn: Called with 0 in each worker when it starts.
+
+    Raises:
+        DataError: The source is none, has no shards, or an option has no meaning.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int,
+        *,
+        transforms: Sequence[Transform] = (),
+        lanes: int | None = None,
+        turns: int | None = None,
+        shuffle_shards: bool = False,
+        repeat: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        on_error: OnError = "raise",
+        max_skipped: int | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        check_count("batch_size", batch_size, hint="Give the samples of one rank's micro-batch.")
+        source = sharded_source(source)
+        if source.num_shards < 1:
+            raise DataError(f"the source ({type(source).__name__}) has 0 shards. Check its path and split.")
+        limit = refuse_unclear_policy(on_error, max_skipped)
+        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, on_error, limit)
+        self.batch_size = batch_size
+        self.lanes = lanes
+        self.turns = turns
+        self.num_workers = num_workers
+        self.collate_fn = default_collate if collate_fn is None else collate_fn
+        self.pin_memory = pin_memory
+        self.prefetch_factor = prefetch_factor
+        self.multiprocessing_context = multiprocessing_context
+        self.timeout = timeout
+        self.worker_init_fn = worker_init_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = LaneStream(self, accumulation=1, dp_rank=0, dp_size=1, seed=0)
+        try:
+            while (window := stream.next_window()) is not None:
+                yield from window.batches
+        finally:
+            stream.close()
+
+
+def sharded_source(source: object) -> ShardedSource:
+    if isinstance(source, ShardedSource):
+        return source
+    datasets = sys.modules.get("datasets")  # only a process that imported it can hold one of its objects
+    if datasets is not None and isinstance(source, datasets.IterableDataset):
+        return HuggingFaceShards(source)
+    raise DataError(
+        f"{type(source).__name__} is not a source in shards. Give a streaming dataset of Hugging Face, "
+        "WebDatasetShards(directory), or IterableShards(reader, items) for readers of your own; a dataset with "
+        "`__len__` and `__getitem__` belongs in a DistributedDataLoader."
+    )
+
 
 logger = logging.getLogger("dream_trainer")
 
 
 class LaneStream(TrainStream):
-    """One rank's share of a StreamLoader.
-
-    Attributes:
-        skipped: Broken samples that each lane of this rank has skipped.
-
-    Raises:
-        DataError: Shards, lanes, ranks and global batch do not fit together.
-    """
-
     steps_per_epoch = None
     resumes_from_all_ranks = True
 
@@ -76,10 +174,10 @@ class LaneStream(TrainStream):
     def seek(
         self,
         position: DataPosition,
-        rank_state: dict[str, Any] | None,
+        rank_state: SavedState,
         *,
         is_pass_over: bool = False,
-        state: dict[str, Any] | None = None,
+        state: SavedState = None,
     ) -> None:
         self._release()
         if is_pass_over:
@@ -150,7 +248,6 @@ class LaneStream(TrainStream):
         self._readers = None
 
     def _load(self, step: int) -> tuple[list[Any], list[Mark], str | None]:
-        """The batches of one step, and what they tell; or why there is no further step."""
         if self._readers is None:
             self._readers = self._open(step)
         if self._loader.num_workers > 0:
@@ -171,7 +268,6 @@ class LaneStream(TrainStream):
         return batches, told, None
 
     def _take(self, marks: Sequence[Mark]) -> None:
-        """Keeps what a whole window told."""
         if not marks:
             return
         begun = {str(mark.lane): pickle.loads(mark.begun) for mark in marks if mark.begun is not None}
@@ -207,7 +303,6 @@ class LaneStream(TrainStream):
         return {str(lane): states[str(lane)] for lane in lanes}
 
     def _open(self, step: int) -> list[Iterator[Loaded]]:
-        """Begins to read at a step of the running pass."""
         readers: list[Iterator[Loaded]] = []
         for number in range(self._num_readers):
             chains = self._chains[number :: self._num_readers]
@@ -222,7 +317,7 @@ class LaneStream(TrainStream):
         torch_loader = DataLoader(
             batches,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=1,  # its own process for each, which can then load any lanes in any order
             generator=torch.Generator(device="cpu").manual_seed(seed),
             pin_memory=loader.pin_memory,
@@ -272,19 +367,8 @@ def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation:
     return readers
 
 
-def _as_it_is(loaded: Any) -> Any:
-    return loaded
-
-
 class Mark(NamedTuple):
-    """What a batch tells of one lane.
-
-    Attributes:
-        lane: Its number.
-        begun: The state of the newest block that began with one of its samples, by value; None if none did.
-        skipped: Samples that the lane has skipped so far.
-        reports: Those that it skipped for this batch.
-    """
+    """What a batch tells of one lane."""
 
     lane: int
     begun: bytes | None
@@ -292,8 +376,8 @@ class Mark(NamedTuple):
     reports: list[str]
 
 
+# A batch, what it tells of its lanes, and None; or at a pass's end two Nones, and why it is the end
 Loaded = tuple[Any, list[Mark] | None, str | None]
-"""A batch, what it tells of its lanes, and None; or at a pass's end two Nones, and why it is the end."""
 
 
 class LaneBatches(IterableDataset[Loaded]):
@@ -352,7 +436,6 @@ class LaneBatches(IterableDataset[Loaded]):
 
 
 def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | None:
-    """Takes what the lanes of a batch have to tell."""
     marks = []
     for number in numbers:
         lane = lanes[number]

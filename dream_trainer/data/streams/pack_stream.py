@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dream_trainer.checks import check_count
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.packing.packed_rows import PackedRows
-from dream_trainer.data.transforms import SKIPPED, Item, StageCalls, Transform, part_number, refuse_unless_positive
+from dream_trainer.data.transforms import SKIPPED, Item, StageCalls, Transform, part_number
 from dream_trainer.errors import DataError
 
 
@@ -44,8 +45,8 @@ class Pack(Transform):
     vocabulary_size: int | None = None
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("Pack", "row_length", self.row_length, "tokens")
-        refuse_unless_positive("Pack", "documents", self.documents, "documents")
+        check_count("Pack: row_length", self.row_length, hint="Give the number of tokens in a row.")
+        check_count("Pack: documents", self.documents, hint="Give the number of documents packed together.")
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -84,13 +85,6 @@ class Pack(Transform):
 
 
 class ListedDocuments(OrderedDataset):
-    """Documents that are in memory.
-
-    Args:
-        documents: The documents.
-        lengths: Tokens of each.
-    """
-
     def __init__(self, documents: Sequence[Any], lengths: NDArray[Any]) -> None:
         self._documents = documents
         self._lengths = lengths
@@ -102,7 +96,6 @@ class ListedDocuments(OrderedDataset):
         return self._documents[position]
 
     def lengths(self, first: int, last: int) -> NDArray[Any]:
-        """Tokens of the documents from `first` to `last` (exclusive)."""
         return self._lengths[first:last]
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
