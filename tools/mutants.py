@@ -210,9 +210,16 @@ MUTANTS = [
     Mutant(
         "the gradient of a part is compared with that of a whole sequence",
         "dream_trainer/trainer/verify.py",
-        '                dist.all_reduce(own, group=world.mesh["cp"].get_group())\n',
-        "                pass\n",
+        '            dist.all_reduce(own, group=world.mesh["cp"].get_group())\n',
+        "            pass\n",
         "tests/trainer/test_verify.py -k looks_like",
+    ),
+    Mutant(
+        "parts of a gradient are taken for the whole",
+        "dream_trainer/trainer/verify.py",
+        '            own = torch.where(gradients.are_split("tp")[:, None], summed, own)\n',
+        "            pass\n",
+        "tests/trainer/test_verify.py -k same_bits",
     ),
     Mutant(
         "blocks that are verified go on from the state that their forward left",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,7 +24,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.compat.pytorch import default_generator_of, without_hooks
+from dream_trainer.compat.pytorch import default_generator_of, shard_dim, without_hooks
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
 from dream_trainer.modules.expert_exchange import is_shared_by_experts
@@ -41,6 +42,7 @@ _TF32 = 2.0**-10
 """Between a number and the next, where float32 products of a GPU may be made of fewer digits."""
 _SMALL = 0.05
 """Of the largest gradient in a model: what others are measured by that are smaller, as those that should be 0."""
+_N_SKETCHES = 32
 _DRAWS = "random numbers"
 """The place of a difference that says whether a forward drew random numbers."""
 _WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
@@ -54,7 +56,7 @@ class Miss(NamedTuple):
     """The largest difference that is taken for rounding."""
     own: float
     whole: float
-    """The expected value; of a gradient both are norms."""
+    """The expected value; of a gradient both are about its root mean square."""
 
     @property
     def is_wrong(self) -> bool:
@@ -204,19 +206,27 @@ class Verification:
                 torch.autograd.grad(whole_outputs, [run.anchor], whole_cotangents, allow_unused=True)
         world, shape = self._trainer.world, self._trainer.world.mesh_shape
         assert world.mesh is not None  # ranks share something
-        found: list[tuple[str, Tensor, Tensor]] = []
-        for path, parameter in gradients.parameters.items():
-            own, whole = gradients.both_of(path)
-            if is_shared_by_experts(parameter):
-                dist.all_reduce(own.div_(self._trainer.config.device_parameters.expert_parallel))
-                dist.all_reduce(whole.div_(shape.cp * shape.tp))
-            elif shape.cp > 1:
-                dist.all_reduce(own, group=world.mesh["cp"].get_group())
-            found.append((path, own, whole))
-        largest = max((_rms(whole) for _, _, whole in found), default=0.0)
-        for path, own, whole in found:
-            size = max(_rms(whole), _SMALL * largest, torch.finfo(torch.float32).tiny)
-            yield path, Miss(_rms(own - whole) / size, self._rounding(own), _rms(own), _rms(whole))
+        own, whole = gradients.sketches()
+        is_expert = torch.tensor([is_shared_by_experts(p) for p in gradients.parameters.values()], device=own.device)
+        if is_expert.any():
+            of_all, whole_of_all = own.clone(), whole / (shape.cp * shape.tp)
+            dist.all_reduce(of_all)
+            dist.all_reduce(whole_of_all)
+            whole = torch.where(is_expert[:, None], whole_of_all, whole)
+        if shape.tp > 1:
+            summed = own.clone()
+            dist.all_reduce(summed, group=world.mesh["tp"].get_group())
+            own = torch.where(gradients.are_split("tp")[:, None], summed, own)
+        if shape.cp > 1:
+            dist.all_reduce(own, group=world.mesh["cp"].get_group())
+        if is_expert.any():
+            own = torch.where(is_expert[:, None], of_all, own)
+        errors, own_sizes, sizes = (of.square().mean(1).sqrt() for of in (own - whole, own, whole))
+        floor = torch.finfo(torch.float32).tiny + _SMALL * sizes.max()
+        errors = (errors / sizes.clamp(min=floor)).nan_to_num(nan=torch.inf)
+        for number, (path, parameter) in enumerate(gradients.parameters.items()):
+            rounding = self._rounding(parameter)
+            yield path, Miss(errors[number].item(), rounding, own_sizes[number].item(), sizes[number].item())
 
     def _give_what_was_set_since(self, name: str, own: nn.Module, whole: nn.Module) -> None:
         """Gives the copy what was set on modules in training; what a plan has set on them is of their part."""
@@ -383,7 +393,7 @@ class Verification:
         raise StepError(
             f"under {mesh} {name} computes other {'values' if outputs else 'gradients'} than one process: {which}, by "
             f"{miss.error:.1e} of its size, where rounding makes up to {miss.rounding:.1e} "
-            f"({'' if outputs else 'norms: '}{miss.own:.4g} instead of {miss.whole:.4g}). Likely {likely}."
+            f"({'' if outputs else 'root mean squares: '}{miss.own:.4g} instead of {miss.whole:.4g}). Likely {likely}."
         )
 
 
@@ -429,7 +439,10 @@ class _Outputs:
 
 
 class _Gradients:
-    """Gradients of a model's parameters: this rank's and the expected ones.
+    """Gradients of a model's parameters, this rank's and the expected ones, as sketches: no gradient is kept.
+
+    A sketch is `_N_SKETCHES` sums of a gradient with random signs, over the root of its number of elements: so it is
+    linear in the gradient, parts of a parameter add up, and its mean square is about the gradient's.
 
     Attributes:
         parameters: Those to train, each by its first path.
@@ -471,21 +484,85 @@ class _Gradients:
         """Computes this rank's gradients; `grad` stays as it is."""
         parameters = list(self._running.values())
         with without_hooks(parameters):
-            given = torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
-        self._own = {path: g for path, g in zip(self._running, given, strict=True) if g is not None}
+            handles = [p.register_hook(partial(self._take_own, path)) for path, p in self._running.items()]
+            try:
+                torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _take_own(self, path: str, gradient: Tensor) -> Tensor:
+        """Returns a gradient of 0, which takes no memory."""
+        from torch.distributed.tensor import DTensor
+
+        parameter = self._running[path]
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            self._own[path] = self._sketch(path, gradient, [torch.arange(size) for size in gradient.shape])
+            return gradient.new_zeros(()).expand(gradient.shape)
+        gradient = gradient.redistribute(placements=parameter.placements)
+        local, places = gradient.to_local(), [torch.arange(size) for size in gradient.shape]
+        for mesh_dim, placement in enumerate(parameter.placements):
+            dim = shard_dim(placement)
+            if dim is not None:
+                parts = places[dim].chunk(parameter.device_mesh.size(mesh_dim))
+                rank = parameter.device_mesh.get_local_rank(mesh_dim)
+                places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
+        self._own[path] = self._sketch(path, local, places)
+        nothing = local.new_zeros(()).expand(local.shape)
+        return DTensor.from_local(
+            nothing,
+            gradient.device_mesh,
+            gradient.placements,
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
 
     def add_whole(self, path: str, gradient: Tensor) -> None:
         """Adds to the expected gradient of the parameter at `path`."""
         path = self._path[path]
-        self._whole[path] = self._whole[path] + gradient if path in self._whole else gradient
+        sketch = self._sketch(path, gradient, [torch.arange(size) for size in gradient.shape])
+        self._whole[path] = self._whole[path] + sketch if path in self._whole else sketch
 
-    def both_of(self, path: str) -> tuple[Tensor, Tensor]:
-        """This rank's and the expected gradient of a parameter, both whole; 0 if there is none. A collective."""
-        parameter = self.parameters[path]
-        zero = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
-        own, whole = (of.pop(path, None) for of in (self._own, self._whole))
-        own, whole = (zero if g is None else _plain(g).to(zero, copy=True) for g in (own, whole))
+    def _sketch(self, path: str, gradient: Tensor, places: Sequence[Tensor]) -> Tensor:
+        """The sketch of a part, whose elements along each dimension lie at `places` of the parameter."""
+        if gradient.is_complex():
+            gradient, places = torch.view_as_real(gradient), [*places, torch.arange(2)]
+        gradient = gradient.reshape(1, -1) if gradient.ndim < 2 else gradient.flatten(0, -2)
+        if torch.finfo(gradient.dtype).bits < 32:
+            gradient = gradient.float()
+        generator = torch.Generator().manual_seed(zlib.crc32(path.encode()))
+        shape = self.parameters[path].shape
+        signs = [torch.ones(_N_SKETCHES, 1)]
+        for size, place in zip(shape if len(shape) == len(places) else (*shape, 2), places, strict=True):
+            of_dim = torch.randint(2, (_N_SKETCHES, size), generator=generator, dtype=torch.float32).mul_(2).sub_(1)
+            signs.append(of_dim[:, place])
+        if len(signs) == 1:  # of a number
+            signs *= 2
+        rows, *of_rows, of_columns = (of.to(gradient) for of in signs)
+        for of in of_rows:
+            rows = (rows[:, :, None] * of[:, None, :]).flatten(1)
+        sums = ((rows @ gradient) * of_columns).sum(1)
+        sketch: Tensor = sums.double() / max(1, shape.numel()) ** 0.5
+        return sketch
+
+    def sketches(self) -> tuple[Tensor, Tensor]:
+        """This rank's and the expected sketches, `[parameters, _N_SKETCHES]`; 0 if there is no gradient."""
+        zero = torch.zeros(_N_SKETCHES, dtype=torch.float64, device=self._device)
+        own, whole = (torch.stack([of.get(path, zero) for path in self.parameters]) for of in (self._own, self._whole))
         return own, whole
+
+    def are_split(self, mesh_dim: str) -> Tensor:
+        """Whether ranks along `mesh_dim` have parts of each parameter."""
+        from torch.distributed.tensor import DTensor
+
+        def is_split(parameter: Tensor | None) -> bool:
+            if not isinstance(parameter, DTensor):
+                return False
+            of_dims = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False))
+            return mesh_dim in of_dims and shard_dim(of_dims[mesh_dim]) is not None
+
+        return torch.tensor([is_split(self._running.get(path)) for path in self.parameters], device=self._device)
 
 
 class _WholeRun:
@@ -616,8 +693,3 @@ def _plain(tensor: Tensor) -> Tensor:
 def _state_of(device: torch.device) -> Tensor:
     """Of the device's default generator; of the CPU's it is looked at by `WatchedSeeds`."""
     return torch.empty(0) if device.type == "cpu" else default_generator_of(device).get_state()
-
-
-def _rms(tensor: Tensor) -> float:
-    value = float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
-    return value if value == value else float("inf")
