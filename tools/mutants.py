@@ -210,14 +210,14 @@ MUTANTS = [
     Mutant(
         "the gradient of a part is compared with that of a whole sequence",
         "dream_trainer/trainer/verify.py",
-        '            dist.all_reduce(own, group=world.mesh["cp"].get_group())\n',
+        '            dist.all_reduce(of_ranks, group=world.mesh["cp"].get_group())\n',
         "            pass\n",
         "tests/trainer/test_verify.py -k looks_like",
     ),
     Mutant(
         "parts of a gradient are taken for the whole",
         "dream_trainer/trainer/verify.py",
-        '            own = torch.where(gradients.are_split("tp")[:, None], summed, own)\n',
+        '            of_ranks = torch.where(gradients.are_split("tp")[:, None], summed, own)\n',
         "            pass\n",
         "tests/trainer/test_verify.py -k same_bits",
     ),

@@ -106,10 +106,14 @@ class StorePath(PosixPath):
             self._refuse()
         return StoreStream(self.store, self.key, self.stat().st_size)
 
-    def _itself(self, strict: bool = False) -> StorePath:
+    def resolve(self, strict: bool = False) -> StorePath:
         return self
 
-    resolve = absolute = expanduser = _itself
+    def absolute(self) -> StorePath:
+        return self
+
+    def expanduser(self) -> StorePath:
+        return self
 
     # -- change
 

@@ -208,20 +208,20 @@ class Verification:
         assert world.mesh is not None  # ranks share something
         own, whole = gradients.sketches()
         is_expert = torch.tensor([is_shared_by_experts(p) for p in gradients.parameters.values()], device=own.device)
-        if is_expert.any():
-            of_all, whole_of_all = own.clone(), whole / (shape.cp * shape.tp)
-            dist.all_reduce(of_all)
-            dist.all_reduce(whole_of_all)
-            whole = torch.where(is_expert[:, None], whole_of_all, whole)
+        of_ranks = own.clone()
         if shape.tp > 1:
             summed = own.clone()
             dist.all_reduce(summed, group=world.mesh["tp"].get_group())
-            own = torch.where(gradients.are_split("tp")[:, None], summed, own)
+            of_ranks = torch.where(gradients.are_split("tp")[:, None], summed, own)
         if shape.cp > 1:
-            dist.all_reduce(own, group=world.mesh["cp"].get_group())
-        if is_expert.any():
-            own = torch.where(is_expert[:, None], of_all, own)
-        errors, own_sizes, sizes = (of.square().mean(1).sqrt() for of in (own - whole, own, whole))
+            dist.all_reduce(of_ranks, group=world.mesh["cp"].get_group())
+        if is_expert.any():  # whose tokens come from all ranks
+            of_all, whole_of_all = own.clone(), whole / (shape.cp * shape.tp)
+            dist.all_reduce(of_all)
+            dist.all_reduce(whole_of_all)
+            of_ranks = torch.where(is_expert[:, None], of_all, of_ranks)
+            whole = torch.where(is_expert[:, None], whole_of_all, whole)
+        errors, own_sizes, sizes = (of.square().mean(1).sqrt() for of in (of_ranks - whole, of_ranks, whole))
         floor = torch.finfo(torch.float32).tiny + _SMALL * sizes.max()
         errors = (errors / sizes.clamp(min=floor)).nan_to_num(nan=torch.inf)
         for number, (path, parameter) in enumerate(gradients.parameters.items()):
