@@ -202,8 +202,12 @@ class Verification:
                     ) from error
                 self._cannot(name, f"its gradients cannot be computed apart ({error})")
                 return
-            with self._aside():
-                torch.autograd.grad(whole_outputs, [run.anchor], whole_cotangents, allow_unused=True)
+            try:
+                with self._aside():
+                    torch.autograd.grad(whole_outputs, [run.anchor], whole_cotangents, allow_unused=True)
+            except RuntimeError as error:  # as where whole sequences do not fit
+                self._cannot(name, f"its gradients cannot be computed in one piece ({type(error).__name__}: {error})")
+                return
         world, shape = self._trainer.world, self._trainer.world.mesh_shape
         assert world.mesh is not None  # ranks share something
         own, whole = gradients.sketches()

@@ -234,7 +234,7 @@ WRONG: list[tuple[str, Callable[[], dt.Callback]]] = [
     (r"modules='\(' is not a regular expression", lambda: shipped.ActivationStats(modules=["("])),
     ("name=''", lambda: shipped.ActivationStats(name="")),
     ("tokens_per_sample.*tokens", lambda: shipped.Throughput(tokens_per_sample=3, tokens=len)),
-    ("flops_per_token needs the number of tokens", lambda: shipped.Throughput(flops_per_token=1.0)),
+    ("flops_per_token needs tokens. Pass tokens_per_sample", lambda: shipped.Throughput(flops_per_token=1.0)),
     ("flops_per_sample", lambda: shipped.Throughput(flops_per_token=1.0, tokens_per_sample=1, flops_per_sample=1.0)),
 ]
 

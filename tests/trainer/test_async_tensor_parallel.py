@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.compat import symmetric_memory
+from dream_trainer.compat import async_collectives
 from tests.api import ConfigError, launch
 from tests.overlap import overlap_on_the_cpu
 from tests.trainer.arithmetic import Case, reference
@@ -54,7 +54,7 @@ def test_an_overlap_without_compiled_blocks_is_refused() -> None:
 
 def trained() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patches, overlap_on_the_cpu() as calls:
-        patches.setattr(symmetric_memory, "why_memory_is_not_shared", lambda group, device: None)
+        patches.setattr(async_collectives, "why_memory_is_not_shared", lambda group, device: None)
         with Trained(overlapping()) as trainer:
             trainer.fit()
             return {"norms": trainer.norms, "weights": weights_of(trainer.model), "calls": dict(calls)}
