@@ -226,8 +226,9 @@ class Verification:
             of_ranks = torch.where(is_expert[:, None], of_all, of_ranks)
             whole = torch.where(is_expert[:, None], whole_of_all, whole)
         errors, own_sizes, sizes = (of.square().mean(1).sqrt() for of in (of_ranks - whole, of_ranks, whole))
-        floor = torch.finfo(torch.float32).tiny + _SMALL * sizes.max()
+        floor = torch.finfo(torch.float32).tiny + _SMALL * sizes.nan_to_num(posinf=0.0).max()
         errors = (errors / sizes.clamp(min=floor)).nan_to_num(nan=torch.inf)
+        errors[~own_sizes.isfinite() & ~sizes.isfinite()] = 0.0  # which the policy for such gradients looks at
         for number, (path, parameter) in enumerate(gradients.parameters.items()):
             rounding = self._rounding(parameter)
             yield path, Miss(errors[number].item(), rounding, own_sizes[number].item(), sizes[number].item())

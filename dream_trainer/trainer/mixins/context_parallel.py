@@ -91,7 +91,9 @@ class ContextParallelMixin(AbstractTrainer):
             cut.end(part, is_training=self.training)
             seed_for_sequence(hash_seed(b"step", seed))
             with takeover:
-                return step(part, batch_idx)
+                result = step(part, batch_idx)
+            cut.forget()
+            return result
 
         return with_part
 
@@ -184,6 +186,10 @@ class SequenceCut:
                     "ranks that share sequences (context_parallel) have different batches. Have the loader read what "
                     "does not depend on the rank; dataset and sampler are dealt to dp_rank of dp_size by the trainer."
                 )
+
+    def forget(self) -> None:
+        """Keeps no tensor of the batch."""
+        self._attention.shapes.given.clear()
 
     def _name(self, tensor: Any) -> str:
         """What a message calls a tensor: its place in the batch, if it has one."""
