@@ -176,7 +176,7 @@ _NAMES = {
     "dream_trainer.stores.store_path": "StorePath as_path",
     "dream_trainer.trainer.abstract": "AbstractTrainer",
     "dream_trainer.trainer.base": "BaseTrainer",
-    "dream_trainer.trainer.cooperation": "Cooperation",
+    "dream_trainer.trainer.mixin_hooks": "MixinHooks",
     "dream_trainer.trainer.counters": "Counters",
     "dream_trainer.trainer.data_setup": "refuse_short_batches",
     "dream_trainer.trainer.describe": "mesh_lines step_traffic",

@@ -9,14 +9,19 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dream_trainer.cleanup import call_each
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from dream_trainer.data.validation_data import ValidationBatches
 
 logger = logging.getLogger("dream_trainer")
 
@@ -205,6 +210,32 @@ def _cut(window: Window | None, size: int) -> Window | None:
     end = DataPosition(window.end.epoch, window.end.samples, window.end.batches - (window.size - size))
     sizes = None if window.sizes is None else window.sizes[:size]
     return replace(window, size=size, batches=list(window.batches)[:size], end=end, is_last=True, sizes=sizes)
+
+
+class ConnectedData:
+    feed: WindowFeed  # the windows to train, in step with the other ranks; created when the trainer starts
+
+    def __init__(self) -> None:
+        self.stream: TrainStream | None = None  # windows of this rank's training data; None until setup has it
+        self.loader: Any = None  # the training loader of that stream
+        self.was_replaced = False  # whether `train_dataloader` was assigned again in this process
+        self.validation: dict[str, ValidationBatches] = {}  # validation batches of this rank, by loader
+        self.copy_stream: torch.Stream | None = None  # copies the next micro-batch to the device
+        self.count = SampleCount()  # counts the samples of batches whose loader does not know
+        self.is_even = True  # whether every rank gets windows of the same size, and equally many
+
+    def connect(self, stream: TrainStream, loader: Any) -> None:
+        self.stream, self.loader, self.is_even = stream, loader, stream.is_even
+
+    def open_feed(self, world: Ranks, accumulation: int, device: torch.device) -> None:
+        """Makes the feed over the stream that is connected, and what its batches are copied on."""
+        assert self.stream is not None  # connected before
+        self.feed = WindowFeed(self.stream, world, accumulation)
+        self.copy_stream = copy_stream(device)
+
+    def close(self) -> None:
+        streams = [] if self.stream is None else [self.stream.close]
+        call_each([*streams, *(batches.close for batches in self.validation.values())])
 
 
 Move = Callable[[Any, torch.device], Any]

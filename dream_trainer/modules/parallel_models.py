@@ -49,6 +49,7 @@ class ParallelModels:
         self.changes_in_steps = False  # whether parameters are other ones in steps than between them
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._world: World | None = None
+        self.stages: dict[nn.Module, Any] = {}  # of models that are cut: the `Stages` of trainer/pipeline.py
         self.whole_in_steps: list[ShardedModel] = []  # the models that are sharded between steps only
         self._optimizers = WholeOptimizers(list)
         self._whole_of: dict[int, nn.Parameter] = {}

@@ -39,6 +39,8 @@ from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.kept_state import keeping_state
 from dream_trainer.trainer.limits import ending_with_the_epoch
+from dream_trainer.trainer.runtime import Runtime
+from dream_trainer.trainer.session import failing_for_all, go_on, leave, start
 from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
 from dream_trainer.trainer.validation import validate
 
@@ -88,17 +90,17 @@ class BaseTrainer(AbstractTrainer):
             StepError: The trainer is closed, or an exception left it in the middle of a step.
             CheckpointError: Another trainer of this process has trained the run on since this one did.
         """
-        coordinator, session = self._coordinator, self._session
+        runtime, session, coordinator = self._runtime, self._runtime.session, self._runtime.coordinator
         coordinator.begin_training()
-        with coordinator.signals.handled(), session.failing_for_all():
-            session.start()
-            session.go_on()
-            with relayed(coordinator.signals, self.world.connect_to_store()), watched(self):
+        with coordinator.signals.handled(), failing_for_all(runtime):
+            start(runtime)
+            go_on(runtime)
+            with relayed(coordinator.signals, self.world.connect_to_store()), watched(runtime):
                 session.is_training = True
                 self._train()
                 session.is_training = False
             coordinator.requests.stop_reason = None
-            code = exit_status(self)
+            code = exit_status(runtime)
             returns = coordinator.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
                 show(f"interrupted after step {self.global_step}; fit() goes on from there", sys.stderr)
@@ -110,13 +112,13 @@ class BaseTrainer(AbstractTrainer):
 
     def launch_and_resume(self) -> None:
         """Launches, sets up and resumes now, as the first `fit`, `evaluate`, `predict` or `export` does; once."""
-        with self._session.failing_for_all():
-            self._session.start()
+        with failing_for_all(self._runtime):
+            start(self._runtime)
 
     def fit_epoch(self) -> None:
         """Trains to the end of the running epoch, or the next one, whatever the limits; schedules stay as planned."""
         self.launch_and_resume()
-        with ending_with_the_epoch(self):
+        with ending_with_the_epoch(self._runtime):
             self.fit()
 
     def backward(
@@ -137,9 +139,9 @@ class BaseTrainer(AbstractTrainer):
             StepError: Weighted and unweighted calls are mixed in one window, or the call cannot be exact. Or it added
                 to gradients that were left by the loss of another model, which has stepped since; `frozen` prevents it.
         """
-        if not self._session.is_ready:
+        if not self._runtime.session.is_ready:
             raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
-        self._accumulation.backward(loss, weight, model)
+        self._runtime.accumulation.backward(loss, weight, model)
 
     def step(
         self,
@@ -164,12 +166,12 @@ class BaseTrainer(AbstractTrainer):
             StepError: Called in the middle of an accumulation window.
             NonFiniteError: The norm is not finite and the policy says to raise.
         """
-        if not self._session.is_ready:
+        if not self._runtime.session.is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else _several(model, optimizer)
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
         with self._outside_forward():
-            return self._optimizer_step.step(model, optimizers, schedulers)
+            return self._runtime.optimizer_step.step(model, optimizers, schedulers)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:
         """Makes `p.grad` the gradient of the global batch now, for code that reads or changes it before `step`.
@@ -184,14 +186,14 @@ class BaseTrainer(AbstractTrainer):
         Raises:
             StepError: Called in the middle of an accumulation window, or after code has changed gradients.
         """
-        if not self._session.is_ready:
+        if not self._runtime.session.is_ready:
             raise StepError("reduce_gradients() was called outside of training. Call it in training_step, under fit().")
         with self._outside_forward():
-            self._optimizer_step.reduce_gradients(optimizers)
+            self._runtime.optimizer_step.reduce_gradients(optimizers)
 
     def describe(self) -> str:
         """Prints and returns, as Markdown, the setup order and who listens to which event. Works before launch."""
-        text = describe(self)
+        text = describe(self._runtime)
         show(text)
         return text
 
@@ -199,12 +201,12 @@ class BaseTrainer(AbstractTrainer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, *_: object) -> None:
-        self._session.leave(kind, exc)
+        leave(self._runtime, kind, exc)
 
     # -- the loop
 
     def _train(self) -> None:
-        coordinator, schedule = self._coordinator, self._schedule
+        runtime, coordinator, schedule = self._runtime, self._runtime.coordinator, self._runtime.schedule
         schedule.start()
         coordinator.exchange()  # a limit, signal or request may have come before the first step
         if self._is_done():
@@ -212,11 +214,11 @@ class BaseTrainer(AbstractTrainer):
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 self._notify("on_interrupt")
             elif not coordinator.stopped:
-                self._recorder.nothing_to_train(schedule.reached_limits())
+                runtime.recorder.nothing_to_train(schedule.reached_limits())
             schedule.stop()
             return
-        self._saver.begin_training()
-        self._parallel.forget_whole()
+        runtime.saver.begin_training()
+        runtime.parallel.forget_whole()
         tf32 = float32_products(self.config.device_parameters, self.world.device, self.warn_once)
         with deterministic(self.config.training_parameters.deterministic), tf32:
             self._validate_for_sanity()
@@ -235,15 +237,16 @@ class BaseTrainer(AbstractTrainer):
         self._land(is_last=True)
 
     def _train_epoch(self) -> None:
-        with keeping_state(self) if self.progress.epoch_steps > 0 else nullcontext():
+        runtime, progress = self._runtime, self._runtime.progress
+        with keeping_state(runtime) if progress.epoch_steps > 0 else nullcontext():
             self._notify("pre_epoch")
-        follow_train_dataloader(self)
-        is_over, own_time = self._schedule.epoch_steps == 0, self._parallel.gradients.own_time
+        follow_train_dataloader(runtime)
+        is_over, own_time = runtime.schedule.epoch_steps == 0, runtime.parallel.gradients.own_time
         if is_over:
             self._end_epoch()
         while not is_over:
-            window = self._prefetcher.next_window(self._data.feed)
-            if self._coordinator.stopped:
+            window = runtime.prefetcher.next_window(runtime.data.feed)
+            if runtime.coordinator.stopped:
                 self._window_finished(is_last=True)
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 return
@@ -254,50 +257,51 @@ class BaseTrainer(AbstractTrainer):
             self._run_window(window)
             if own_time.is_wanted:
                 own_time.end_window()
-            is_over = self._window.epoch_ends
+            is_over = runtime.window.epoch_ends
             if self._between_windows():
                 return
 
     def _run_window(self, window: Window) -> None:
         """Trains one accumulation window and advances the counters."""
+        runtime, progress = self._runtime, self._runtime.progress
         self._window_started()
         if self.config.training_parameters.nonfinite != "retry":
-            if not self._parallel.changes_in_steps:
+            if not runtime.parallel.changes_in_steps:
                 return self._run_batches(window)
-            with self._parallel.whole(stays_fresh=True):
+            with runtime.parallel.whole(stays_fresh=True):
                 return self._run_batches(window)
-        before = self.progress.batch_idx, self._window.local_batches
-        moved = MovedByForward(self._registry)
+        before = progress.batch_idx, runtime.window.local_batches
+        moved = MovedByForward(runtime.registry)
         while True:
             try:
-                with self._parallel.whole(stays_fresh=True):
+                with runtime.parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:
-                self.progress.batch_idx, self._window.local_batches = before
+                progress.batch_idx, runtime.window.local_batches = before
                 moved.put_back()
                 self._window_dropped()
-                self._parallel.drop_gradients()
-                self._accumulation.forget_what_left()
+                runtime.parallel.drop_gradients()
+                runtime.accumulation.forget_what_left()
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
 
     def _run_batches(self, window: Window) -> None:
-        accumulation, progress, device = self._accumulation, self.progress, self.world.device
-        state = self._window
-        before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
-        after_window, sizes = self._events["post_train_step"], state.sizes
+        runtime, progress = self._runtime, self._runtime.progress
+        state, accumulation, device = runtime.window, runtime.accumulation, runtime.world.device
+        before, after = runtime.events["pre_train_batch"], runtime.events["post_train_batch"]
+        after_window, sizes = runtime.events["post_train_step"], state.sizes
         training_step = state.training_step
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
         state.first_batch_idx = progress.batch_idx
         index = 0
-        for batch in on_device(window.batches, self.move_batch, device, self._data.copy_stream):
+        for batch in on_device(window.batches, self.move_batch, device, runtime.data.copy_stream):
             index += 1  # noqa: SIM113  # `enumerate` keeps a batch while the next but one is moved
             is_last = index == window.size
             batch_idx = progress.batch_idx
             state.batch = batch
             state.batch_samples = sizes[index - 1]
             if is_last is not state.gradients_sync:
-                self._parallel.sync_gradients(is_last)
+                runtime.parallel.sync_gradients(is_last)
                 state.gradients_sync = is_last
             state.is_accumulating = not is_last
             accumulation.start_batch(is_last=is_last)
@@ -324,43 +328,46 @@ class BaseTrainer(AbstractTrainer):
 
     def _complete_window(self, window: Window) -> None:
         """The one place where completed work is counted, before any listener is called."""
-        state, feed = self._window, self._data.feed
-        stepped = self._accumulation.finish_window()
-        self._optimizer_step.settle_when_full()
-        self._parallel.join_buffers()
+        runtime, progress = self._runtime, self._runtime.progress
+        state, feed = runtime.window, runtime.data.feed
+        stepped = runtime.accumulation.finish_window()
+        runtime.optimizer_step.settle_when_full()
+        runtime.parallel.join_buffers()
         feed.trained(window)
-        self.progress.finish_window(stepped=stepped, samples=state.samples, tokens=state.tokens, end=window.end)
+        progress.finish_window(stepped=stepped, samples=state.samples, tokens=state.tokens, end=window.end)
         state.tokens = 0
-        self.progress.is_pass_over = feed.is_pass_over
+        progress.is_pass_over = feed.is_pass_over
         self._note_what_follows(stepped=stepped)
-        if self._session.is_first_window:
-            self._session.is_first_window = False
-            self.world.first_step_is_done()
+        if runtime.session.is_first_window:
+            runtime.session.is_first_window = False
+            runtime.world.first_step_is_done()
 
     def _note_what_follows(self, *, stepped: bool) -> None:
         """Writes down what is to be done after the window just counted, also for a checkpoint of before."""
-        state, schedule = self._window, self._schedule
-        state.epoch_ends = schedule.epoch_is_over(is_pass_over=self._data.feed.is_pass_over)
-        state.validates = bool(self._data.validation) and schedule.validation_is_due(
+        runtime = self._runtime
+        state, schedule = runtime.window, runtime.schedule
+        state.epoch_ends = schedule.epoch_is_over(is_pass_over=runtime.data.feed.is_pass_over)
+        state.validates = bool(runtime.data.validation) and schedule.validation_is_due(
             stepped=stepped, epoch_ended=state.epoch_ends, by_the_clock=bool(state.flags.validate)
         )
         schedule.owe(stepped=stepped, epoch_ended=state.epoch_ends, validates=state.validates)
 
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+        runtime, progress = self._runtime, self._runtime.progress
         # A request that all ranks got in an exchange that ended the run, or that came before the first step.
-        requested |= self._coordinator.requests.take_save()
-        progress = self.progress
+        requested |= runtime.coordinator.requests.take_save()
         step, epoch = progress.global_step if stepped else None, progress.current_epoch if epoch_ended else None
-        self._saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
+        runtime.saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
 
     # -- between two windows: log, validate, end the epoch, save; in this order, on all ranks
 
     def _between_windows(self) -> bool:
         """Does what follows the window just counted, and returns whether it was the last of the run."""
-        state = self._window
-        is_last = self._schedule.limit_is_reached(epochs=self.progress.current_epoch + state.epoch_ends)
+        runtime, progress = self._runtime, self._runtime.progress
+        state = runtime.window
+        is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + state.epoch_ends)
         self._window_finished(is_last=is_last)
-        stepped = self._accumulation.stepped
+        stepped = runtime.accumulation.stepped
         if is_last or state.epoch_ends or state.validates:
             return self._conclude(Owed(stepped, state.epoch_ends, state.validates))
         self._save_if_due(stepped=stepped, epoch_ended=False, is_last=False, requested=False)
@@ -368,14 +375,15 @@ class BaseTrainer(AbstractTrainer):
 
     def _conclude(self, owed: Owed) -> bool:
         """What follows a window that ends the run or an epoch, or after which a validation is due."""
-        is_last = self._schedule.limit_is_reached(epochs=self.progress.current_epoch + owed.epoch_ended)
+        runtime, progress = self._runtime, self._runtime.progress
+        is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + owed.epoch_ended)
         if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):
             return True
         if owed.epoch_ended:
             self._end_epoch()
         # Requests made in their events (early stopping) take effect now; so do those of the run's last window.
-        requested = bool(self._coordinator.exchange().save)
-        if self._coordinator.stopped and not is_last:
+        requested = bool(runtime.coordinator.exchange().save)
+        if runtime.coordinator.stopped and not is_last:
             is_last = True
             self._window_finished(is_last=True)
         self._save_if_due(stepped=owed.stepped, epoch_ended=owed.epoch_ended, is_last=is_last, requested=requested)
@@ -388,12 +396,13 @@ class BaseTrainer(AbstractTrainer):
 
     def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
         """Validates; returns False if a signal ended the run before the validation was finished."""
+        runtime, schedule = self._runtime, self._runtime.schedule
         self.settle()
         self._land(is_last=False)
-        coordinator, schedule, loaders = self._coordinator, self._schedule, self._data.validation
+        coordinator, loaders = runtime.coordinator, runtime.data.validation
         while True:
             try:
-                metrics = validate(self, loaders, schedule.validation_batches, coordinator)
+                metrics = validate(runtime, loaders, schedule.validation_batches, coordinator)
                 break
             except Interrupted:
                 for batches in loaders.values():
@@ -419,22 +428,24 @@ class BaseTrainer(AbstractTrainer):
             self._conclude(self.progress.owed)
 
     def _validate_for_sanity(self) -> None:
+        runtime = self._runtime
         batches = self.config.training_parameters.num_sanity_val_steps
-        coordinator, loaders = self._coordinator, self._data.validation
+        coordinator, loaders = runtime.coordinator, runtime.data.validation
         if not batches or not loaders or self.local_batches > 0:
             return
-        self.is_sanity_validation = True
+        runtime.state.is_sanity_validation = True
         try:
-            self._tell_end("post_val_epoch", validate(self, loaders, batches, coordinator))
+            self._tell_end("post_val_epoch", validate(runtime, loaders, batches, coordinator))
         except Interrupted:
             self._save_if_due(
                 stepped=False, epoch_ended=False, is_last=coordinator.stopped, requested=not coordinator.stopped
             )
         finally:
-            self.is_sanity_validation = False
+            runtime.state.is_sanity_validation = False
 
     def _is_done(self) -> bool:
-        return self._coordinator.stopped or self._schedule.is_finished()
+        runtime = self._runtime
+        return runtime.coordinator.stopped or runtime.schedule.is_finished()
 
 
 def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
@@ -447,9 +458,9 @@ def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
     return tuple(optimizers)
 
 
-def exit_status(trainer: AbstractTrainer) -> int:
+def exit_status(runtime: Runtime) -> int:
     """0 where no signal has ended training; after SIGTERM a collective where a job has several hosts."""
-    coordinator, world = trainer._coordinator, trainer.world
+    coordinator, world = runtime.coordinator, runtime.world
     number = coordinator.ended_by
     if number is None:
         return 0
@@ -465,9 +476,9 @@ SHARE = 0.9
 
 
 @contextmanager
-def watched(trainer: AbstractTrainer) -> Iterator[None]:
+def watched(runtime: Runtime) -> Iterator[None]:
     """Ends the job, with every rank's stacks in `<run_dir>/stacks`, when training makes no progress inside."""
-    devices, world = trainer.config.device_parameters, trainer.world
+    devices, world = runtime.config.device_parameters, runtime.world
     if devices.hang_timeout_seconds is None:
         yield
         return
@@ -476,24 +487,24 @@ def watched(trainer: AbstractTrainer) -> Iterator[None]:
     patient_limit = max(limit, SHARE * devices.start_timeout_seconds)
 
     def where() -> str:
-        phase = "training" if trainer.training else "validation"
-        exchanges = trainer._coordinator.exchanges  # one before each window and at each validation batch
+        phase = "training" if runtime.state.training else "validation"
+        exchanges = runtime.coordinator.exchanges  # one before each window and at each validation batch
         alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
         stage = f", rank {world.stage_rank} of the pipeline" if world.stages > 1 else ""
-        counted = f"step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}"
+        counted = f"step {runtime.progress.global_step}, batch {runtime.window.local_batches}, exchange {exchanges}"
         return f"{phase}, {counted}{stage}{alone}"
 
-    trainer._session.watchdog = Watchdog(
+    runtime.session.watchdog = Watchdog(
         where,
-        lambda: patient_limit if trainer._session.is_first_window else limit,
+        lambda: patient_limit if runtime.session.is_first_window else limit,
         patient_limit_seconds=patient_limit,
-        directory=trainer.run_dir / "stacks",
+        directory=runtime.run_dir / "stacks",
         rank=world.rank,
         world_size=world.world_size,
         store=world.connect_to_store(),
     )
     try:
-        with trainer._session.watchdog:
+        with runtime.session.watchdog:
             yield
     finally:
-        trainer._session.watchdog = None
+        runtime.session.watchdog = None

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader, default_collate
 
-from dream_trainer.cleanup import call_each
-from dream_trainer.data.feed import WindowFeed, copy_stream
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
@@ -27,54 +24,26 @@ from dream_trainer.trainer.user_class.overrides import heard
 if TYPE_CHECKING:
     from dream_trainer.config.training_parameters import TrainingParameters
     from dream_trainer.data.loader import ShardReader
-    from dream_trainer.data.validation_data import ValidationBatches
-    from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 
-class ConnectedData:
-    feed: WindowFeed  # the windows to train, in step with the other ranks; created when the trainer starts
-
-    def __init__(self) -> None:
-        self.stream: TrainStream | None = None  # windows of this rank's training data; None until `connect_data`
-        self.loader: Any = None  # the training loader of that stream
-        self.was_replaced = False  # whether `train_dataloader` was assigned again in this process
-        self.validation: dict[str, ValidationBatches] = {}  # validation batches of this rank, by loader
-        self.copy_stream: torch.Stream | None = None  # copies the next micro-batch to the device
-        self.count = SampleCount()  # counts the samples of batches whose loader does not know
-        self.is_even = True  # whether every rank gets windows of the same size, and equally many
-
-    def connect(self, stream: TrainStream, loader: Any) -> None:
-        self.stream, self.loader, self.is_even = stream, loader, stream.is_even
-
-    def open_feed(self, world: World, accumulation: int) -> None:
-        """Makes the feed over the stream that is connected, and what its batches are copied on."""
-        assert self.stream is not None  # connect_data comes first
-        self.feed = WindowFeed(self.stream, world, accumulation)
-        self.copy_stream = copy_stream(world.device)
-
-    def close(self) -> None:
-        streams = [] if self.stream is None else [self.stream.close]
-        call_each([*streams, *(batches.close for batches in self.validation.values())])
-
-
-def connect_data(trainer: AbstractTrainer) -> None:
+def connect_data(runtime: Runtime) -> None:
     """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and planned steps."""
     from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 
-    loaders = trainer.configure_dataloaders()
+    loaders = runtime.hooks.configure_dataloaders()
     if not isinstance(loaders, tuple) or len(loaders) != 2:
         raise HookError(
             f"configure_dataloaders returned {type(loaders).__name__}. Return a pair (train, val); val may be None."
         )
-    trainer.train_dataloader, val = loaders
-    if trainer.train_dataloader is None:
+    runtime.state.train_dataloader, val = loaders
+    if runtime.state.train_dataloader is None:
         raise DataError("configure_dataloaders returned None for the training loader. Return an iterable of batches.")
-    parameters, world = trainer.config.training_parameters, trainer.world
-    batch_size = loader_batch_size(trainer.train_dataloader)
+    parameters, world = runtime.config.training_parameters, runtime.world
+    batch_size = loader_batch_size(runtime.state.train_dataloader)
     if parameters.global_batch_size is not None:
-        refuse_unlike_turns(trainer.train_dataloader)
-    trainer.accumulation_steps = (
+        refuse_unlike_turns(runtime.state.train_dataloader)
+    runtime.state.accumulation_steps = (
         accumulation_steps(parameters, batch_size or parameters.train_batch_size, world.dp_size)
         if parameters.global_batch_size is not None
         else parameters.gradient_accumulation_steps
@@ -83,61 +52,61 @@ def connect_data(trainer: AbstractTrainer) -> None:
     expected = (None, parameters.train_batch_size)
     is_set = parameters.train_batch_size != TrainingParameters.train_batch_size
     if is_set and batch_size not in expected and parameters.global_batch_size is None:
-        trainer.warn_once(
+        runtime.warn_once(
             "batch_size",
             f"the training loader's batch size {batch_size} counts, not "
             f"train_batch_size={parameters.train_batch_size}.",
         )
-    own_count = None if type(trainer).batch_size is Hooks.batch_size else trainer.batch_size
-    trainer._data.count = SampleCount(own_count, partial(trainer.warn_once, "samples of a batch"))
-    _open_stream(trainer)
-    trainer.val_dataloaders = _named_validation_loaders(trainer, val)
-    trainer._data.validation = {
-        name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=trainer.config.seed)
-        for name, loader in trainer.val_dataloaders.items()
+    own_count = None if type(runtime.hooks).batch_size is Hooks.batch_size else runtime.hooks.batch_size
+    runtime.data.count = SampleCount(own_count, partial(runtime.warn_once, "samples of a batch"))
+    _open_stream(runtime)
+    runtime.state.val_dataloaders = _named_validation_loaders(runtime, val)
+    runtime.data.validation = {
+        name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=runtime.config.seed)
+        for name, loader in runtime.state.val_dataloaders.items()
     }
-    refuse_one_order_for_both(trainer)
-    steps = agree_on_data(trainer)
-    trainer.steps_per_epoch = steps_in_epoch(parameters, steps)
-    trainer.total_steps = planned_steps(parameters, steps, global_batch_size(trainer))
+    refuse_one_order_for_both(runtime)
+    steps = agree_on_data(runtime)
+    runtime.state.steps_per_epoch = steps_in_epoch(parameters, steps)
+    runtime.state.total_steps = planned_steps(parameters, steps, global_batch_size(runtime))
 
 
-def follow_train_dataloader(trainer: AbstractTrainer) -> None:
+def follow_train_dataloader(runtime: Runtime) -> None:
     """Uses the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective."""
-    progress, world = trainer.progress, trainer.world
-    is_new = trainer.train_dataloader is not trainer._data.loader
+    progress, world = runtime.progress, runtime.world
+    is_new = runtime.state.train_dataloader is not runtime.data.loader
     if world.world_size > 1:
         refuse_differences(world, {"train_dataloader assigned": is_new}, "Assign it on every rank.")
     if not is_new:
-        if progress.loader_was_replaced and not trainer._data.was_replaced:
+        if progress.loader_was_replaced and not runtime.data.was_replaced:
             raise DataError(
                 "this run continued with another training loader than configure_dataloaders returns, and none was "
                 "assigned to self.train_dataloader since the resume. Assign it in pre_epoch, whenever it is called, "
                 "from self.current_epoch."
             )
         return
-    before, now = loader_batch_size(trainer._data.loader), loader_batch_size(trainer.train_dataloader)
+    before, now = loader_batch_size(runtime.data.loader), loader_batch_size(runtime.state.train_dataloader)
     if before != now:
         raise DataError(
             f"self.train_dataloader was assigned a loader of batch size {now}, and the run has {before}. Keep the "
             "batch size: steps, limits and learning rates are counted in it."
         )
-    _open_stream(trainer)
-    refuse_one_order_for_both(trainer)
-    agree_on_data(trainer)
-    assert trainer._data.stream is not None  # just opened
-    trainer._data.feed.follow(trainer._data.stream, progress.data)
-    progress.loader_was_replaced = trainer._data.was_replaced = True
+    _open_stream(runtime)
+    refuse_one_order_for_both(runtime)
+    agree_on_data(runtime)
+    assert runtime.data.stream is not None  # just opened
+    runtime.data.feed.follow(runtime.data.stream, progress.data)
+    progress.loader_was_replaced = runtime.data.was_replaced = True
 
 
-def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
-    if not heard(type(trainer), "pre_epoch"):
+def _say_if_workers_keep_old_data(runtime: Runtime) -> None:
+    if not heard(type(runtime.hooks), "pre_epoch"):
         return
-    loaders = training_loaders(trainer.train_dataloader).values()
+    loaders = training_loaders(runtime.state.train_dataloader).values()
     ours = [loader for loader in loaders if isinstance(loader, DataLoader | DistributedDataLoader)]
     if not any(loader.persistent_workers and not isinstance(loader.dataset, EpochAware) for loader in ours):
         return
-    trainer.warn_once(
+    runtime.warn_once(
         "persistent workers",
         "the training loader's workers persist, with the dataset as it was when they started: what pre_epoch changes "
         "in it counts only if its length changes too. Give the dataset a set_epoch(epoch), or set "
@@ -145,30 +114,30 @@ def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
     )
 
 
-def _open_stream(trainer: AbstractTrainer) -> None:
-    _say_if_workers_keep_old_data(trainer)
-    stream, count = _stream(trainer, trainer.train_dataloader), trainer.config.training_parameters.overfit_batches
+def _open_stream(runtime: Runtime) -> None:
+    _say_if_workers_keep_old_data(runtime)
+    stream, count = _stream(runtime, runtime.state.train_dataloader), runtime.config.training_parameters.overfit_batches
     if count:
         batches, sizes = _first_batches(stream, count)
         stream.close()
         known = {id(batch): size for batch, size in zip(batches, sizes, strict=True)}
-        stream = _stream(trainer, PerRankLoader(batches), SampleCount(lambda batch: known[id(batch)]))
-    trainer._data.connect(stream, trainer.train_dataloader)
+        stream = _stream(runtime, PerRankLoader(batches), SampleCount(lambda batch: known[id(batch)]))
+    runtime.data.connect(stream, runtime.state.train_dataloader)
 
 
-def _stream(trainer: AbstractTrainer, loader: Any, count: SampleCount | None = None) -> TrainStream:
+def _stream(runtime: Runtime, loader: Any, count: SampleCount | None = None) -> TrainStream:
     """This rank's stream; a collective: a loader that one rank cannot use is an error on all."""
-    world = trainer.world
+    world = runtime.world
     stream, told = None, None
     try:
         stream = train_stream(
             loader,
-            accumulation=trainer.accumulation_steps,
+            accumulation=runtime.state.accumulation_steps,
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
-            seed=trainer.config.seed,
-            batch_size=trainer._data.count if count is None else count,
-            keeps_state=trainer._saves_checkpoints,
+            seed=runtime.config.seed,
+            batch_size=runtime.data.count if count is None else count,
+            keeps_state=runtime.hooks._saves_checkpoints,
         )
     except DataError as error:
         told = error
@@ -193,10 +162,10 @@ def _first_batches(stream: TrainStream, count: int) -> tuple[list[Any], list[int
     return batches[:count], sizes[:count]
 
 
-def global_batch_size(trainer: AbstractTrainer) -> int | None:
+def global_batch_size(runtime: Runtime) -> int | None:
     """Samples of one full optimizer step over all ranks; None if the loader has no batch size."""
-    batch_size = loader_batch_size(trainer.train_dataloader)
-    return None if batch_size is None else batch_size * trainer.accumulation_steps * trainer.world.dp_size
+    batch_size = loader_batch_size(runtime.state.train_dataloader)
+    return None if batch_size is None else batch_size * runtime.state.accumulation_steps * runtime.world.dp_size
 
 
 def steps_in_epoch(parameters: TrainingParameters, steps_per_pass: int | None) -> int | None:
@@ -221,11 +190,11 @@ def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, ba
     return min((plan for plan in plans if plan is not None), default=None)
 
 
-def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, Any]:
-    has_step = type(trainer).validation_step is not Hooks.validation_step
+def _named_validation_loaders(runtime: Runtime, val: Any) -> dict[str, Any]:
+    has_step = type(runtime.hooks).validation_step is not Hooks.validation_step
     if val is None or (isinstance(val, Mapping) and not val):
         if has_step:
-            trainer.warn_once(
+            runtime.warn_once(
                 "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."
             )
         return {}
@@ -236,7 +205,7 @@ def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, A
         )
     if not isinstance(val, Mapping):
         return {"": val}
-    if not trainer._names_validation_loaders:
+    if not runtime.hooks._names_validation_loaders:
         raise ConfigError(
             f"configure_dataloaders returned {len(val)} named validation loaders, which needs EvalMixin. "
             "Add EvalMixin to the trainer and EvalConfigMixin to its config, or return one loader."
@@ -255,16 +224,16 @@ def refuse_unlike_turns(loader: Any) -> None:
             )
 
 
-def refuse_short_batches(trainer: AbstractTrainer, microbatches: int) -> None:
+def refuse_short_batches(runtime: Runtime, microbatches: int) -> None:
     """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
-    assert trainer._data.stream is not None  # connected before
-    for stream in trainer._data.stream.parts.values():
+    assert runtime.data.stream is not None  # connected before
+    for stream in runtime.data.stream.parts.values():
         if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end
             continue
         loader, sharding = stream.reader.loader, stream.reader.sampler.sharding
         n_trained = stream.length - stream.dropped_samples
         n_windows = n_trained // stream.global_batch_size
-        ends_before = trainer.total_steps is not None and trainer.total_steps <= n_windows
+        ends_before = runtime.state.total_steps is not None and runtime.state.total_steps <= n_windows
         makes_other_rows = loader.collate_fn is not default_collate
         if ends_before or makes_other_rows or sharding.batch_size % microbatches:
             continue
@@ -277,11 +246,11 @@ def refuse_short_batches(trainer: AbstractTrainer, microbatches: int) -> None:
             )
 
 
-def refuse_one_order_for_both(trainer: AbstractTrainer) -> None:
+def refuse_one_order_for_both(runtime: Runtime) -> None:
     """Raises where training and validation read one OrderedDataset: each validation would begin it anew."""
-    assert trainer._data.stream is not None  # just opened
-    training = [_order_of(part.reader) for part in trainer._data.stream.parts.values()]
-    for name, batches in trainer._data.validation.items():
+    assert runtime.data.stream is not None  # just opened
+    training = [_order_of(part.reader) for part in runtime.data.stream.parts.values()]
+    for name, batches in runtime.data.validation.items():
         order = _order_of(batches.reader)
         if order is not None and any(order is other for other in training):
             raise DataError(

@@ -22,33 +22,34 @@ from dream_trainer.trainer.event_table import describe_events
 from dream_trainer.trainer.step.gradients import guards_itself
 
 if TYPE_CHECKING:
+    from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 
-def describe(trainer: AbstractTrainer) -> str:
+def describe(runtime: Runtime) -> str:
     """Markdown of the trainer's setup order and event table; works before launch."""
-    name = type(trainer).__name__
-    stages = trainer._setup_stages() or [("setup", f"{name} sets itself up")]
+    name = type(runtime.hooks).__name__
+    stages = runtime.hooks._setup_stages() or [("setup", f"{name} sets itself up")]
     lines = [f"# {name}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]
     lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
-    lines += ["", "## Events", "", describe_events(trainer)]
-    mesh = mesh_lines(trainer)
+    lines += ["", "## Events", "", describe_events(runtime)]
+    mesh = mesh_lines(runtime)
     if mesh:
         lines += ["", "## Mesh", "", *mesh]
-    optimizers = trainer.named_optimizers()
+    optimizers = runtime.registry.optimizers()
     if optimizers:
         lines += ["", "## Non-finite gradients", "", "| Optimizer | How a bad step is left out |", "| --- | --- |"]
-        lines += [f"| {name} | {_guard(trainer, optimizer)} |" for name, optimizer in optimizers.items()]
+        lines += [f"| {name} | {_guard(runtime, optimizer)} |" for name, optimizer in optimizers.items()]
     return "\n".join(lines)
 
 
-def _guard(trainer: AbstractTrainer, optimizer: Optimizer) -> str:
-    if trainer.config.training_parameters.nonfinite == "retry":
+def _guard(runtime: Runtime, optimizer: Optimizer) -> str:
+    if runtime.config.training_parameters.nonfinite == "retry":
         return "the norm is read on the host at each step, to run the window again"
-    if trainer._world is not None and not reading_waits(trainer._world.parameter_device):
+    if runtime.launched is not None and not reading_waits(runtime.launched.parameter_device):
         return "the norm is read on the host at each step, which waits for nothing on a CPU"
-    if guards_itself(optimizer, trainer._parallel.gradients.shard_of):
+    if guards_itself(optimizer, runtime.parallel.gradients.shard_of):
         return "on the device, without waiting for it"
     return "the norm is read on the host at each step (a fused optimizer would not need that)"
 
@@ -57,39 +58,39 @@ _SHOWN_RANKS = 64
 _EXPERTS = "tokens to their experts and back, and their gradients, in each mixture"
 
 
-def mesh_lines(trainer: AbstractTrainer) -> list[str]:
+def mesh_lines(runtime: Runtime) -> list[str]:
     """Markdown: a row for each dimension of more than one rank, each rank, and each stage of a pipeline."""
-    world = trainer._world
+    world = runtime.launched
     if world is None or world.mesh is None:
         return []
-    traffic = step_traffic(trainer)
+    traffic = step_traffic(runtime)
     rows = ["| Dimension | Ranks | With this rank | Links | What crosses them | A rank sends in a step |"]
     rows += ["| --- | --- | --- | --- | --- | --- |"]
     for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True):
         if size > 1:
             ranks = world.mesh[name].mesh.tolist()
-            links, crossing = world.links(ranks), _crossing(trainer, name)
+            links, crossing = world.links(ranks), _crossing(runtime, name)
             told = {} if traffic is None else traffic.by_dimension
             sent = format_bytes(told[name]) if name in told else "-"
             rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
-    experts = trainer.config.device_parameters.expert_parallel
+    experts = runtime.config.device_parameters.expert_parallel
     if experts > 1:
         place, of_layers = divmod(world.rank, world.data_copies)
         ranks = [(place // experts * experts + other) * world.data_copies + of_layers for other in range(experts)]
-        n_bytes = exchanged_for_a_token(trainer)
+        n_bytes = exchanged_for_a_token(runtime)
         sent = "-" if n_bytes is None else f"{n_bytes / 2**10:.2f} KiB for each of its tokens, if loads are even"
         rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | {sent} |")
     if traffic is not None and traffic.inside is not None and traffic.between is not None:
         rows += ["", f"In a step the ranks of this host send one another {format_bytes(traffic.inside)}"]
         rows[-1] += f", and other hosts {format_bytes(traffic.between)}." if world.n_hosts > 1 else "."
     speaker = f"This is rank {world.rank} of {world.world_size}."
-    return [speaker, "", *rows, "", *_places(trainer, world), *_stages(trainer)]
+    return [speaker, "", *rows, "", *_places(runtime, world), *_stages(runtime)]
 
 
-def _places(trainer: AbstractTrainer, world: World) -> list[str]:
+def _places(runtime: Runtime, world: World) -> list[str]:
     """A row for each of the first ranks: its host, and its place on each dimension of several."""
     assert world.mesh is not None  # there are several ranks
-    experts = trainer.config.device_parameters.expert_parallel
+    experts = runtime.config.device_parameters.expert_parallel
     shown = [name for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1]
     heads = ["Rank", *["Host"] * (world.n_hosts > 1), *shown, *["ep"] * (experts > 1)]
     rows: list[list[Any]] = [heads, ["---"] * len(heads)]
@@ -103,32 +104,32 @@ def _places(trainer: AbstractTrainer, world: World) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
-def _stages(trainer: AbstractTrainer) -> list[str]:
+def _stages(runtime: Runtime) -> list[str]:
     """A row for each stage of a pipeline: where it is, and what it holds; and for each model that is in no stages."""
     from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin
 
-    if trainer.world.stages == 1 or not isinstance(trainer, PipelineParallelMixin) or not trainer.named_models():
+    if runtime.world.stages == 1 or not isinstance(runtime, PipelineParallelMixin) or not runtime.registry.models():
         return []
     rows = ["", "| Model | Stage | Place in the pipeline | Holds |", "| --- | --- | --- | --- |"]
-    for model_name, model in trainer.named_models().items():
-        if model not in trainer._stages:
+    for model_name, model in runtime.registry.models().items():
+        if model not in runtime.parallel.stages:
             rows.append(f"| {model_name} | - | each | all |")
             continue
-        stages = trainer._stages[model]
+        stages = runtime.parallel.stages[model]
         for number, (names, rank) in enumerate(zip(stages.names, stages.ranks, strict=True)):
             held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
             rows.append(f"| {model_name} | {number} | {rank} | {held} |")
     return rows
 
 
-def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
-    parameters = [parameter for model in trainer.named_models().values() for parameter in model.parameters()]
+def _crossing(runtime: Runtime, dimension: str) -> str:
+    parameters = [parameter for model in runtime.registry.models().values() for parameter in model.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    shards, workers = trainer.world.parameter_shape.dp_shard, trainer.world.workers
+    shards, workers = runtime.world.parameter_shape.dp_shard, runtime.world.workers
     of_trained = format_bytes(_here(trained))
     match dimension:
         case "dp_replicate" if workers > 1:
-            inside = trainer.world.mesh_shape.dp_replicate // workers
+            inside = runtime.world.mesh_shape.dp_replicate // workers
             within = f"gradients of {of_trained} within each, once per step; " if inside > 1 else ""
             return f"{workers} workers: {within}parameters of {of_trained} between them, once per round"
         case "dp_replicate":
@@ -136,11 +137,11 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
         case "dp_shard":
             whole, gradients = (format_bytes(_here(ones) * shards) for ones in (parameters, trained))
             often = (
-                "once per step" if trainer.config.training_parameters.sync_policy == "no_sync" else "per micro-batch"
+                "once per step" if runtime.config.training_parameters.sync_policy == "no_sync" else "per micro-batch"
             )
             if not parameters:
                 return "weights and gradients"
-            stays = trainer.world.stages > 1  # shards of a stage are there through all micro-batches of a pipeline
+            stays = runtime.world.stages > 1  # shards of a stage are there through all micro-batches of a pipeline
             gathered = "once for each batch" if stays else "for forward and again for backward of each micro-batch"
             return f"weights of {whole}, gathered {gathered}; gradients of {gradients}, {often}"
         case "cp":
@@ -176,36 +177,38 @@ class Traffic:
     between: float | None  # what they send to other hosts; None likewise
 
 
-def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
+def step_traffic(runtime: Runtime) -> Traffic | None:
     """None before launch, on one rank, or with shared experts. Of split layers only weights and gradients count."""
-    world = trainer._world
-    if world is None or world.mesh is None or not trainer.named_models():
+    world = runtime.launched
+    if world is None or world.mesh is None or not runtime.registry.models():
         return None
-    if trainer.config.device_parameters.expert_parallel > 1:
+    if runtime.config.device_parameters.expert_parallel > 1:
         return None
     by_dimension: dict[str, float] = {}
-    whole = {shard for model in trainer._parallel.whole_in_steps for shard in model.shard_of.values()}
+    whole = {shard for model in runtime.parallel.whole_in_steps for shard in model.shard_of.values()}
     sent = {True: 0.0, False: 0.0}
     shape, of_parameters = world.mesh_shape, world.parameter_shape  # ranks that share sequences are among the latter's
     if shape.dp_shard > 1:
-        by_dimension["dp_shard"] = n_bytes = _of_shards(trainer, of_parameters.dp_shard)
-        _add(sent, trainer, "dp_shard", shape.dp_shard, 1, n_bytes)
+        by_dimension["dp_shard"] = n_bytes = _of_shards(runtime, of_parameters.dp_shard)
+        _add(sent, runtime, "dp_shard", shape.dp_shard, 1, n_bytes)
     if shape.dp_replicate > 1:
         workers = world.workers
-        inside, trained = of_parameters.dp_replicate // workers, _trained(trainer)
-        sizes = [_size(p, reduce_dtype(trainer.config.device_parameters)) for p in trained if p not in whole]
+        inside, trained = of_parameters.dp_replicate // workers, _trained(runtime)
+        sizes = [_size(p, reduce_dtype(runtime.config.device_parameters)) for p in trained if p not in whole]
         within = _all_reduced(inside, sum(sizes))
-        across = _all_reduced(workers, sum(_size(p, None) for p in trained)) / trainer._rounds.steps
-        _add(sent, trainer, "dp_replicate", inside, 1, within)
-        _add(sent, trainer, "dp_replicate", workers, inside, across)
+        across = _all_reduced(workers, sum(_size(p, None) for p in trained)) / runtime.rounds.steps
+        _add(sent, runtime, "dp_replicate", inside, 1, within)
+        _add(sent, runtime, "dp_replicate", workers, inside, across)
         by_dimension["dp_replicate"] = within + across
     if world.stages > 1:
         from dream_trainer.trainer.pipeline import Pipelined
 
-        of_models = [m._pipeline.bytes_of_a_batch for m in trainer.named_models().values() if isinstance(m, Pipelined)]
+        of_models = [
+            m._pipeline.bytes_of_a_batch for m in runtime.registry.models().values() if isinstance(m, Pipelined)
+        ]
         known = [n_bytes for n_bytes in of_models if n_bytes is not None]
         if len(known) == len(of_models):  # each as if its forward_backward ran once for each batch
-            by_dimension["pp"] = trainer.accumulation_steps * sum(known)
+            by_dimension["pp"] = runtime.state.accumulation_steps * sum(known)
     if whole and shape.dp_replicate > 1:  # whose gradients are averaged over both dimensions at once
         return Traffic(by_dimension, inside=None, between=None)
     if world.stages * world.sample_copies > 1:  # other stages send other numbers, and activations any
@@ -213,9 +216,10 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
     return Traffic(by_dimension, inside=sent[True], between=sent[False])
 
 
-def exchanged_for_a_token(trainer: AbstractTrainer) -> float | None:
+def exchanged_for_a_token(runtime: Runtime) -> float | None:
     """Bytes a rank sends per token, forth and back, if experts are chosen evenly; None for unknown layers."""
-    models, devices = trainer.named_models().values(), trainer.config.device_parameters
+    models = runtime.registry.models().values()
+    devices: DeviceParameters = runtime.config.device_parameters
     mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
     if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
         return None
@@ -229,31 +233,31 @@ def exchanged_for_a_token(trainer: AbstractTrainer) -> float | None:
     return sent * elsewhere / devices.tensor_parallel  # ranks that share layers send a part of the rows each
 
 
-def _of_shards(trainer: AbstractTrainer, n: int) -> float:
+def _of_shards(runtime: Runtime, n: int) -> float:
     from dream_trainer.compat.fully_shard import gathered_dtype, gathers_of, is_shared, parameters_of
 
-    devices, accumulation = trainer.config.device_parameters, trainer.accumulation_steps
-    reductions = 1 if trainer.config.training_parameters.sync_policy == "no_sync" else accumulation
+    devices, accumulation = runtime.config.device_parameters, runtime.state.accumulation_steps
+    reductions = 1 if runtime.config.training_parameters.sync_policy == "no_sync" else accumulation
     gathered = reduced = gathered_once = 0.0
     reduced_in = reduce_dtype(devices) or (torch.float32 if half_dtype(devices) is not None else None)
-    for module in (module for model in trainer.named_models().values() for module in fsdp_modules(model)):
+    for module in (module for model in runtime.registry.models().values() for module in fsdp_modules(model)):
         if is_shared(module):
             parameters = parameters_of(module)
             gathered += gathers_of(module) * sum(_size(p, gathered_dtype(p) or half_dtype(devices)) for p in parameters)
             reduced += sum(_size(p, reduced_in) for p in parameters if p.requires_grad)
-    if trainer.world.device.type == "cpu":
+    if runtime.world.device.type == "cpu":
         reductions *= 2  # gloo reduces and scatters by reducing for all
-    for model in trainer._parallel.whole_in_steps:  # gathered once for a step, gradients averaged as those of replicas
+    for model in runtime.parallel.whole_in_steps:  # gathered once for a step, gradients averaged as those of replicas
         n_trained = sum(_size(p, reduce_dtype(devices)) for p in model.shard_of.values() if p.requires_grad)
-        averaged = _all_reduced(trainer.world.step_size, n * n_trained)
+        averaged = _all_reduced(runtime.world.step_size, n * n_trained)
         gathered_once += (n - 1) * model.bytes_of_part + averaged
     # In a pipeline shards stay gathered through a batch, and are given back after it. Sizes are of shares.
     return gathered_once + (n - 1) * (accumulation * gathered + reductions * reduced)
 
 
-def _trained(trainer: AbstractTrainer) -> list[nn.Parameter]:
-    parameters = {p: None for model in trainer.named_models().values() for p in model.parameters() if p.requires_grad}
-    return list(parameters)
+def _trained(runtime: Runtime) -> list[nn.Parameter]:
+    models = runtime.registry.models().values()
+    return list(dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad))
 
 
 def _size(parameter: nn.Parameter, dtype: torch.dtype | None) -> int:
@@ -265,9 +269,9 @@ def _all_reduced(n: int, n_bytes: float) -> float:
     return 2 * (n - 1) / n * n_bytes
 
 
-def _add(sent: dict[bool, float], trainer: AbstractTrainer, dim: str, size: int, stride: int, n_bytes: float) -> None:
+def _add(sent: dict[bool, float], runtime: Runtime, dim: str, size: int, stride: int, n_bytes: float) -> None:
     """Adds what this host's ranks send to the next ones in rings of `size` ranks, each `stride` further in `dim`."""
-    world = trainer.world
+    world = runtime.world
     assert world.mesh is not None  # looked at before
     ranks = world.mesh.mesh.movedim(MESH_DIMS.index(dim), -1)
     for ring in _rings(ranks.reshape(-1, ranks.shape[-1]).tolist(), size, stride):

@@ -14,7 +14,7 @@ from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.user_class.overrides import bound, heard
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 Listener = Callable[..., None]
 
@@ -39,94 +39,103 @@ EVENTS: tuple[str, ...] = tuple(
 )
 
 
-def listening_callbacks(trainer: AbstractTrainer, event: str) -> list[Callback]:
+def listening_callbacks(runtime: Runtime, event: str) -> list[Callback]:
     """The callbacks whose class overrides `event`, in the order they run."""
     noop = getattr(Callback, event)
-    return [c for c in trainer.callbacks.in_order() if getattr(type(c), event) is not noop]
+    return [c for c in runtime.config.callbacks.in_order() if getattr(type(c), event) is not noop]
 
 
-def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
+def anyone_listens(runtime: Runtime, event: str) -> bool:
     """Whether `event` has a listener on any rank; the same answer on all of them."""
-    return bool(heard(type(trainer), event)) or bool(listening_callbacks(trainer, event))
+    return bool(heard(type(runtime.hooks), event)) or bool(listening_callbacks(runtime, event))
 
 
-def heard_of(trainer: AbstractTrainer, event: str) -> Heard:
-    return Heard(trainer._events[event], anyone_listens(trainer, event))
+def notify(runtime: Runtime, event: str, *args: Any) -> None:
+    """Calls everyone who listens to `event`."""
+    if anyone_listens(runtime, event):  # on some rank; all ranks gather again, or none
+        runtime.parallel.forget_whole()
+    for listener in runtime.events[event]:
+        listener(*args)
 
 
-def _with_whole_parameters(trainer: AbstractTrainer, event: str, listener: Listener) -> Listener:
+def heard_of(runtime: Runtime, event: str) -> Heard:
+    return Heard(runtime.events[event], anyone_listens(runtime, event))
+
+
+def _with_whole_parameters(runtime: Runtime, event: str, listener: Listener) -> Listener:
     """`listener`, for whom small sharded models are whole, as they are in steps."""
     if event not in _BETWEEN_STEPS:
         return listener
 
     def inside(*args: Any) -> None:
-        with trainer._parallel.whole():
+        with runtime.parallel.whole():
             listener(*args)
 
     return inside
 
 
-def _with_shards(trainer: AbstractTrainer, event: str, listener: Listener) -> Listener:
+def _with_shards(runtime: Runtime, event: str, listener: Listener) -> Listener:
     """`listener`, which reads shards, also while small models are whole."""
     if event not in _IN_STEPS:
         return listener
 
     def after_writing_back(*args: Any) -> None:
-        trainer._parallel.write_back()
+        runtime.parallel.write_back()
         listener(*args)
 
     return after_writing_back
 
 
-def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Listener:
+def _listener(runtime: Runtime, callback: Callback, event: str) -> Listener:
     method = getattr(callback, event)
     if not callback.main_process_only:
-        listener = partial(method, trainer)
+        listener = partial(method, runtime.hooks)
         with_parameters = _with_shards if callback.sees_shards else _with_whole_parameters
-        return with_parameters(trainer, event, listener)
+        return with_parameters(runtime, event, listener)
 
     where = f"{type(callback).__name__}.{event}, which is main_process_only"
 
     def on_main_process(*args: Any) -> None:
-        world = trainer._world
+        world = runtime.launched
         if world is None:  # before launch there is nobody to talk to
-            method(trainer, *args)
+            method(runtime.hooks, *args)
             return
         # Not a context manager: this runs each step for a progress bar, and one costs more than the bar.
         before, world.forbidden = world.forbidden, where
         try:
-            method(trainer, *args)
+            method(runtime.hooks, *args)
         finally:
             world.forbidden = before
 
     return on_main_process
 
 
-def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tuple[Listener, ...]]:
+def event_table(runtime: Runtime, *, is_main: bool) -> Mapping[str, tuple[Listener, ...]]:
     """For each event the methods to call on this rank: the trainer's own, callbacks by order, the run's record."""
     table: dict[str, tuple[Listener, ...]] = {}
     for event in EVENTS:
         listeners: list[Listener] = [
-            _with_whole_parameters(trainer, event, bound(trainer, event, part)) for part in heard(type(trainer), event)
+            _with_whole_parameters(runtime, event, bound(runtime.hooks, event, part))
+            for part in heard(type(runtime.hooks), event)
         ]
         listeners += [
-            _listener(trainer, callback, event)
-            for callback in listening_callbacks(trainer, event)
+            _listener(runtime, callback, event)
+            for callback in listening_callbacks(runtime, event)
             if is_main or not callback.main_process_only
         ]
-        table[event] = (*listeners, *trainer._recorder.listeners(event, is_main=is_main))
+        table[event] = (*listeners, *runtime.recorder.listeners(event, is_main=is_main))
     return table
 
 
-def describe_events(trainer: AbstractTrainer) -> str:
+def describe_events(runtime: Runtime) -> str:
     """The events somebody listens to as a Markdown table: who, in which order, on which ranks."""
     rows = ["| Event | Listener | Order | Ranks |", "| --- | --- | --- | --- |"]
     for event in EVENTS:
         name = event
-        for part in heard(type(trainer), event):
+        for part in heard(type(runtime.hooks), event):
             rows.append(f"| {name} | {part.__name__} | first | all |")
             name = ""
-        for callback in listening_callbacks(trainer, event):
+        for callback in listening_callbacks(runtime, event):
             ranks = "0" if callback.main_process_only else "all"
             rows.append(f"| {name} | {type(callback).__name__} | {callback.order} | {ranks} |")
             name = ""

@@ -17,17 +17,18 @@ from dream_trainer.distributed.seeds import random_state, set_random_state
 from dream_trainer.trainer.event_table import anyone_listens, listening_callbacks
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 
 @contextmanager
-def keeping_state(trainer: AbstractTrainer) -> Iterator[None]:
+def keeping_state(runtime: Runtime) -> Iterator[None]:
     """Inside, `pre_epoch` is called; afterwards what checkpoints have, buffers and random generators are as before."""
-    if not anyone_listens(trainer, "pre_epoch"):
+    if not anyone_listens(runtime, "pre_epoch"):
         yield
         return
-    device, models, callbacks = trainer.world.device, trainer.named_models(), listening_callbacks(trainer, "pre_epoch")
-    shared, of_rank = copy.deepcopy(trainer.state_dict()), copy.deepcopy(trainer.rank_state_dict())
+    hooks, device, models = runtime.hooks, runtime.world.device, runtime.registry.models()
+    callbacks = listening_callbacks(runtime, "pre_epoch")
+    shared, of_rank = copy.deepcopy(hooks.state_dict()), copy.deepcopy(hooks.rank_state_dict())
     of_callbacks = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
     tensors = [{name: t.detach().clone() for name, t in one.checkpoint_tensors().items()} for one in callbacks]
     buffers = {name: buffer.detach().clone() for name, buffer in model_buffers(models).items()}
@@ -47,6 +48,6 @@ def keeping_state(trainer: AbstractTrainer) -> Iterator[None]:
         if state:
             callback.load_state_dict(state)
     if shared:
-        trainer.load_state_dict(shared)
+        hooks.load_state_dict(shared)
     if of_rank:
-        trainer.load_rank_state_dict(of_rank)
+        hooks.load_rank_state_dict(of_rank)

@@ -18,7 +18,7 @@ from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
 from dream_trainer.trainer.resumed_rates import copied, set_rate
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 logger = logging.getLogger("dream_trainer")
 
@@ -33,77 +33,77 @@ class Limits(TypedDict, total=False):
     max_tokens: int | None  # tokens of the whole run
 
 
-def set_limits(trainer: AbstractTrainer, limits: Limits) -> None:
+def set_limits(runtime: Runtime, limits: Limits) -> None:
     """Changes where the next `fit` ends; a collective once the trainer is set up."""
     unknown = [name for name in limits if name not in Limits.__annotations__]
     if unknown:
         raise TypeError(f"set_limits() has no limit {unknown[0]!r}. Use {', '.join(Limits.__annotations__)}.")
-    if trainer._session.is_training:
+    if runtime.session.is_training:
         raise StepError("set_limits() was called inside fit(). Call it between two calls; request_stop() ends one.")
-    before = trainer.config.training_parameters
+    before = runtime.config.training_parameters
     parameters = replace(before, **limits)
-    if trainer._world is not None:
-        refuse_differences(trainer._world, dict(limits), "Set the same limits on every rank.")
-    change_training_parameters(trainer.config, trainer, parameters)
-    trainer._schedule.follow(parameters)
-    if not trainer._session.is_ready:
+    if runtime.launched is not None:
+        refuse_differences(runtime.launched, dict(limits), "Set the same limits on every rank.")
+    change_training_parameters(runtime.config, runtime, parameters)
+    runtime.schedule.follow(parameters)
+    if not runtime.session.is_ready:
         return
-    steps = trainer.total_steps
-    trainer.total_steps = planned_steps(parameters, trainer.steps_per_epoch, global_batch_size(trainer))
+    steps = runtime.state.total_steps
+    runtime.state.total_steps = planned_steps(parameters, runtime.state.steps_per_epoch, global_batch_size(runtime))
     ends = []
-    if trainer.total_steps != steps:
-        ends.append(f"step {_spelled(trainer.total_steps)} instead of {_spelled(steps)}")
+    if runtime.state.total_steps != steps:
+        ends.append(f"step {_spelled(runtime.state.total_steps)} instead of {_spelled(steps)}")
     if before.max_tokens != parameters.max_tokens:
         ends.append(f"{_spelled(parameters.max_tokens)} tokens instead of {_spelled(before.max_tokens)}")
-    if ends and trainer.named_schedulers():
-        _build_schedulers_again(trainer, " and ".join(ends))
+    if ends and runtime.registry.schedulers():
+        _build_schedulers_again(runtime, " and ".join(ends))
 
 
 @contextmanager
-def ending_with_the_epoch(trainer: AbstractTrainer) -> Iterator[None]:
+def ending_with_the_epoch(runtime: Runtime) -> Iterator[None]:
     """Inside, `fit` trains to the end of the running epoch, or one epoch, whatever the limits."""
-    configured = trainer.config.training_parameters
+    configured = runtime.config.training_parameters
     limits: Limits = dict.fromkeys(Limits.__annotations__)  # type: ignore[assignment]
-    trainer._schedule.follow(replace(configured, **limits | {"n_epochs": trainer.current_epoch + 1}))
+    runtime.schedule.follow(replace(configured, **limits | {"n_epochs": runtime.progress.current_epoch + 1}))
     try:
         yield
     finally:
-        trainer._schedule.follow(configured)
+        runtime.schedule.follow(configured)
 
 
-def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
+def _build_schedulers_again(runtime: Runtime, ends: str) -> None:
     """Their form follows `total_steps`; where they are in it is kept."""
-    rates = trainer._rates
-    states = {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()}
+    rates = runtime.rates
+    states = {name: scheduler.state_dict() for name, scheduler in runtime.registry.schedulers().items()}
     shared: dict[str, Any] = {**rates.state(), "schedulers": states}
-    optimizers = list(trainer.named_optimizers().values())
+    optimizers = list(runtime.registry.optimizers().values())
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     options = [{key: copied(value) for key, value in group.items() if key != "params"} for group in groups]
     for group, base in zip(groups, [rate for one in optimizers for rate in rates.base_rates(one)], strict=True):
         group.pop("initial_lr", None)
         set_rate(group, base)
-    trainer.configure_schedulers()
-    schedulers = trainer.named_schedulers()
+    runtime.hooks.configure_schedulers()
+    schedulers = runtime.registry.schedulers()
     if schedulers.keys() != states.keys():
         raise HookError(
-            f"configure_schedulers was called again for total_steps={trainer.total_steps} and left the schedulers "
-            f"{sorted(schedulers)}, not {sorted(states)}. Let it assign the same names each time."
+            f"configure_schedulers was called again for total_steps={runtime.state.total_steps} and left the "
+            f"schedulers {sorted(schedulers)}, not {sorted(states)}. Let it assign the same names each time."
         )
     rates.note_built()
-    if trainer.world.is_main:
+    if runtime.world.is_main:
         logger.warning(
             "the run now ends at %s: its schedules (%s) were built again for that, and go on from step %d as a restart "
             "with these limits would.",
             ends,
             ", ".join(schedulers),
-            trainer.global_step,
+            runtime.progress.global_step,
         )
     for group, kept in zip(groups, options, strict=True):
         _put_back(group, kept)
     for name, scheduler in schedulers.items():
         set_token_origin(scheduler, shared["token_origins"].get(name, 0))
     for line in rates.go_on(shared, ALL_KEPT):
-        if trainer.world.is_main:
+        if runtime.world.is_main:
             logger.warning("%s", line)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.errors import HookError
+from dream_trainer.meta.realize import Plan
+from dream_trainer.meta.tape import Tape
+from dream_trainer.modules.parameter_marks import ParameterMarks
+from dream_trainer.modules.precision import sharding_policy
 from dream_trainer.modules.sharded_model import shardable_bytes
 from dream_trainer.modules.sharding import keeping_tied_and_frozen
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
@@ -13,95 +18,122 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.trainer.abstract import AbstractTrainer
-    from dream_trainer.trainer.mixins.setup import SetupMixin
+    from dream_trainer.trainer.runtime import Runtime
     from dream_trainer.trainer.verify import Verification
 
 
-def verified_against_now(trainer: SetupMixin) -> Verification | None:
+@dataclass
+class Build:
+    """What one stage leaves to later ones."""
+
+    tape: Tape | None
+    built_early: dict[str, nn.Module] = field(default_factory=dict)
+    assigned: set[str] = field(default_factory=set)
+    plan: Plan | None = None
+    frozen_draws: set[str] = field(default_factory=set)
+    marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
+    verification: Verification | None = None
+
+
+def verified_against_now(runtime: Runtime) -> Verification | None:
     """Of models with what they are now, in one piece, where ranks will share that."""
     from dream_trainer.trainer.verify import Verification, is_verifiable
 
-    return Verification(trainer) if is_verifiable(trainer.config.device_parameters) else None
+    return Verification(runtime) if is_verifiable(runtime.config.device_parameters) else None
 
 
-def cut_into_stages(trainer: SetupMixin) -> None:
-    if trainer.world.stages > 1:
-        trainer.apply_pipeline_parallel(parameter_mesh(trainer)["pp"])
+def cut_into_stages(runtime: Runtime, build: Build) -> None:
+    if runtime.world.stages > 1:
+        runtime.hooks.apply_pipeline_parallel(parameter_mesh(runtime)["pp"])
 
 
-def split_layers(trainer: SetupMixin) -> None:
-    ranks, models = trainer.config.device_parameters.tensor_parallel, trainer.named_models()
+def split_layers(runtime: Runtime, build: Build) -> None:
+    ranks, models = runtime.config.device_parameters.tensor_parallel, runtime.registry.models()
     if ranks == 1:
         return
     from torch.distributed.tensor import DTensor
 
     with keeping_tied_and_frozen(models):
-        trainer.apply_tensor_parallel(parameter_mesh(trainer)["tp"])
-    trainer._build.marks.put_back(models)
+        runtime.hooks.apply_tensor_parallel(parameter_mesh(runtime)["tp"])
+    build.marks.put_back(models)
     if not any(isinstance(parameter, DTensor) for model in models.values() for parameter in model.parameters()):
         names = " or ".join(f"self.{name}" for name in models)
         raise HookError(
-            f"{type(trainer).__name__}.apply_tensor_parallel split no parameter of {names}: each of the {ranks} ranks "
-            "would do the whole work. Split layers there with parallelize_module(model, mesh, plan), whose plan names "
-            "them as the model does, or set tensor_parallel=1."
+            f"{type(runtime.hooks).__name__}.apply_tensor_parallel split no parameter of {names}: each of the {ranks} "
+            "ranks would do the whole work. Split layers there with parallelize_module(model, mesh, plan), whose plan "
+            "names them as the model does, or set tensor_parallel=1."
         )
 
 
-def split_mixtures(trainer: SetupMixin) -> None:
-    ranks, models = trainer.config.device_parameters.expert_parallel, trainer.named_models()
+def split_mixtures(runtime: Runtime, build: Build) -> None:
+    ranks, models = runtime.config.device_parameters.expert_parallel, runtime.registry.models()
     if ranks == 1:
         return
     from dream_trainer.distributed.world import lay_expert_mesh
     from dream_trainer.modules.expert_sharding import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
 
-    mesh = lay_expert_mesh(trainer.world, ranks)
+    mesh = lay_expert_mesh(runtime.world, ranks)
     with keeping_tied_and_frozen(models):
-        trainer.apply_expert_parallel(mesh["ep"])
-    trainer._build.marks.put_back(models)
-    if not any(trainer.world.all_gather_object(bool(modules_of_experts(models.values())))):
+        runtime.hooks.apply_expert_parallel(mesh["ep"])
+    build.marks.put_back(models)
+    if not any(runtime.world.all_gather_object(bool(modules_of_experts(models.values())))):
         raise HookError(
-            f"{type(trainer).__name__}.apply_expert_parallel split no experts: each of the {ranks} ranks would have "
-            "all of them. Call split_experts there for each module of stacked weights, or set expert_parallel=1."
+            f"{type(runtime.hooks).__name__}.apply_expert_parallel split no experts: each of the {ranks} ranks would "
+            "have all of them. Call split_experts there for each module of stacked weights, or set expert_parallel=1."
         )
-    if trainer.world.data_copies > 1:
-        divide_rows(models.values(), parameter_mesh(trainer)["tp"])
-    if trainer.config.device_parameters.compile:
+    if runtime.world.data_copies > 1:
+        divide_rows(models.values(), parameter_mesh(runtime)["tp"])
+    if runtime.config.device_parameters.compile:
         keep_out_of_graphs(models.values())
-    shard_experts(models, mesh, trainer._sharding_policies())
-    gradients, copies = trainer._parallel.gradients, mesh["dp_replicate"]
+    shard_experts(models, mesh, sharding_keywords(runtime))
+    gradients, copies = runtime.parallel.gradients, mesh["dp_replicate"]
     gradients.shares_experts, gradients.expert_copies = True, copies.get_group() if copies.size() > 1 else None
 
 
-def multiply_in_float8(trainer: SetupMixin) -> None:
-    if trainer.config.device_parameters.float8 != "none":
-        trainer.apply_float8()
+def sharding_keywords(runtime: Runtime) -> dict[str, Any]:
+    """Keyword arguments of `fully_shard` beside the mesh."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    # Of a pipeline's stage gathered once for all micro-batches of a batch: given back between them, some schedules'
+    # gradients are wrong without an error.
+    policies: dict[str, Any] = {"reshard_after_forward": False} if runtime.world.stages > 1 else {}
+    mixed = sharding_policy(runtime.config.device_parameters)
+    if mixed is not None:
+        policies["mp_policy"] = mixed
+    if runtime.config.device_parameters.cpu_offload:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=runtime.world.device.type != "cpu")
+    return policies
 
 
-def recompute_blocks(trainer: SetupMixin) -> None:
-    if trainer.config.device_parameters.activation_checkpointing != "none":
-        trainer.apply_activation_checkpointing()
+def multiply_in_float8(runtime: Runtime, build: Build) -> None:
+    if runtime.config.device_parameters.float8 != "none":
+        runtime.hooks.apply_float8()
 
 
-def compile_blocks(trainer: SetupMixin) -> None:
-    if trainer.config.device_parameters.compile:
-        trainer.apply_compile()
+def recompute_blocks(runtime: Runtime, build: Build) -> None:
+    if runtime.config.device_parameters.activation_checkpointing != "none":
+        runtime.hooks.apply_activation_checkpointing()
 
 
-def is_whole_in_steps(trainer: AbstractTrainer, model: nn.Module) -> bool:
+def compile_blocks(runtime: Runtime, build: Build) -> None:
+    if runtime.config.device_parameters.compile:
+        runtime.hooks.apply_compile()
+
+
+def is_whole_in_steps(runtime: Runtime, model: nn.Module) -> bool:
     """Whether a model that FSDPMixin shards is small enough to be whole in steps, and nothing asks for blocks."""
-    if not trainer._shards_parameters or trainer.world.parameter_shape.dp_shard == 1:
+    if not runtime.hooks._shards_parameters or runtime.world.parameter_shape.dp_shard == 1:
         return False
-    config: Any = trainer.config  # which has the field that FSDPMixin asks for
+    config: Any = runtime.config  # which has the field that FSDPMixin asks for
     devices, parameters = config.device_parameters, config.fsdp_parameters
     is_plain = devices.pipeline_parallel * devices.tensor_parallel * devices.expert_parallel == 1
     asks_for_blocks = parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload
-    is_by_hand = not all(is_ours(part) for part in definers(type(trainer), "apply_fully_shard"))
+    is_by_hand = not all(is_ours(part) for part in definers(type(runtime.hooks), "apply_fully_shard"))
     is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20
     return is_plain and not asks_for_blocks and devices.float8 == "none" and not is_by_hand and is_small
 
 
-def parameter_mesh(trainer: SetupMixin) -> DeviceMesh:
-    mesh = trainer.world.parameter_mesh
+def parameter_mesh(runtime: Runtime) -> DeviceMesh:
+    mesh = runtime.world.parameter_mesh
     assert mesh is not None  # at world size > 1 there is one
     return mesh

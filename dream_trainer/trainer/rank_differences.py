@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dream_trainer.config.trainer_config import BaseTrainerConfig
     from dream_trainer.data.loader import ShardReader
     from dream_trainer.distributed.ranks import Ranks
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 _MAY_DIFFER = (
     "device",
@@ -50,10 +50,10 @@ _ROUNDING = 1e-5
 _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
-def refuse_different_configs(trainer: AbstractTrainer) -> None:
+def refuse_different_configs(runtime: Runtime) -> None:
     """Compares the seed and the parameters of the framework's own parts; a collective."""
     refuse_differences(
-        trainer.world, _config_facts(trainer.config), "Build the config from the same values on every rank."
+        runtime.world, _config_facts(runtime.config), "Build the config from the same values on every rank."
     )
 
 
@@ -88,23 +88,23 @@ def _described(path: str, tensor: Tensor) -> str:
     return of_type if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else f"{of_type}, frozen"
 
 
-def agree_on_data(trainer: AbstractTrainer) -> int | None:
+def agree_on_data(runtime: Runtime) -> int | None:
     """Compares loaders and dealt datasets; a collective. Returns the fewest windows of a pass, if all know it."""
-    stream, world = trainer._data.stream, trainer.world
+    stream, world = runtime.data.stream, runtime.world
     assert stream is not None  # connect_data has just set it
     if world.world_size == 1:
         return stream.steps_per_epoch
     readers = {_of_training(name): part.reader for name, part in stream.parts.items()} | {
-        _of_validation(name): batches.reader for name, batches in trainer._data.validation.items()
+        _of_validation(name): batches.reader for name, batches in runtime.data.validation.items()
     }
     known = {name: reader for name, reader in readers.items() if reader is not None}
-    data_of_ranks = world.all_gather_object((_data_facts(trainer, readers), stream.steps_per_epoch, probed(known)))
+    data_of_ranks = world.all_gather_object((_data_facts(runtime, readers), stream.steps_per_epoch, probed(known)))
     refuse(
         told_differences({rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)}),
         "The trainer deals one dataset to all ranks: give each the whole of it, with the same options (it may have "
         "been split by rank already), or wrap a loader over this rank's part in PerRankLoader.",
     )
-    _refuse_other_samples(trainer, known, [summaries for _, _, summaries in data_of_ranks])
+    _refuse_other_samples(runtime, known, [summaries for _, _, summaries in data_of_ranks])
     steps = [count for _, count, _ in data_of_ranks]
     return None if None in steps else min(steps)
 
@@ -117,16 +117,16 @@ def _of_validation(name: str) -> str:
     return f"validation {name!r}" if name else "validation"
 
 
-def _data_facts(trainer: AbstractTrainer, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
-    stream = trainer._data.stream
+def _data_facts(runtime: Runtime, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
+    stream = runtime.data.stream
     assert stream is not None  # as above
-    loaders = {_of_training(name): loader for name, loader in training_loaders(trainer.train_dataloader).items()} | {
-        _of_validation(name): loader for name, loader in trainer.val_dataloaders.items()
-    }
+    loaders = {
+        _of_training(name): loader for name, loader in training_loaders(runtime.state.train_dataloader).items()
+    } | {_of_validation(name): loader for name, loader in runtime.state.val_dataloaders.items()}
     facts: dict[str, Any] = {
         "training loaders": ", ".join(map(repr, stream.parts)),
-        "validation loaders": ", ".join(map(repr, trainer.val_dataloaders)) or "none",
-        "gradient accumulation": trainer.accumulation_steps,
+        "validation loaders": ", ".join(map(repr, runtime.state.val_dataloaders)) or "none",
+        "gradient accumulation": runtime.state.accumulation_steps,
     }
     for name, loader in loaders.items():
         reader = readers.get(name)  # none of a loader whose first batches are overfitted
@@ -138,7 +138,7 @@ def _data_facts(trainer: AbstractTrainer, readers: Mapping[str, ShardReader | No
 
 
 def _refuse_other_samples(
-    trainer: AbstractTrainer, readers: Mapping[str, ShardReader], summaries_of_ranks: list[dict[str, list[Summary]]]
+    runtime: Runtime, readers: Mapping[str, ShardReader], summaries_of_ranks: list[dict[str, list[Summary]]]
 ) -> None:
     """Raises if the ranks' samples differ; values that a rank draws again each time it is asked are not compared."""
     for name, reader in readers.items():
@@ -151,7 +151,7 @@ def _refuse_other_samples(
             [part for part in one.keys() | other.keys() if one.get(part) != other.get(part)]
             for one, other in zip(twice[::2], twice[1::2], strict=True)
         ]
-        drawn_on_ranks = trainer.world.all_gather_object(drawn_here)
+        drawn_on_ranks = runtime.world.all_gather_object(drawn_here)
         for index, summaries_of_sample in enumerate(by_sample):
             unsure = {part for rank in drawn_on_ranks for part in rank[index]}
             steady = {part: rank for part, rank in differing(summaries_of_sample).items() if part not in unsure}
@@ -171,36 +171,36 @@ def _other_sample(name: str, dataset: Any, number: int, part: str, rank: int) ->
     )
 
 
-def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
+def refuse_different_optimizers(runtime: Runtime) -> None:
     """Compares optimizers, their options and the order of their parameters, and schedulers; a collective."""
-    facts: dict[str, Any] = {"total_steps": trainer.total_steps}
-    for name, optimizer in trainer.named_optimizers().items():
+    facts: dict[str, Any] = {"total_steps": runtime.state.total_steps}
+    for name, optimizer in runtime.registry.optimizers().items():
         facts[f"optimizer {name!r}: class"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             prefix = f"optimizer {name!r}, group {index}"
             for key, value in group.items():
                 if key not in _NOT_OPTIONS:
                     facts |= plain_facts(f"{prefix}: {key}", _number(value))
-    for name, scheduler in trainer.named_schedulers().items():
+    for name, scheduler in runtime.registry.schedulers().items():
         facts[f"scheduler {name!r}: class"] = type(scheduler).__name__
         for key, value in scheduler.state_dict().items():
             facts |= plain_facts(f"scheduler {name!r}: {key}", _number(value))
     advice = "Build them from the same values on every rank."
-    if trainer.world.stages > 1:
+    if runtime.world.stages > 1:
         advice += " Stages of a pipeline need the same groups in the same order, if with other parameters."
-    refuse_differences(trainer.world, facts, advice)
+    refuse_differences(runtime.world, facts, advice)
     names = {
         id(parameter): f"{name}.{path}"
-        for name, model in trainer.named_models().items()
+        for name, model in runtime.registry.models().items()
         for path, parameter in model.named_parameters()
     }
     order = {
         f"optimizer {name!r}, group {number}, parameter {index}": names.get(id(parameter), "of no model")
-        for name, optimizer in trainer.named_optimizers().items()
+        for name, optimizer in runtime.registry.optimizers().items()
         for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
     }
-    refuse_differences(trainer.world, order, _IN_ONE_ORDER, among=trainer.world.stage_rank)
+    refuse_differences(runtime.world, order, _IN_ONE_ORDER, among=runtime.world.stage_rank)
 
 
 def agreed_metrics(world: Ranks, metrics: dict[str, float]) -> dict[str, float]:
@@ -218,15 +218,15 @@ def agreed_metrics(world: Ranks, metrics: dict[str, float]) -> dict[str, float]:
     return dict(first)
 
 
-def warn_of_different_buffers(trainer: AbstractTrainer) -> None:
+def warn_of_different_buffers(runtime: Runtime) -> None:
     """Compares the models' buffers across ranks with other data, until a warning has named some; a collective."""
-    buffers = trainer._parallel.buffers
-    if buffers is None or _DIFFERENT_BUFFERS in trainer._said_once:
+    buffers = runtime.parallel.buffers
+    if buffers is None or _DIFFERENT_BUFFERS in runtime.said_once:
         return
-    names = buffers.different(trainer.world)
+    names = buffers.different(runtime.world)
     if names:
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-        trainer.warn_once(
+        runtime.warn_once(
             _DIFFERENT_BUFFERS,
             f"buffers differ between data-parallel ranks: {', '.join(names[:10])}{more}. Each rank validates with its "
             "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
@@ -235,12 +235,12 @@ def warn_of_different_buffers(trainer: AbstractTrainer) -> None:
         )
 
 
-def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, str]) -> None:
+def say_what_only_rank_0_keeps(runtime: Runtime, digests: Mapping[str, str]) -> None:
     """Compares state of which a checkpoint has rank 0's alone; a collective. The difference may be meant."""
-    first, *others = trainer.world.all_gather_object(digests)
+    first, *others = runtime.world.all_gather_object(digests)
     lost = {name for digests in others for name, digest in digests.items() if first.get(name) != digest}
     if lost:
-        trainer.warn_once(
+        runtime.warn_once(
             "state of ranks",
             f"not the same on all ranks, and all get rank 0's back on a resume: {', '.join(sorted(lost))}. Reduce it "
             "first (self.world.all_reduce), or keep what is each rank's own in rank_state_dict() of the trainer.",

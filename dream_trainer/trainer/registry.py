@@ -43,6 +43,12 @@ class Registry:
             seen.update(id(part) for part in module.modules())
         return models
 
+    def trainable_models(self) -> list[nn.Module]:
+        return [model for model in self.models().values() if any(p.requires_grad for p in model.parameters())]
+
+    def parameterised_models(self) -> list[nn.Module]:
+        return [model for model in self.models().values() if next(model.parameters(), None) is not None]
+
     def optimizers(self) -> dict[str, Optimizer]:
         """Optimizers by attribute name; those in lists and dicts as `name.key`."""
         return self._named_by_type(Optimizer)

@@ -39,24 +39,22 @@ from dream_trainer.trainer.saved_state import CALLBACK_PREFIX, kept_name, number
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 logger = logging.getLogger("dream_trainer")
 
 
-def restore(
-    trainer: AbstractTrainer, manifest: Manifest, form: ModelForm, begins: BranchParameters | None = None
-) -> None:
+def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: BranchParameters | None = None) -> None:
     """Restores a checkpoint's state on any mesh and world size; a collective.
 
     `begins` says what goes along from another run's checkpoint. At another layout ranks are seeded again."""
-    path, world, branch = manifest.path, trainer.world, begins or ALL_KEPT
+    path, world, branch = manifest.path, runtime.world, begins or ALL_KEPT
     shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
     if branch.data == "keep":
-        refuse_other_run(trainer, shared, path, is_own=begins is None)
-    trainer._rates.refuse(shared, branch)
+        refuse_other_run(runtime, shared, path, is_own=begins is None)
+    runtime.rates.refuse(shared, branch)
     workers = _saved_workers(path, shared, world.workers, branch)
-    models = trainer.named_models()
+    models = runtime.registry.models()
     fqns = parameter_fqns(models)
     refuse_other_adapters(path, models, shared.get("adapters"), world=world)
     left_out, model_form = shared.get("left_out", {}), shared.get("model_form", {})
@@ -70,8 +68,8 @@ def restore(
         metadata = tensor_metadata(path)
         take_shapes(models, reshaped, {name: shape for name, (shape, _) in metadata.items()})
         own = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
-        tensors = trainer._rounds.tensors_to_load(own, metadata.keys(), is_own=begins is None)
-        saved, optimizers = shared["optimizers"], trainer.named_optimizers()
+        tensors = runtime.rounds.tensors_to_load(own, metadata.keys(), is_own=begins is None)
+        saved, optimizers = shared["optimizers"], runtime.registry.optimizers()
         if branch.optimizer == "new":
             optimizers = {}
         elif (kept := {kept_name(name, worker) for name in optimizers for worker in range(workers)}) != set(saved):
@@ -87,7 +85,7 @@ def restore(
             )
             tensors |= prepared.tensors
             finishing.append(prepared.finish)
-        for _, prefix, callback in numbered(trainer.callbacks):
+        for _, prefix, callback in numbered(runtime.config.callbacks):
             callback_tensors = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
             if any(name in metadata for name in callback_tensors):
                 tensors |= callback_tensors
@@ -95,13 +93,13 @@ def restore(
 
     of_another_run = ["workers.", "local_sgd."] if begins is not None else []
     of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
-    with naming_what_changed(manifest, trainer):
+    with naming_what_changed(manifest, runtime):
         tensors = on_all_ranks(world, f"load {path}", prepare)
         replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
         optional = (CALLBACK_PREFIX, RANK_PREFIX, *of_optimizers, *of_another_run, *replaced)
         load_tensors(path, tensors, world=world, optional_prefix=optional)
     on_all_ranks(world, f"load {path}", lambda: [finish() for finish in finishing])
-    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), begins))
+    on_all_ranks(world, f"load {path}", lambda: _restore_shared(runtime, shared, tensor_metadata(path), begins))
     if branch.counters == "keep":
         form.restore(models, model_form, world)
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
@@ -110,10 +108,10 @@ def restore(
     on_all_ranks(
         world,
         f"load {path}",
-        lambda: _restore_rank(trainer, manifest, data, branch, reshaped, same_layout=same_layout),
+        lambda: _restore_rank(runtime, manifest, data, branch, reshaped, same_layout=same_layout),
     )
     if branch.counters == "keep":
-        on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
+        on_all_ranks(world, f"load {path}", lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
 
 
 def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:
@@ -134,26 +132,26 @@ def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
 
 
 def _restore_shared(
-    trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str], begins: BranchParameters | None
+    runtime: Runtime, shared: dict[str, Any], names: Collection[str], begins: BranchParameters | None
 ) -> None:
     branch = begins or ALL_KEPT
-    trainer.progress.load_state_dict(_progress(shared["progress"], branch))
+    runtime.progress.load_state_dict(_progress(shared["progress"], branch))
     if branch.optimizer != "new":
-        trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))
+        runtime.accumulation.load_loss_scale_state(shared.get("loss_scale"))
     extra_state = shared["extra_state"]
-    if trainer.world.stages > 1:
-        own = model_extra_state(trainer.named_models())
+    if runtime.world.stages > 1:
+        own = model_extra_state(runtime.registry.models())
         extra_state = {name: {f: v for f, v in extra_state[name].items() if f in own[name]} for name in own}
-    load_model_extra_state(trainer.named_models(), extra_state)
-    warned, kept = trainer._rates.restore(shared, branch, trainer.progress.tokens_seen)
-    trainer._recorder.kept_options = [one._asdict() for one in kept]
-    if trainer.world.is_main:
+    load_model_extra_state(runtime.registry.models(), extra_state)
+    warned, kept = runtime.rates.restore(shared, branch, runtime.progress.tokens_seen)
+    runtime.recorder.kept_options = [one._asdict() for one in kept]
+    if runtime.world.is_main:
         for line in warned:
             logger.warning("%s", line)
-    restore_callbacks(trainer, shared["callbacks"], names, begins)
+    restore_callbacks(runtime, shared["callbacks"], names, begins)
     if branch.counters == "keep":
-        trainer._load_mixin_state(shared["mixins"])
-    trainer.load_state_dict(shared["user"])
+        runtime.hooks._load_mixin_state(shared["mixins"])
+    runtime.hooks.load_state_dict(shared["user"])
 
 
 def _progress(saved: dict[str, Any], branch: BranchParameters) -> dict[str, Any]:
@@ -166,25 +164,25 @@ def _progress(saved: dict[str, Any], branch: BranchParameters) -> dict[str, Any]
     return counters | {name: position[name] for name in (*of_data, *of_epoch) if name in position}
 
 
-def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
+def _say_if_the_data_changed(runtime: Runtime) -> None:
     """Between two passes it may; in the middle of one the stream refuses it."""
-    stream, before = trainer._data.stream, trainer.progress.data.length
-    if stream is None or stream.reader is None or not trainer.progress.is_pass_over:
+    stream, before = runtime.data.stream, runtime.progress.data.length
+    if stream is None or stream.reader is None or not runtime.progress.is_pass_over:
         return
     dataset = stream.reader.loader.dataset
-    if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and trainer.world.is_main:
+    if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and runtime.world.is_main:
         logger.warning(
             "the training dataset has %d samples, and had %d in the last pass of the checkpoint: further passes, and "
             "total_steps=%s, are counted by what it has now.",
             stream.length,
             before,
-            trainer.total_steps,
+            runtime.state.total_steps,
         )
 
 
-def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layout: bool) -> None:
+def _restore_metrics(runtime: Runtime, manifest: Manifest, *, same_layout: bool) -> None:
     """Metrics that training updates: each rank loads its own; at another layout those of former ranks are divided."""
-    metrics, world = trainer.named_metrics(), trainer.world
+    metrics, world = runtime.registry.metrics(), runtime.world
     if not metrics:
         return
     former_ranks = _every_nth_rank(manifest, manifest.mesh_shape["tp"])[world.data_rank :: world.data_size]
@@ -200,9 +198,9 @@ def _every_nth_rank(manifest: Manifest, n: int) -> list[int]:
     return list(range(0, mesh["dp_replicate"] * mesh["dp_shard"] * mesh["cp"] * mesh["tp"], n))
 
 
-def _united_state(trainer: AbstractTrainer, manifest: Manifest) -> dict[str, Any] | None:
+def _united_state(runtime: Runtime, manifest: Manifest) -> dict[str, Any] | None:
     """This rank's place in data that each rank read a part of, in another layout than the checkpoint's."""
-    stream = trainer._data.stream
+    stream = runtime.data.stream
     if stream is None or not stream.resumes_from_all_ranks:
         return None
     same_samples = manifest.mesh_shape["cp"] * manifest.mesh_shape["tp"]
@@ -211,7 +209,7 @@ def _united_state(trainer: AbstractTrainer, manifest: Manifest) -> dict[str, Any
 
 
 def _restore_rank(
-    trainer: AbstractTrainer,
+    runtime: Runtime,
     manifest: Manifest,
     data: dict[str, Any] | None,
     branch: BranchParameters,
@@ -219,13 +217,13 @@ def _restore_rank(
     *,
     same_layout: bool,
 ) -> None:
-    world, progress, path = trainer.world, trainer.progress, manifest.path
+    world, progress, path = runtime.world, runtime.progress, manifest.path
     state: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     if same_layout:
         state, tensors = read_rank(path, world.rank)
-        load_rank_buffers(trainer.named_models(), tensors, reshaped)
-        trainer.load_rank_state_dict(state["user"])
+        load_rank_buffers(runtime.registry.models(), tensors, reshaped)
+        runtime.hooks.load_rank_state_dict(state["user"])
     if branch.data == "new":
         return  # the order and the generators are those of a run that starts
     same_device = f"random.{world.device.type}" in tensors
@@ -235,11 +233,11 @@ def _restore_rank(
             "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
             "several ranks drop; random layers go on from a new seed."
         )
-    rank_state = state.get("data") if same_layout else _united_state(trainer, manifest)
-    trainer._data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)
-    _say_if_the_data_changed(trainer)
+    rank_state = state.get("data") if same_layout else _united_state(runtime, manifest)
+    runtime.data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)
+    _say_if_the_data_changed(runtime)
     # Last, so that nothing above draws from the generators.
     if same_device:
         set_random_state(state["random"], tensors, world.device)
     else:
-        seed_everything(hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.data_rank))
+        seed_everything(hash_seed(b"resumed", runtime.config.seed, progress.global_step, world.data_rank))

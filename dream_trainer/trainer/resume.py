@@ -28,7 +28,8 @@ from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.resumed_rates import ANOTHER_RUN
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.config.trainer_config import BaseTrainerConfig
+    from dream_trainer.trainer.runtime import Runtime
 
 logger = logging.getLogger("dream_trainer")
 
@@ -218,40 +219,40 @@ _OF_ONE_START = (
 )
 
 
-def changed_fields(manifest: Manifest, trainer: AbstractTrainer) -> list[str]:
+def changed_fields(manifest: Manifest, config: BaseTrainerConfig) -> list[str]:
     """Fields of the config that the checkpoint's run had otherwise, as `name: old -> new`."""
-    lines = difference(with_later_fields(manifest.config, trainer.config), to_dict(trainer.config))
+    lines = difference(with_later_fields(manifest.config, config), to_dict(config))
     return [line for line in lines if not line.startswith(_OF_ONE_START)]
 
 
 @contextmanager
-def naming_what_changed(manifest: Manifest, trainer: AbstractTrainer) -> Iterator[None]:
+def naming_what_changed(manifest: Manifest, runtime: Runtime) -> Iterator[None]:
     """What does not fit is often what the config builds otherwise."""
     try:
         yield
     except DamagedCheckpointError:
         raise
     except CheckpointError as error:
-        changed = changed_fields(manifest, trainer)
+        changed = changed_fields(manifest, runtime.config)
         if not changed:
             raise
         raise CheckpointError(f"{error} The config differs from the checkpoint's: {'; '.join(changed)}.") from error
 
 
-def refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Path, *, is_own: bool) -> None:
+def refuse_other_run(runtime: Runtime, shared: dict[str, Any], path: Path, *, is_own: bool) -> None:
     """Raises CheckpointError for a checkpoint of another seed or global batch; `is_own` if the run itself wrote it."""
-    of_this_run = {"seed": trainer.config.seed, "global_batch_size": global_batch_size(trainer)}
+    of_this_run = {"seed": runtime.config.seed, "global_batch_size": global_batch_size(runtime)}
     for name, value in of_this_run.items():
         if shared[name] != value:
             raise CheckpointError(
                 f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step "
-                f"would no longer be the same. Set {name}={shared[name]}, or {_other_way(trainer, name, value, is_own)}"
+                f"would no longer be the same. Set {name}={shared[name]}, or {_other_way(runtime, name, value, is_own)}"
             )
 
 
-def _other_way(trainer: AbstractTrainer, name: str, value: Any, is_own: bool) -> str:
+def _other_way(runtime: Runtime, name: str, value: Any, is_own: bool) -> str:
     if not is_own:
         return 'let this run have data of its own: branch=BranchParameters(data="new").'
-    other = f"{trainer.experiment}-{name.replace('_', '-')}-{value}"
+    other = f"{runtime.config.experiment}-{name.replace('_', '-')}-{value}"
     to_begin = ANOTHER_RUN.format(words='data="new"')
     return f"take another name, such as experiment={other!r}: {to_begin}."

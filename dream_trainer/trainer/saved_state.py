@@ -34,8 +34,8 @@ from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import random_state
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.trainer.cooperation import mixin_states
 from dream_trainer.trainer.data_setup import global_batch_size
+from dream_trainer.trainer.mixin_hooks import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 
@@ -43,32 +43,32 @@ if TYPE_CHECKING:
     from dream_trainer.checkpoint.staging import HostCopies
     from dream_trainer.distributed.world import World
     from dream_trainer.events.callback import Callback
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 
 def snapshot(
-    trainer: AbstractTrainer,
+    runtime: Runtime,
     form: ModelForm,
     frozen: FrozenWeights | None,
     metrics: dict[str, float],
     copies: HostCopies | None,
 ) -> Snapshot:
     """The trainer's complete state at this moment; a collective. Tensors are copied to `copies`, if given."""
-    world, models = trainer.world, trainer.named_models()
-    tensors, optimizers, own_of_optimizers = _tensors(trainer)
+    world, models = runtime.world, runtime.registry.models()
+    tensors, optimizers, own_of_optimizers = _tensors(runtime)
     left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    tensors = trainer._rounds.tensors_to_save(own)
-    mixins = mixin_states(trainer)
-    extra_state = _extra_state(trainer)
+    tensors = runtime.rounds.tensors_to_save(own)
+    mixins = mixin_states(runtime.hooks)
+    extra_state = _extra_state(runtime)
     adapters, model_form = whole_adapters(models, world), form.state(models, world)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor], dict[str, str]]:
         shared = {
-            "progress": trainer.progress.state_dict(),
-            "data": trainer._data.feed.state_at(trainer.progress.data),
-            "global_batch_size": global_batch_size(trainer),
-            "seed": trainer.config.seed,
+            "progress": runtime.progress.state_dict(),
+            "data": runtime.data.feed.state_at(runtime.progress.data),
+            "global_batch_size": global_batch_size(runtime),
+            "seed": runtime.config.seed,
             "workers": world.workers,
             "optimizers": optimizers,
             "mixins": mixins,
@@ -77,75 +77,76 @@ def snapshot(
             "model_form": model_form,
             "model_configs": model_configs(models),
             "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
-            "loss_scale": trainer._accumulation.loss_scale_state(),
-            **trainer._rates.state(),
-        } | (given := _given_state(trainer))
+            "loss_scale": runtime.accumulation.loss_scale_state(),
+            **runtime.rates.state(),
+        } | (given := _given_state(runtime))
         random, tensors_of_rank = random_state(world.device)
-        metric_states, metric_tensors, unsaved = metric_state(trainer._metrics_of_training())
+        metric_states, metric_tensors, unsaved = metric_state(runtime.hooks._metrics_of_training())
         if unsaved:
-            trainer.warn_once("metrics", f"the state of {unsaved} is not only tensors, and is not in checkpoints.")
+            runtime.warn_once("metrics", f"the state of {unsaved} is not only tensors, and is not in checkpoints.")
         rank_state = {
             "random": random,
-            "data": trainer._data.feed.rank_state,
+            "data": runtime.data.feed.rank_state,
             "metrics": metric_states,
-            "user": trainer.rank_state_dict(),
+            "user": runtime.hooks.rank_state_dict(),
         } | ({"optimizers": own_of_optimizers} if own_of_optimizers else {})
         tensors_of_rank |= metric_tensors
         texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
-        return *texts, tensors_of_rank, _digests(trainer, mixins, given)
+        return *texts, tensors_of_rank, _digests(runtime, mixins, given)
 
-    shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
-    say_what_only_rank_0_keeps(trainer, digests)
-    warn_of_different_buffers(trainer)
+    step = runtime.progress.global_step
+    shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {step}", serialise)
+    say_what_only_rank_0_keeps(runtime, digests)
+    warn_of_different_buffers(runtime)
     differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
         made_for_this = {name for name, tensor in tensors.items() if own.get(name) is not tensor}  # nobody keeps them
         tensors = copies.copy(tensors, at_once=model_buffers(models).keys() | made_for_this)
     return Snapshot(
-        step=trainer.global_step,
+        step=step,
         tensors=tensors,
         shared=shared,
         rank_state=rank_state,
         rank_tensors=random_tensors | differing_tensors,
         description={
-            "epoch": trainer.current_epoch,
-            "samples_seen": trainer.samples_seen,
+            "epoch": runtime.progress.current_epoch,
+            "samples_seen": runtime.progress.samples_seen,
             "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
-            "config": to_dict(trainer.config),
+            "config": to_dict(runtime.config),
             "metrics": dict(metrics),
-            "parent": trainer._recorder.parent,
+            "parent": runtime.recorder.parent,
         },
     )
 
 
-def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """What DCP writes, the rest of the optimizers' state, and what of that is this rank's own; a collective."""
-    models = trainer.named_models()
+    models = runtime.registry.models()
     tensors, fqns = model_tensors(models), parameter_fqns(models)
     optimizers: dict[str, Any] = {}
     own: dict[str, Any] = {}
-    for name, optimizer in trainer.named_optimizers().items():
-        name = kept_name(name, trainer.world.worker)
-        state = optimizer_state(name, optimizer, fqns, world=trainer.world)
+    for name, optimizer in runtime.registry.optimizers().items():
+        name = kept_name(name, runtime.world.worker)
+        state = optimizer_state(name, optimizer, fqns, world=runtime.world)
         tensors, own, optimizers[name] = tensors | state.tensors, own | state.own, state.values
-    if trainer.world.stages > 1:
-        of_ranks = trainer.world.all_gather_object(optimizers)
+    if runtime.world.stages > 1:
+        of_ranks = runtime.world.all_gather_object(optimizers)
         optimizers = {name: of_all_stages([of_rank[name] for of_rank in of_ranks]) for name in optimizers}
-    if trainer.world.workers > 1:
+    if runtime.world.workers > 1:
         optimizers = {
-            name: values for one in trainer.world.all_gather_object(optimizers) for name, values in one.items()
+            name: values for one in runtime.world.all_gather_object(optimizers) for name, values in one.items()
         }
-    for _, prefix, callback in numbered(trainer.callbacks):
+    for _, prefix, callback in numbered(runtime.config.callbacks):
         tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
     return tensors, optimizers, own
 
 
-def _extra_state(trainer: AbstractTrainer) -> dict[str, dict[str, Any]]:
+def _extra_state(runtime: Runtime) -> dict[str, dict[str, Any]]:
     """That of all stages' modules; a collective where there are several."""
-    extra_state = model_extra_state(trainer.named_models())
-    if trainer.world.stages == 1:
+    extra_state = model_extra_state(runtime.registry.models())
+    if runtime.world.stages == 1:
         return extra_state
-    of_ranks = trainer.world.all_gather_object(extra_state)
+    of_ranks = runtime.world.all_gather_object(extra_state)
     return {name: {fqn: v for of_rank in of_ranks for fqn, v in of_rank[name].items()} for name in extra_state}
 
 
@@ -167,9 +168,9 @@ def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world
     return about
 
 
-def warm(trainer: AbstractTrainer, frozen: FrozenWeights | None, copies: HostCopies | None) -> Callable[[], None]:
+def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | None) -> Callable[[], None]:
     """What to run in the background after the first step, to speed up the first save; a collective."""
-    everything, _, _ = _tensors(trainer)
+    everything, _, _ = _tensors(runtime)
     passed_over = frozenset() if frozen is None else frozen.names
     tensors = {name: tensor for name, tensor in everything.items() if name not in passed_over}
 
@@ -181,18 +182,18 @@ def warm(trainer: AbstractTrainer, frozen: FrozenWeights | None, copies: HostCop
     return work
 
 
-def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
+def _given_state(runtime: Runtime) -> dict[str, Any]:
     """The state of the user's trainer, callbacks and schedulers, equal on all ranks."""
     return {
-        "schedulers": {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()},
-        "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in trainer.callbacks],
-        "user": trainer.state_dict(),
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in runtime.registry.schedulers().items()},
+        "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in runtime.config.callbacks],
+        "user": runtime.hooks.state_dict(),
     }
 
 
-def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+def _digests(runtime: Runtime, mixins: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
     """Of state of which rank 0's is saved, and which the user's code gives or moves, by what it is called."""
-    if trainer.world.world_size == 1:
+    if runtime.world.world_size == 1:
         return {}
     states = {"_mixin_state()": mixins, "state_dict()": given["user"]}
     states |= {f"{one['class']}.state_dict()": one["state"] for one in given["callbacks"]}
@@ -202,17 +203,17 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
         for key, value in (state if isinstance(state, Mapping) else {"all": state}).items()
     }
     parts |= {f"the schedule {name}": state for name, state in given["schedulers"].items()}
-    for name, optimizer in trainer.named_optimizers().items():
+    for name, optimizer in runtime.registry.optimizers().items():
         parts[f"learning rates of {name}"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     return {name: hashlib.sha256(typed_json.dumps(value).encode()).hexdigest() for name, value in parts.items()}
 
 
-def check(trainer: AbstractTrainer, *, saves: bool) -> None:
+def check(runtime: Runtime, *, saves: bool) -> None:
     """Finds state that cannot be saved before the first step, and not after hours of training; a collective."""
-    state = _given_state(trainer) | {"mixins": mixin_states(trainer), "rank": trainer.rank_state_dict()}
+    state = _given_state(runtime) | {"mixins": mixin_states(runtime.hooks), "rank": runtime.hooks.rank_state_dict()}
     typed_json.dumps(state)
     if saves:
-        _tensors(trainer)
+        _tensors(runtime)
 
 
 logger = logging.getLogger("dream_trainer")
@@ -230,22 +231,22 @@ def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback
 
 
 def restore_callbacks(
-    trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str], begins: BranchParameters | None
+    runtime: Runtime, saved: list[dict[str, Any]], names: Collection[str], begins: BranchParameters | None
 ) -> None:
     """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
     left = list(saved)
-    for class_name, prefix, callback in numbered(trainer.callbacks):
+    for class_name, prefix, callback in numbered(runtime.config.callbacks):
         match = next((entry for entry in left if entry["class"] == class_name), None)
         if match is not None:
             left.remove(match)
         lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
         if match is None or lacks_tensors:
-            if (callback.state_dict() or lacks_tensors) and trainer.world.is_main:
+            if (callback.state_dict() or lacks_tensors) and runtime.world.is_main:
                 logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
             continue
         callback.load_state_dict(match["state"])
         if begins is not None:
             callback.begin_branch(new_counters=begins.counters == "new", new_data=begins.data == "new")
     lost = [entry["class"] for entry in left if entry["state"]]
-    if lost and trainer.world.is_main:
+    if lost and runtime.world.is_main:
         logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))

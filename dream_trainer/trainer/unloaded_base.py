@@ -5,7 +5,7 @@ Whatever fills a base, its values are looked at afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from dream_trainer.meta.realize import plain_name
 from dream_trainer.meta.tape import Tape
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.registry import Registry
 
 _LOOKED_AT = 8
 
@@ -33,13 +33,13 @@ class UnloadedBases:
         models = models or {}
         self._drawn = {name: _some_of(parameter) for name, parameter in _parameters(models) if name in drawn}
 
-    def warn(self, trainer: AbstractTrainer) -> None:
+    def warn(self, registry: Registry, warn_once: Callable[[str, str], None]) -> None:
         """Warns of each model that is mostly frozen as it was drawn, and trains the rest; once the resume is over."""
         if not self._drawn:
             return
-        groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
+        groups = [group for optimizer in registry.optimizers().values() for group in optimizer.param_groups]
         stepped = {id(parameter) for group in groups for parameter in group["params"]}  # may be thawed later
-        for model_name, model in trainer.named_models().items():
+        for model_name, model in registry.models().items():
             trained = drawn = total = 0
             for name, parameter in _parameters({model_name: model}):
                 total += parameter.numel()
@@ -48,7 +48,7 @@ class UnloadedBases:
                 elif name in self._drawn and torch.equal(_some_of(parameter), self._drawn[name]):
                     drawn += parameter.numel()
             if trained and 2 * drawn > total:
-                trainer.warn_once(
+                warn_once(
                     f"unloaded {model_name}",
                     f"model {model_name!r} trains {trained:,} of its {total:,} parameters, and {drawn:,} are frozen at "
                     "random initial values: no weights were loaded into them. Load them in load_pretrained, by "

@@ -19,76 +19,77 @@ from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.records import NoRecord, Record
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
-from dream_trainer.trainer.cooperation import unlogged
+from dream_trainer.trainer.event_table import notify
+from dream_trainer.trainer.mixin_hooks import unlogged
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 
 if TYPE_CHECKING:
     from dream_trainer.data.validation_data import ValidationBatches
-    from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.coordinator import Coordinator
+    from dream_trainer.trainer.runtime import Runtime
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 _NOTHING = object()
 
 
 def validate(
-    trainer: AbstractTrainer,
+    runtime: Runtime,
     loaders: dict[str, ValidationBatches],
     max_batches: int | None,
     coordinator: Coordinator | None = None,
 ) -> dict[str, float]:
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`."""
     metrics: dict[str, float] = {}
-    with validation_mode(trainer), trainer._validation_context():
-        warn_of_different_buffers(trainer)
-        trainer._notify("pre_val_epoch")
+    with validation_mode(runtime), runtime.hooks._validation_context():
+        warn_of_different_buffers(runtime)
+        notify(runtime, "pre_val_epoch")
         for name, batches in loaders.items():
-            trainer.val_name = name
+            runtime.state.val_name = name
             prefix = f"val/{name}/" if name else "val/"
-            further = trainer._start_loader_metrics()
-            media = None if trainer.is_sanity_validation else trainer._records.validation_media
-            record = Record(prefix=prefix, media=media, needs_weight=trainer.world.mesh_shape.cp > 1)
-            with trainer._records.inside(record), trainer._parallel.whole():
-                _run_loader(trainer, batches, in_step(trainer, batches, max_batches, coordinator), record, further)
-            logged = _without_prefix(record.metrics.reduce(trainer.world))
+            further = runtime.hooks._start_loader_metrics()
+            media = None if runtime.state.is_sanity_validation else runtime.records.validation_media
+            record = Record(prefix=prefix, media=media, needs_weight=runtime.world.mesh_shape.cp > 1)
+            with runtime.records.inside(record), runtime.parallel.whole():
+                _run_loader(runtime, batches, in_step(runtime, batches, max_batches, coordinator), record, further)
+            logged = _without_prefix(record.metrics.reduce(runtime.world))
             of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
             for key in logged.keys() & of_metrics.keys():
-                trainer.warn_once(
+                runtime.warn_once(
                     f"twice {key}",
                     f"{key!r} is logged by validation_step and by the metric of that name, whose value counts. Return "
                     "it under another name, or not at all.",
                 )
             logged |= of_metrics
             metrics |= {prefix + key: value for key, value in logged.items()}
-    return agreed_metrics(trainer.world, metrics)
+    return agreed_metrics(runtime.world, metrics)
 
 
 @contextmanager
-def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
+def validation_mode(runtime: Runtime) -> Iterator[None]:
     """Inside: eval mode, no gradients, and separate random numbers. At the end everything is restored, in any case."""
-    trainer.training = False
-    is_sanity, records = trainer.is_sanity_validation, trainer._records
+    runtime.state.training = False
+    is_sanity, records = runtime.state.is_sanity_validation, runtime.records
     where = "a sanity validation" if is_sanity else "predict or before a validation's loaders"
-    nowhere = NoRecord(where, trainer.warn_once, None if is_sanity else records.validation_media)
+    nowhere = NoRecord(where, runtime.warn_once, None if is_sanity else records.validation_media)
     try:
         with (
             records.inside(nowhere),
             torch.no_grad(),
-            preserved_random_state(trainer.world.device),
-            float32_products(trainer.config.device_parameters, trainer.world.device, trainer.warn_once),
-            in_evaluation(trainer.named_models().values()),
+            preserved_random_state(runtime.world.device),
+            float32_products(runtime.config.device_parameters, runtime.world.device, runtime.warn_once),
+            in_evaluation(runtime.registry.models().values()),
             ExitStack() as contexts,
         ):
-            seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.data_rank), trainer.world.device)
-            trainer._parallel.forget_whole()
-            for callback in trainer.callbacks.in_order():
-                if trainer.world.is_main or not callback.main_process_only:
-                    contexts.enter_context(callback.validation_context(trainer))
+            seed_device(hash_seed(b"validation", runtime.config.seed, runtime.world.data_rank), runtime.world.device)
+            runtime.parallel.forget_whole()
+            for callback in runtime.config.callbacks.in_order():
+                if runtime.world.is_main or not callback.main_process_only:
+                    contexts.enter_context(callback.validation_context(runtime.hooks))
             yield
     finally:
-        trainer._parallel.reshard()
-        trainer._parallel.forget_whole()
-        trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""
+        runtime.parallel.reshard()
+        runtime.parallel.forget_whole()
+        runtime.state.training, runtime.state.is_padding_batch, runtime.state.val_name = True, False, ""
 
 
 def _without_prefix(metrics: dict[str, float]) -> dict[str, float]:
@@ -96,29 +97,29 @@ def _without_prefix(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _run_loader(
-    trainer: AbstractTrainer,
+    runtime: Runtime,
     source: ValidationBatches,
     batches: Iterable[tuple[Any, bool]],
     record: Record,
     further: Sequence[ValidationMetrics],
 ) -> None:
-    count, batch_size = trainer._data.count, source.batch_size
-    before, after = trainer._events["pre_val_batch"], trainer._events["post_val_batch"]
+    count, batch_size = runtime.data.count, source.batch_size
+    before, after = runtime.events["pre_val_batch"], runtime.events["post_val_batch"]
     for batch_idx, (batch, is_padding) in enumerate(batches):
-        moved = trainer.move_batch(batch, trainer.world.device)
+        moved = runtime.hooks.move_batch(batch, runtime.world.device)
         if is_padding:
-            _keep_company(trainer, moved, batch_idx, record, further)
+            _keep_company(runtime, moved, batch_idx, record, further)
             continue
         dealt = source.samples_in(batch_idx) if count.own is None else None
         record.weight = count(batch, batch_size) if dealt is None else dealt
         for listener in before:
             listener(moved, batch_idx)
-        result, weight = _result_and_weight(trainer._window.validation_step(moved, batch_idx), record)
+        result, weight = _result_and_weight(runtime.window.validation_step(moved, batch_idx), record)
         record.metrics.add_result(result, weight)
         if batch_idx == 0 and not after and not record.metrics.has_values():
             message = unlogged("validation_step", result)
             if message is not None:
-                trainer.warn_once("unlogged validation_step", message)
+                runtime.warn_once("unlogged validation_step", message)
         for listener in after:
             listener(result, batch_idx)
 
@@ -141,40 +142,40 @@ def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], A
 
 
 def _keep_company(
-    trainer: AbstractTrainer, batch: Any, batch_idx: int, record: Record, further: Sequence[ValidationMetrics]
+    runtime: Runtime, batch: Any, batch_idx: int, record: Record, further: Sequence[ValidationMetrics]
 ) -> None:
     """Runs the step only for its collectives: what it logs and counts is thrown away."""
-    trainer.is_padding_batch = True
+    runtime.state.is_padding_batch = True
     try:
         aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
-        with trainer._records.inside(aside), ExitStack() as contexts:
+        with runtime.records.inside(aside), ExitStack() as contexts:
             for metrics in further:
                 contexts.enter_context(metrics.padding())
-            trainer._window.validation_step(batch, batch_idx)
+            runtime.window.validation_step(batch, batch_idx)
     finally:
-        trainer.is_padding_batch = False
+        runtime.state.is_padding_batch = False
 
 
 def in_step(
-    trainer: AbstractTrainer,
+    runtime: Runtime,
     batches: ValidationBatches,
     max_batches: int | None,
     coordinator: Coordinator | None = None,
 ) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, then padding; an exchange before each batch, so that no rank waits in a forward for data."""
     source, batch = iter(batches), None
-    needs_company = trainer.world.world_size > 1 and trainer._parallel.forward_communicates
+    needs_company = runtime.world.world_size > 1 and runtime.parallel.forward_communicates
     for count in itertools.count():
         fresh = _NOTHING
         if count != max_batches:
             fetch = partial(next, source, _NOTHING)
             fresh = fetch() if coordinator is None else coordinator.signals.wait_for_data(fetch)
-        if not _some_rank_has_one(trainer, coordinator, fresh is not _NOTHING):
+        if not _some_rank_has_one(runtime, coordinator, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
-                is_prediction = isinstance(trainer._records.current, NoRecord)
+                is_prediction = isinstance(runtime.records.current, NoRecord)
                 purpose = "loader to predict" if is_prediction else "validation loader"
-                loader = f"{purpose} {trainer.val_name!r}" if trainer.val_name else purpose
-                trainer.warn_once(
+                loader = f"{purpose} {runtime.state.val_name!r}" if runtime.state.val_name else purpose
+                runtime.warn_once(
                     f"no batch: {loader}",
                     f"the {loader} gave no batch on any rank, so nothing comes of it. Check its dataset, "
                     "batch_size and drop_last.",
@@ -185,22 +186,22 @@ def in_step(
         elif not needs_company:
             continue
         elif count == 0:
-            batch = _any_batch(trainer, batches)
+            batch = _any_batch(runtime, batches)
         yield batch, fresh is _NOTHING
 
 
-def _some_rank_has_one(trainer: AbstractTrainer, coordinator: Coordinator | None, has_batch: bool) -> bool:
+def _some_rank_has_one(runtime: Runtime, coordinator: Coordinator | None, has_batch: bool) -> bool:
     if coordinator is not None:
         return coordinator.go_on(has_batch=has_batch)
-    flags = trainer._coordinator.count_batches(Flags(short=not has_batch))
-    return flags.short < trainer.world.world_size
+    flags = runtime.coordinator.count_batches(Flags(short=not has_batch))
+    return flags.short < runtime.world.world_size
 
 
-def _any_batch(trainer: AbstractTrainer, batches: ValidationBatches) -> Any:
+def _any_batch(runtime: Runtime, batches: ValidationBatches) -> Any:
     batch = batches.any_batch()
     if batch is None:
         raise DataError(
-            f"rank {trainer.world.rank} has no validation batch while others do, and the sharded forward "
+            f"rank {runtime.world.rank} has no validation batch while others do, and the sharded forward "
             "needs all ranks. "
             "Give every rank at least one batch, or use a DistributedDataLoader."
         )

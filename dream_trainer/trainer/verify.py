@@ -36,7 +36,7 @@ from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 _TF32 = 2.0**-10
 """Between a number and the next, where float32 products of a GPU may be made of fewer digits."""
@@ -73,12 +73,12 @@ def is_verifiable(devices: DeviceParameters) -> bool:
 class Verification:
     """Compares each model once, before its first forward in a training step."""
 
-    def __init__(self, trainer: AbstractTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._wholes: dict[str, nn.Module] = {}
         self._waiting: dict[str, RemovableHandle] = {}
         self._attributes: dict[str, dict[str, dict[str, Any]]] = {}
-        for name, model in trainer.named_models().items():
+        for name, model in runtime.registry.models().items():
             try:
                 self._wholes[name] = copied_without_values(model)
             except (RuntimeError, TypeError) as error:
@@ -86,19 +86,19 @@ class Verification:
 
     def begin(self) -> None:
         """Waits for the first forward of each model; they are parallelised by now."""
-        for name, model in self._trainer.named_models().items():
+        for name, model in self._runtime.registry.models().items():
             if name in self._wholes:
                 self._attributes[name] = {place: dict(vars(module)) for place, module in model.named_modules()}
                 hook = partial(self._before_forward, name)
                 self._waiting[name] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _before_forward(self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trainer = self._trainer
-        is_in_step = trainer.training and trainer.accumulation_window.is_open
-        if not is_in_step or (trainer._takeover is not None and not trainer._takeover.is_on()):
+        runtime = self._runtime
+        is_in_step = runtime.state.training and runtime.session.is_ready and runtime.accumulation.is_open
+        if not is_in_step or (runtime.takeover is not None and not runtime.takeover.is_on()):
             return
         self._waiting.pop(name).remove()
-        began, device = time.perf_counter(), trainer.world.device
+        began, device = time.perf_counter(), runtime.world.device
         with self._plainly(model), preserved_random_state(device), as_before(model):
             misses = self._compare(name, model, args, kwargs)
         for module in fsdp_modules(model):
@@ -112,15 +112,15 @@ class Verification:
         """Differences of block outputs in the order in which blocks run, of the model's output, and of gradients."""
         whole = self._wholes.pop(name)
         names = {module: place for place, module in model.named_modules()}
-        blocks = [names[block] for block in self._trainer.model_blocks(model) if block is not model]
+        blocks = [names[block] for block in self._runtime.hooks.model_blocks(model) if block is not model]
         own, others = dict(model.named_modules()), dict(whole.named_modules())
         told = {f"self.{name}.{block}": block for block in blocks} | {f"the output of self.{name}": ""}
         parts = _Outputs({place: own[block] for place, block in told.items()})
-        of_parameters = _Gradients(model, self._trainer.world.device)
+        of_parameters = _Gradients(model, self._runtime.world.device)
         self._give_what_was_set_since(name, model, whole)
-        run = _WholeRun(model, whole, blocks, of_parameters, self._trainer.world.device)
+        run = _WholeRun(model, whole, blocks, of_parameters, self._runtime.world.device)
         own_args, own_kwargs = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
-        device = self._trainer.world.device
+        device = self._runtime.world.device
         seed_device(0, device)
         seeds, of_device = WatchedSeeds(0), _state_of(device)
         with parts.noted(), of_parameters.of_running_modules():
@@ -155,7 +155,7 @@ class Verification:
     @contextmanager
     def _plainly(self, model: nn.Module) -> Iterator[None]:
         """Inside, nothing is compiled, and all modules but batch norms are in evaluation mode."""
-        takeover = self._trainer._takeover
+        takeover = self._runtime.takeover
         uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
         # Without its module, which takes seconds to load, nothing is compiled.
         is_loaded = "torch._dynamo" in sys.modules
@@ -164,7 +164,7 @@ class Verification:
             yield
 
     def _aside(self) -> Any:
-        return nullcontext() if self._trainer._takeover is None else self._trainer._takeover.aside()
+        return nullcontext() if self._runtime.takeover is None else self._runtime.takeover.aside()
 
     def _with_cotangents(self, given: Any, expected: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Outputs that have gradients, with fixed random cotangents: this rank's two, and the whole ones."""
@@ -190,11 +190,11 @@ class Verification:
             return
         gradients = run.gradients
         own_outputs, own_cotangents, whole_outputs, whole_cotangents = zip(*outputs, strict=True)
-        with without_autocast(self._trainer.config.device_parameters, run.device) or nullcontext():
+        with without_autocast(self._runtime.config.device_parameters, run.device) or nullcontext():
             try:
                 gradients.from_outputs(own_outputs, own_cotangents)
             except RuntimeError as error:  # torch.utils.checkpoint that is reentrant, or whose second run is another
-                devices = self._trainer.config.device_parameters
+                devices = self._runtime.config.device_parameters
                 if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
                     raise StepError(
                         f"under context_parallel={devices.context_parallel} the gradients of self.{name} may be of "
@@ -208,7 +208,7 @@ class Verification:
             except RuntimeError as error:  # as where whole sequences do not fit
                 self._cannot(name, f"its gradients cannot be computed in one piece ({type(error).__name__}: {error})")
                 return
-        world, shape = self._trainer.world, self._trainer.world.mesh_shape
+        world, shape = self._runtime.world, self._runtime.world.mesh_shape
         assert world.mesh is not None  # ranks share something
         own, whole = gradients.sketches()
         is_expert = torch.tensor([is_shared_by_experts(p) for p in gradients.parameters.values()], device=own.device)
@@ -246,7 +246,7 @@ class Verification:
                     vars(module)[key] = copy.copy(value)
 
     def _why_it_failed(self, error: Exception) -> str:
-        takeover = self._trainer._takeover
+        takeover = self._runtime.takeover
         lengths = (
             ""
             if takeover is None
@@ -255,7 +255,7 @@ class Verification:
         return f"it fails in one piece{lengths} ({type(error).__name__}: {error})"
 
     def _cannot(self, name: str, why: str) -> None:
-        self._trainer.warn_once(
+        self._runtime.warn_once(
             f"verification of self.{name}",
             f"whether ranks compute self.{name} as one process does was not verified: {why}. Compare the first loss "
             "and gradient norm with those of one process, and leave this out with verify=False.",
@@ -263,7 +263,7 @@ class Verification:
 
     def _of_whole_sequence(self, tensor: Tensor) -> Tensor:
         """The whole tensor of a part; if the tensor was computed from what `cut_batch` gave, by its shape."""
-        takeover = self._trainer._takeover
+        takeover = self._runtime.takeover
         if takeover is None:
             return tensor
         attention = takeover.attention
@@ -303,7 +303,7 @@ class Verification:
         shares = (missed / sizes.clamp(min=usual)).nan_to_num(nan=torch.inf).flatten()
         worst = int(shares.argmax())
         # In half precision, where experts are chosen by a near tie now and then, not by the worst of all.
-        is_exact = half_dtype(self._trainer.config.device_parameters) is None
+        is_exact = half_dtype(self._runtime.config.device_parameters) is None
         share = shares[worst] if is_exact else shares.square().mean().sqrt()
         return Miss(float(share), rounding, part.flatten()[worst].item(), expected.flatten()[worst].item())
 
@@ -312,7 +312,7 @@ class Verification:
         if whole.ndim != len(shape):
             return None
         longer = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
-        world, takeover = self._trainer.world, self._trainer._takeover
+        world, takeover = self._runtime.world, self._runtime.takeover
         if not longer and takeover is None:
             return whole
         if len(longer) != 1 or world.mesh is None:
@@ -340,7 +340,7 @@ class Verification:
         return whole.narrow(dim, world.mesh["tp"].get_local_rank() * own, own)
 
     def _rounding(self, part: Tensor) -> float:
-        half = half_dtype(self._trainer.config.device_parameters)
+        half = half_dtype(self._runtime.config.device_parameters)
         eps = max(torch.finfo(part.dtype).eps, 0.0 if half is None else torch.finfo(half).eps)
         if part.dtype == torch.float32 and part.device.type != "cpu":
             eps = max(eps, _TF32)
@@ -359,10 +359,10 @@ class Verification:
             return
         if wrong:
             self._refuse(name, wrong, worst)
-        if self._trainer.world.is_main:
+        if self._runtime.world.is_main:
             largest = max(miss.error for miss in worst.values())
             show(
-                f"{name} computes on {self._trainer.world.world_size} ranks what one process does, within "
+                f"{name} computes on {self._runtime.world.world_size} ranks what one process does, within "
                 f"{largest:.1e} of its size; verified in {seconds:.1f} s",
                 sys.stderr,
             )
@@ -370,7 +370,7 @@ class Verification:
     def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:
         import torch.distributed as dist
 
-        world = self._trainer.world
+        world = self._runtime.world
         assert world.mesh is not None  # ranks share something
         worst = torch.tensor(misses, dtype=torch.float64, device=world.device)
         groups = [world.mesh[dim].get_group() for dim in ("cp", "tp") if world.mesh[dim].size() > 1]
@@ -385,7 +385,7 @@ class Verification:
         outputs = [place for place in wrong if not place.startswith("the gradient")]
         # A wrong gradient goes on to what is before it, so the last is where it came up, or next to it.
         place = outputs[0] if outputs else wrong[-1]
-        miss, devices = misses[place], self._trainer.config.device_parameters
+        miss, devices = misses[place], self._runtime.config.device_parameters
         sizes = {
             "context_parallel": devices.context_parallel,
             "expert_parallel": devices.expert_parallel,

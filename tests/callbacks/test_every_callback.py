@@ -110,7 +110,7 @@ def trained(callbacks: Sequence[dt.Callback], directory: Path, **options: Any) -
             configured = to_dict(trainer.config)
             trainer.fit()
             assert to_dict(trainer.config) == configured  # what a callback counts is not a part of it
-            assert "state of ranks" not in trainer._said_once  # equal on all ranks
+            assert "state of ranks" not in trainer._runtime.said_once  # equal on all ranks
             return weights(trainer.model)
     finally:
         os.chdir(before)
@@ -358,8 +358,8 @@ def test_only_what_it_overrides_is_dispatched_and_described(
     callback = FACTORIES[name]()
     own = {key for cls in type(callback).__mro__[: type(callback).__mro__.index(dt.Callback)] for key in vars(cls)}
     trainer = make([callback])  # whose constructor builds the table, and starts nothing
-    recorded = {event: trainer._recorder.listeners(event, is_main=True) for event in EVENTS}
-    heard = {event for event in EVENTS if len(trainer._events[event]) > len(recorded[event])}
+    recorded = {event: trainer._runtime.recorder.listeners(event, is_main=True) for event in EVENTS}
+    heard = {event for event in EVENTS if len(trainer._runtime.events[event]) > len(recorded[event])}
     assert heard == own & set(EVENTS)
     assert f"| {name} |" in trainer.describe()
     assert not list(tmp_path.iterdir())

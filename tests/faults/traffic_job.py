@@ -82,7 +82,7 @@ def run(environment: dict[str, str], namespace: Path, directory: Path, name: str
     with (LocalWide if rounds else Wide)(config) as trainer:
         trainer.fit()
         trainer.world.barrier()
-        after, said = bytes_sent(), step_traffic(trainer)
+        after, said = bytes_sent(), step_traffic(trainer._runtime)
         counted = {key: (after[key] - trainer.before[key]) / (STEPS - FIRST) for key in after}
         text = trainer.describe()
     if os.environ["LOCAL_RANK"] == "0":

@@ -55,7 +55,7 @@ def train(directory: str, case: str) -> dict[str, Any]:
             "seconds": [row["seconds"] for row in history],
             "predictions": trainer.predict(val),
             "is": (trainer.is_main, trainer.is_distributed),
-            "differs": "state of ranks" in trainer.dream._said_once,
+            "differs": "state of ranks" in trainer.dream._runtime.said_once,
         }
         trainer.close()
     return found | {"files": sorted(os.listdir(directory))}

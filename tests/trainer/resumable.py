@@ -113,7 +113,7 @@ class History(dt.Callback):
 
 def after_each_look_at_saves(trainer: dt.DreamTrainer, action: Callable[[], None]) -> None:
     """Calls `action` between two windows, where no event is: what it asks for is heard before the next window."""
-    saver, look = trainer._saver, trainer._saver.save_if_due
+    saver, look = trainer._runtime.saver, trainer._runtime.saver.save_if_due
 
     def look_and_act(**when: Any) -> None:
         look(**when)

@@ -30,7 +30,7 @@ def overlapping() -> Config:
 
 def refused() -> str:
     with Trained(overlapping()) as trainer:
-        launch(trainer)
+        launch(trainer._runtime)
         trainer.configure()
         with pytest.raises(ConfigError) as raised:
             trainer.apply_compile()

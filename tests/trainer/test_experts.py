@@ -162,7 +162,7 @@ def test_workers_that_meet_seldom_do_not_balance() -> None:
     trainer = Seldom(SeldomConfig(**values))
     trainer.configure_models()
     with pytest.raises(ConfigError, match=r"model\.blocks\.0\.moe balances its experts by the loads of all ranks"):
-        _refuse_what_crosses_workers(trainer)
+        _refuse_what_crosses_workers(trainer._runtime)
 
 
 # -- in a pipeline

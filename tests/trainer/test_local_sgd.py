@@ -239,12 +239,12 @@ def train_all(directory: str, names: list[str]) -> dict[str, Any]:
         with make_trainer(make_config(name, options.pop("rounds"), **options)) as trainer:
             trainer.fit()
             own = state_of(trainer)
-            with trainer._rounds.as_one_model():
+            with trainer._runtime.rounds.as_one_model():
                 average = state_of(trainer)
             back = state_of(trainer)
             assert all(torch.equal(back[name], own[name]) for name in own)
             found[name] = {"own": own, "average": average, "norms": trainer.norms, "worker": trainer.world.worker}
-            found[name]["mesh"] = "\n".join(mesh_lines(trainer))
+            found[name]["mesh"] = "\n".join(mesh_lines(trainer._runtime))
     return found
 
 
@@ -365,7 +365,7 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
     state = state_of(trainer)
     for index, values in enumerate(trainer.optimizer.state_dict()["state"].values()):
         state |= {f"{index}.{key}": full(value).clone() for key, value in values.items()}
-    with trainer._rounds.as_one_model():
+    with trainer._runtime.rounds.as_one_model():
         return state | {f"average.{name}": value for name, value in state_of(trainer).items()}
 
 
@@ -388,7 +388,7 @@ def speak_of_the_average() -> dict[str, Any]:
     config = make_config("one", DILOCO, steps=6, save_every_n_steps=6, val_every=6)
     with make_trainer(config) as trainer:
         trainer.fit()
-        with trainer._rounds.as_one_model():
+        with trainer._runtime.rounds.as_one_model():
             average = state_of(trainer)
         files = trainer.export("exported")
         return {"validated": trainer.validated, "average": average, "files": [str(file) for file in files]}
@@ -426,11 +426,11 @@ def begin_from() -> dict[str, Any]:
     """From a checkpoint in the middle of a round of two workers: with other words, and with four ranks in two."""
     with make_trainer(make_config("two", DILOCO, steps=6, save_every_n_steps=6)) as trainer:
         trainer.fit()
-        with trainer._rounds.as_one_model():
+        with trainer._runtime.rounds.as_one_model():
             average = state_of(trainer)
     found: dict[str, Any] = {"average": average}
     other = make_trainer(make_config("other", replace(DILOCO, workers=1)))
-    other._session.start()
+    other.launch_and_resume()
     with other, pytest.raises(CheckpointError, match=r"written by workers=2.*run has 1"):
         other.load_checkpoint(Path("runs/tests/local/two/checkpoints/step_00000006"))
     path = str(Path("runs/tests/local/two/checkpoints/step_00000006").resolve())

@@ -66,7 +66,7 @@ class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
         factor = self.factors[self.global_step] if self.world.rank == self.world.world_size - 1 else 1.0
         loss = mse_loss(self.model(x), y) * factor
         self.backward(loss, weight=self.weighted or None)
-        self.scales.append(float(self._accumulation.loss_scale.scale))
+        self.scales.append(float(self._runtime.accumulation.loss_scale.scale))
         self.norms.append(float(self.step(self.model, self.optimizer)))
         return {}
 

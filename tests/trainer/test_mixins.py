@@ -18,10 +18,10 @@ from tests.api import (
     AbstractTrainer,
     BaseTrainer,
     ConfigError,
-    Cooperation,
     HookError,
     Hooks,
     LearningRate,
+    MixinHooks,
     Progress,
 )
 
@@ -134,7 +134,7 @@ def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -
 
 
 def test_base_trainer_defines_no_hook_of_the_abstract_trainer() -> None:
-    hooks = {name for part in (AbstractTrainer, Hooks, Cooperation) for name in vars(part) if name[:2] != "__"}
+    hooks = {name for part in (AbstractTrainer, Hooks, MixinHooks) for name in vars(part) if name[:2] != "__"}
     mixed = {"__init__", "__doc__", "_required_hooks", "_config_class"}
     assert hooks & set(vars(BaseTrainer)) - mixed == set()
 
@@ -279,7 +279,7 @@ def test_a_method_named_like_a_hook_that_nothing_calls_is_said_once_with_the_nea
     config = make_config(())
     config.callbacks = dt.CallbackCollection([Lightning(), Lightning(), EMA(), LearningRate(), Progress()])
     with Misspelt(config) as trainer:
-        trainer._session.start()
+        trainer.launch_and_resume()
     said = [line for line in caplog.messages if "nothing calls" in line]
     assert {line.split()[2].rstrip(","): line.split(" is ")[-1].split(".")[0] for line in said} == {
         "Misspelt.validate_step": "validation_step",

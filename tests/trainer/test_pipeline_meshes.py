@@ -254,7 +254,8 @@ def count(cases: list[Case]) -> list[dict[str, Any]]:
         with Counting(config_of(case)) as trainer:
             trainer.sent = Sent(case.dp * case.cp)
             trainer.fit()
-            found.append({"sent": trainer.sent.n_bytes, "traffic": step_traffic(trainer), "said": trainer.describe()})
+            traffic = step_traffic(trainer._runtime)
+            found.append({"sent": trainer.sent.n_bytes, "traffic": traffic, "said": trainer.describe()})
     return found
 
 

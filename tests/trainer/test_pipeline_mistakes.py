@@ -304,7 +304,7 @@ def last_batch_refused(loader: Any, dp_size: int = 1, total_steps: int | None = 
     stream = train_stream(loader, accumulation=1, dp_rank=0, dp_size=dp_size, seed=0)
     trainer: Any = SimpleNamespace(_data=SimpleNamespace(stream=stream), total_steps=total_steps, accumulation_steps=1)
     try:
-        refuse_short_batches(trainer, 4)
+        refuse_short_batches(trainer._runtime, 4)
     except DataError as error:
         return str(error)
     return ""

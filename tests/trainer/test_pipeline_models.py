@@ -164,7 +164,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
         with Several(config_of(case)) as trainer:
             trainer.fit()
             results.append({"norms": trainer.norms, "start": trainer.initial, "weights": weights_of(trainer)})
-            results[-1] |= {"logged": trainer.logged, "described": mesh_lines(trainer)}
+            results[-1] |= {"logged": trainer.logged, "described": mesh_lines(trainer._runtime)}
     return results
 
 

@@ -117,7 +117,7 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
                     "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(13), 4, drop_last=False))),
                     "sent": vars(trainer).get("sent"),
                     "mesh": trainer.describe(),
-                    "traffic": step_traffic(trainer),
+                    "traffic": step_traffic(trainer._runtime),
                 }
             )
     return results

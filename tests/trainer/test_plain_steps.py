@@ -272,7 +272,7 @@ def of_shards_alone() -> tuple[str, bool]:
     config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
     trainer = ByBlocks(config, "method only")
     try:
-        trainer._session.start()
+        trainer.launch_and_resume()
         trainer._train()
     except StepError as error:
         return str(error), all(map(torch.equal, weights(trainer.model).values(), weights(ByBlocks.network()).values()))
@@ -318,7 +318,7 @@ def of_unlike_weights() -> list[str]:
         trainer = Unlike(config, "forward")
         trainer.kind = kind
         try:
-            trainer._session.start()
+            trainer.launch_and_resume()
         except ConfigError as error:
             found.append(str(error))
         trainer.close()

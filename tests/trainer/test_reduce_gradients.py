@@ -174,7 +174,7 @@ class AddsLate(Sharded):
 def refused(cls: type[Sharded], layout: str) -> tuple[str, int]:
     trainer = cls(make_config(n_epochs=1, **LAYOUTS[layout]), DistributedDataLoader(Samples(LENGTH), SIZE))
     try:
-        trainer._session.start()
+        trainer.launch_and_resume()
         trainer._train()
     except StepError as error:
         return str(error), trainer.global_step

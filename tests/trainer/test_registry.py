@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from dream_trainer.trainer import mixins
-from tests.api import ConfigError, Cooperation, HookError
+from tests.api import ConfigError, HookError, MixinHooks
 from tests.trainer.small import Alone, Spread, batches, fit, make_config
 from tests.trainer.test_names import Everything, everything_config
 
@@ -183,5 +183,5 @@ def test_a_trainer_has_at_most_thirty_attributes_before_fit() -> None:
 
 
 def test_mixins_cooperate_through_few_hooks() -> None:
-    hooks = [name for name, value in vars(Cooperation).items() if isinstance(value, FunctionType) and name[0] == "_"]
+    hooks = [name for name, value in vars(MixinHooks).items() if isinstance(value, FunctionType) and name[0] == "_"]
     assert len(hooks) <= 20, hooks

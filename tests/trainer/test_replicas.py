@@ -200,7 +200,7 @@ class Sees(Painter):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         loss = mse_loss(self.model(batch[0]), batch[1])
         self.backward(loss)
-        early = [len(averaging._sent) for averaging in self._accumulation._overlapping]
+        early = [len(averaging._sent) for averaging in self._runtime.accumulation._overlapping]
         self.sent = [*self.sent, early]
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer)))
@@ -394,7 +394,7 @@ def meet_what_was_sent(name: str, devices: dt.DeviceParameters) -> str:
     cls = {"Twice": Twice, "Meddles": Meddles}[name]
     trainer = cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8)))
     try:
-        trainer._session.start()
+        trainer.launch_and_resume()
         trainer._train()
     except StepError as error:
         return str(error)

@@ -245,7 +245,7 @@ def test_a_lost_connection_is_never_told_in_place_of_the_cause() -> None:
         lost = RuntimeError("[gloo] Connection reset by peer")
 
         def fails(self, *errors: Exception) -> RunRecord:
-            recorder = self._recorder
+            recorder = self._runtime.recorder
             (failed,) = recorder.listeners("on_exception", is_main=False)
             self.world.world_size = 2
             for error in errors:

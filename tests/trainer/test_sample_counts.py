@@ -121,7 +121,11 @@ def told(trainer: Any) -> dict[str, Any]:
     with trainer:
         trainer.fit()
         found = {name: value for line in trainer.history for name, value in line.items() if "lo" in name}
-        return {**found, "seen": trainer.samples_seen, "warned": sorted(trainer._said_once & {"samples of a batch"})}
+        return {
+            **found,
+            "seen": trainer.samples_seen,
+            "warned": sorted(trainer._runtime.said_once & {"samples of a batch"}),
+        }
 
 
 def loaders(collate: Any) -> tuple[Any, Any]:

@@ -268,7 +268,7 @@ def read_on_one_rank() -> str:
         return fit_loss(model, x, y)
 
     trainer.loss_of = loss_of
-    trainer._session.start()
+    trainer.launch_and_resume()
     with pytest.raises(RuntimeError) as error:
         trainer._train()
     return str(error.value)
@@ -283,12 +283,12 @@ def test_weights_that_one_rank_alone_reads_are_named_before_a_collective_gives_u
 def refused() -> tuple[str, bool, str]:
     trainer = Touches(config_of("blocks"), "forward")
     trainer.loss_of = plain.functional
-    trainer._session.start()
+    trainer.launch_and_resume()
     with pytest.raises(StepError) as error:
         trainer._train()
     unmoved = all(map(torch.equal, weights(trainer.model).values(), weights(Net()).values()))
     trainer.world.forbidden = "a callback on rank 0"
-    with pytest.raises(RuntimeError) as forbidden, trainer._parallel.whole():
+    with pytest.raises(RuntimeError) as forbidden, trainer._runtime.parallel.whole():
         trainer.model.divergence()
     trainer.world.forbidden = None
     return str(error.value), unmoved, str(forbidden.value)
@@ -435,7 +435,7 @@ def in_half_precision() -> dict[str, Tensor]:
     config = config_of("blocks")
     config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
     trainer = Shrinks(config, "forward")
-    trainer._session.start()
+    trainer.launch_and_resume()
     trainer._train()
     return weights(trainer.model)
 
@@ -465,7 +465,7 @@ class OfChanges(Touches):
 
 def changed_in_place() -> str:
     trainer = OfChanges(config_of("blocks"), "forward")
-    trainer._session.start()
+    trainer.launch_and_resume()
     with pytest.raises(RuntimeError) as error:
         trainer._train()
     return str(error.value)

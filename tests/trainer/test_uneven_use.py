@@ -176,7 +176,7 @@ def test_a_parameter_that_some_ranks_use_is_trained_as_in_one_process(
 def refused() -> tuple[str, dict[str, Tensor]]:
     trainer = ShardedUneven(make_config(n_epochs=1, fsdp=BY_BLOCKS), Case("blocks", "fsdp"))
     try:
-        trainer._session.start()
+        trainer.launch_and_resume()
         trainer._train()
     except StepError as error:
         return str(error), weights(trainer.model)
@@ -240,7 +240,7 @@ def run_tasks(how: str, saves: bool) -> tuple[str, int]:
     trainer = Tasks(config)
     trainer.how = how
     try:
-        trainer._session.start()
+        trainer.launch_and_resume()
         trainer._train()
     except StepError as error:
         return str(error), len(trainer.checkpoints())

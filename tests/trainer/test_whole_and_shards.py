@@ -153,7 +153,7 @@ def test_shards_and_whole_parameters_are_never_apart(tmp_path: Path) -> None:
 def refused() -> str:
     trainer = Trained(make_config(n_epochs=1), DistributedDataLoader(Samples(LENGTH), 2))
     trainer.kind = "an optimizer's objects"
-    trainer._session.start()
+    trainer.launch_and_resume()
     with pytest.raises(StepError) as error:
         trainer._train()
     return str(error.value)

@@ -197,7 +197,7 @@ class Stranger(Sharded):
 def refused(kind: type[Sharded]) -> str:
     trainer = kind(make_config(max_steps=1), loader())
     try:
-        trainer._session.start()
+        trainer.launch_and_resume()
     except HookError as error:
         return str(error)
     finally:

@@ -154,14 +154,18 @@ class Saves(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
         return PerRankLoader([torch.zeros(1)] * 64), None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, object]:
-        while self._saver.is_writing:
+        while self._runtime.saver.is_writing:
             time.sleep(0.01)
         self.backward(self.model(batch))
         self.step(self.model, self.optimizer)
         return {}
 
     def post_setup(self) -> None:
-        saver, save_if_due, before_update = self._saver, self._saver.save_if_due, self._saver.before_update
+        saver, save_if_due, before_update = (
+            self._runtime.saver,
+            self._runtime.saver.save_if_due,
+            self._runtime.saver.before_update,
+        )
 
         def timed_save(**when: Any) -> None:
             started = time.perf_counter()

@@ -33,7 +33,7 @@ class ActivationCheckpointingMixin(AbstractTrainer):
         super().apply_activation_checkpointing()
         parameters: ActivationCheckpointingParameters = self.config.activation_checkpointing_parameters
         mode = self.config.device_parameters.activation_checkpointing
-        trained = set(self._trainable_models())
+        trained = set(self._runtime.registry.trainable_models())
         blocks_of = {name: self.model_blocks(model) for name, model in self.named_models().items() if model in trained}
         self._look_at_models_without_blocks([name for name, blocks in blocks_of.items() if not blocks], len(blocks_of))
         for name, blocks in blocks_of.items():

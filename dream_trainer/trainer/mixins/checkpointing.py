@@ -51,6 +51,8 @@ from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
+from dream_trainer.trainer.runtime import Runtime
+from dream_trainer.trainer.session import start
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import adapters_of, origin_of
@@ -102,9 +104,9 @@ class CheckpointMixin(AbstractTrainer):
             NonFiniteError: A gradient norm was not finite and the policy says to raise.
             StepError: The trainer is not set up yet, or an accumulation window is open.
         """
-        self._refuse_inside_window("save_checkpoint")
-        with self._parallel.as_shards():
-            self._saver.save()
+        self._runtime.refuse_inside_window("save_checkpoint")
+        with self._runtime.parallel.as_shards():
+            self._runtime.saver.save()
         return self._checkpoints_root() / step_name(self.global_step)
 
     def load_checkpoint(self, path: str | Path) -> None:
@@ -118,10 +120,10 @@ class CheckpointMixin(AbstractTrainer):
             CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
         """
         source = as_path(path)
-        self._session.start()
-        self._refuse_inside_window("load_checkpoint")
-        self._saver.finish()
-        with self._parallel.as_shards():
+        start(self._runtime)
+        self._runtime.refuse_inside_window("load_checkpoint")
+        self._runtime.saver.finish()
+        with self._runtime.parallel.as_shards():
             self._load(verify_checkpoint(source, world=self.world))
 
     def export(
@@ -159,15 +161,17 @@ class CheckpointMixin(AbstractTrainer):
         from dream_trainer.weights.export import export_model, model_to_export
 
         target = local_path(path)
-        self._session.start()
-        self._refuse_inside_window("export")
+        start(self._runtime)
+        self._runtime.refuse_inside_window("export")
         models = self.named_models()
         name = model_to_export(models, model)
         of_weights = (
-            self._rounds.as_one_model() if weights == "model" else averages_to_export(self.callbacks, weights, name)
+            self._runtime.rounds.as_one_model()
+            if weights == "model"
+            else averages_to_export(self.callbacks, weights, name)
         )
-        with self._parallel.as_shards(), of_weights:
-            self._parallel.reshard()
+        with self._runtime.parallel.as_shards(), of_weights:
+            self._runtime.parallel.reshard()
             return export_model(
                 models[name],
                 target,
@@ -183,32 +187,32 @@ class CheckpointMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
+        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
         if parameters.best_metric is not None:
-            refuse_other_places(parameters.best_metric, self._data.validation, named_by="best_metric")
+            refuse_other_places(parameters.best_metric, self._runtime.data.validation, named_by="best_metric")
         retention, elsewhere = Retention.of(parameters), self._elsewhere()
         copies = HostCopies(self.world.device) if parameters.async_save else None
         beside = self.world.beside()
         writer = SnapshotWriter(
             self.checkpoint_dir, retention, beside, copies, self._local_checkpoints(parameters, beside)
         )
-        self._form = ModelForm()
+        self.__form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
-        saver = self._saver = Saver(
+        saver = self._runtime.saver = Saver(
             parameters,
             self.world,
             writer,
-            settle=partial(_settled, self),
-            snapshot=partial(saved_state.snapshot, self, self._form, frozen),
-            warm=partial(saved_state.warm, self, frozen),
+            settle=partial(_settled, self._runtime),
+            snapshot=partial(saved_state.snapshot, self._runtime, self.__form, frozen),
+            warm=partial(saved_state.warm, self._runtime, frozen),
             on_save=partial(self._notify, "on_save"),
             on_lost=self._save_was_lost,
-            patience=self._session.patience,
+            patience=self._runtime.session.patience,
             say_once=self.warn_once,
             clock=time.monotonic,
             only_when_called=self.config.training_parameters.fast_dev_run,
         )
-        self._optimizer_step.before_update = saver.before_update
+        self._runtime.optimizer_step.before_update = saver.before_update
         if self.config.training_parameters.fast_dev_run:
             return
         saver.claim(self.run_dir)
@@ -235,20 +239,20 @@ class CheckpointMixin(AbstractTrainer):
 
     def _resume(self) -> None:
         super()._resume()
-        self._form.note(self.named_models())
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
+        self.__form.note(self.named_models())
+        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
         if self.config.training_parameters.fast_dev_run:
             return
-        saved_state.check(self, saves=parameters.saves)
-        local = self._saver.local
+        saved_state.check(self._runtime, saves=parameters.saves)
+        local = self._runtime.saver.local
         if local is not None and self._resumes_locally(local, parameters):
             return
-        self._saver.wait_until_sent()
+        self._runtime.saver.wait_until_sent()
         if not resume(self._checkpoints_root(), parameters, self.world, self._load):
             load_initial_weights(self.named_models(), parameters, self.world)
             # Else nothing was expected there, or the weights come from elsewhere.
-            has_weights = parameters.init_from is not None or any_is_loaded(self)
-            self._saver.lacks_checkpoint = parameters.resume is not None and not has_weights
+            has_weights = parameters.init_from is not None or any_is_loaded(self._runtime)
+            self._runtime.saver.lacks_checkpoint = parameters.resume is not None and not has_weights
 
     def _resumes_locally(self, local: LocalCheckpoints, parameters: CheckpointParameters) -> bool:
         """Whether every host had what its ranks need of the newest state; then it is loaded."""
@@ -267,7 +271,7 @@ class CheckpointMixin(AbstractTrainer):
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        if self._saver.lacks_checkpoint and not self._session.is_training and self.local_batches == 0:
+        if self._runtime.saver.lacks_checkpoint and not self._runtime.session.is_training and self.local_batches == 0:
             self.warn_once(
                 "no checkpoint",
                 f"{self._checkpoints_root()} has no checkpoint, and nothing else was loaded: these weights are as "
@@ -280,23 +284,23 @@ class CheckpointMixin(AbstractTrainer):
     def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT, *, newest: Manifest | None = None) -> None:
         """`newest` is the run's newest checkpoint, where `manifest` is of what its hosts keep for themselves."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
-        restore(self, manifest, self._form, None if is_own else branch)
-        self._recorder.parent = manifest.parent
+        restore(self._runtime, manifest, self.__form, None if is_own else branch)
+        self._runtime.recorder.parent = manifest.parent
         if not is_own:
             path = str(absolute(manifest.path))
             run, words = run_name(manifest), dict(vars(branch))
-            self._recorder.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
+            self._runtime.recorder.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
         metrics = manifest.metrics if branch.counters == "keep" else {}
-        self._saver.goes_on_from(
+        self._runtime.saver.goes_on_from(
             self.global_step,
             metrics,
             is_own=is_own,
             has_pending_work=self.progress.owed is not None,
             is_local=newest is not None and newest.step != manifest.step,
         )
-        if self._saver.local is not None:
-            self._saver.local.loaded(manifest, is_own=is_own)
-        self._recorder.resumed_from = str(absolute(manifest.path))
+        if self._runtime.saver.local is not None:
+            self._runtime.saver.local.loaded(manifest, is_own=is_own)
+        self._runtime.recorder.resumed_from = str(absolute(manifest.path))
         self._say_what_changed(manifest, None if is_own else branch)
         self._notify("on_load", manifest.path)
 
@@ -305,7 +309,7 @@ class CheckpointMixin(AbstractTrainer):
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
-        changed = changed_fields(manifest, self)
+        changed = changed_fields(manifest, self.config)
         if changed:
             but = ", but for those of optimizers: learning rates and the like are the checkpoint's"
             logger.warning(
@@ -318,51 +322,51 @@ class CheckpointMixin(AbstractTrainer):
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
-        self._saver.expect_best_metric(metrics)
-        self._saver.validated(self.global_step, metrics)
+        self._runtime.saver.expect_best_metric(metrics)
+        self._runtime.saver.validated(self.global_step, metrics)
 
     def _tell_end(self, event: str, *args: Any) -> None:
         if self.is_sanity_validation:
             (metrics,) = args
-            self._saver.expect_best_metric(metrics)
+            self._runtime.saver.expect_best_metric(metrics)
         super()._tell_end(event, *args)
 
     def _close(self) -> None:
         # The directory is released last, since loggers write their last lines.
-        with followed_by(self._saver.release), followed_by(super()._close):
-            self._saver.close()
-            ended, local = self._coordinator, self._saver.local
-            if local is not None and ended.trains and ended.ended_by is None and not self._session.has_failed:
+        with followed_by(self._runtime.saver.release), followed_by(super()._close):
+            self._runtime.saver.close()
+            ended, local = self._runtime.coordinator, self._runtime.saver.local
+            if local is not None and ended.trains and ended.ended_by is None and not self._runtime.session.has_failed:
                 local.clear()
 
     # -- state
 
     def _best_modes(self) -> dict[str, Mode]:
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
+        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
         return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
 
     def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"checkpoint": self._saver.state()}
+        return super()._mixin_state() | {"checkpoint": self._runtime.saver.state()}
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         super()._load_mixin_state(state)
-        self._saver.load_state(state.get("checkpoint", {}))
+        self._runtime.saver.load_state(state.get("checkpoint", {}))
 
 
-def _settled(trainer: AbstractTrainer) -> Moment:
+def _settled(runtime: Runtime) -> Moment:
     """Waits until it is known that the steps so far were good ones, on all ranks; a collective."""
-    trainer.settle()
-    trainer._coordinator.check_order()
-    return Moment(trainer.global_step, has_pending_work=trainer.progress.owed is not None)
+    runtime.hooks.settle()
+    runtime.coordinator.check_order()
+    return Moment(runtime.progress.global_step, has_pending_work=runtime.progress.owed is not None)
 
 
-def with_known_mode(parameters: CheckpointParameters, trainer: AbstractTrainer) -> CheckpointParameters:
-    """These parameters with the `best_mode` that the trainer's metrics know."""
+def with_known_mode(parameters: CheckpointParameters, metrics: Mapping[str, Any]) -> CheckpointParameters:
+    """These parameters with the `best_mode` that `metrics` know."""
     if parameters.best_metric is None:
         return parameters
-    known = higher_is_better(trainer.named_metrics(), parameters.best_metric)
+    known = higher_is_better(metrics, parameters.best_metric)
     return replace(parameters, best_mode=parameters.known_best_mode(known))
 
 
@@ -389,10 +393,10 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
         )
 
 
-def any_is_loaded(trainer: AbstractTrainer) -> bool:
+def any_is_loaded(runtime: Runtime) -> bool:
     """Whether setup gave models weights from elsewhere: by `load_weights`, or in a `load_pretrained` of the user's."""
-    loads = any(not is_ours(part) for part in definers(type(trainer), "load_pretrained"))
-    parameters = (p for model in trainer.named_models().values() for p in model.parameters())
+    loads = any(not is_ours(part) for part in definers(type(runtime.hooks), "load_pretrained"))
+    parameters = (p for model in runtime.registry.models().values() for p in model.parameters())
     return loads or any(origin_of(parameter) is not None for parameter in parameters)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     import torch.nn as nn
 
+    from dream_trainer.trainer.runtime import Runtime
+
 
 class Traced(Changed):
     """Calls its own forward from here: the compiler would pass over PyTorch's own files and layers."""
@@ -95,7 +97,7 @@ class CompileMixin(AbstractTrainer):
             )
         is_shared = self.config.device_parameters.context_parallel > 1
         if is_shared:
-            _refuse_beside_shared_sequences(self)
+            _refuse_beside_shared_sequences(self._runtime)
         expert_parallel = self.config.device_parameters.expert_parallel
         if expert_parallel > 1 and parameters.fullgraph:
             raise ConfigError(
@@ -105,7 +107,7 @@ class CompileMixin(AbstractTrainer):
         options = None
         if is_split and parameters.async_tensor_parallel and self.world.mesh is not None:
             options = self._options_of_overlap(self.world.mesh["tp"].get_group())
-        for model in self._parameterised_models():
+        for model in self._runtime.registry.parameterised_models():
             parts = self.model_blocks(model) or [model]
             if is_shared:
                 _refuse_parts_of_parts(model, parts)
@@ -153,9 +155,9 @@ def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None
             )
 
 
-def _refuse_beside_shared_sequences(trainer: CompileMixin) -> None:
-    devices, context_parallel = trainer.config.device_parameters, trainer.config.device_parameters.context_parallel
-    if trainer.config.compile_parameters.dynamic:
+def _refuse_beside_shared_sequences(runtime: Runtime) -> None:
+    devices, context_parallel = runtime.config.device_parameters, runtime.config.device_parameters.context_parallel
+    if runtime.config.compile_parameters.dynamic:
         raise ConfigError(
             f"compile_parameters.dynamic=True with context_parallel={context_parallel}: which sequences are shared is "
             "known by their lengths. Use dynamic=False, which compiles again for each, and pad batches to few."

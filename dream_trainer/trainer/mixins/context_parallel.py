@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from dream_trainer.trainer.hooks import Hooks
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
     from dream_trainer.modules.context_attention import ContextAttention
+    from dream_trainer.trainer.runtime import Runtime
 
 Step = Callable[[Any, int], Any]
 
@@ -62,10 +64,13 @@ class ContextParallelMixin(AbstractTrainer):
         from dream_trainer.data.packing.shared_rows import handlers
         from dream_trainer.modules.attention_takeover import AttentionTakeover
 
-        attention = _attention(self)
-        self._sequence_cut = SequenceCut(attention, self.world)
-        self._takeover = takeover = AttentionTakeover(attention, handlers, self.warn_once)
-        self._outside_forward = takeover.aside
+        attention = _attention(self._runtime)
+        self.__sequence_cut = SequenceCut(attention, self.world)
+        self._runtime.takeover = AttentionTakeover(attention, handlers, self.warn_once)
+
+    def _outside_forward(self) -> AbstractContextManager[None]:
+        takeover = self._runtime.takeover
+        return super()._outside_forward() if takeover is None else takeover.aside()
 
     def _wrap_step(self, step: Step) -> Step:
         step = super()._wrap_step(step)
@@ -73,21 +78,21 @@ class ContextParallelMixin(AbstractTrainer):
             return step
 
         def with_whole_batch(batch: Any, batch_idx: int) -> Any:
-            return step(_checked(self, self.cut_batch(batch, _whole)), batch_idx)
+            return step(_checked(self._runtime, self.cut_batch(batch, _whole)), batch_idx)
 
         if self.world.mesh_shape.cp == 1:
             return with_whole_batch
-        cut, takeover, device = self._sequence_cut, self._takeover, self.world.device
+        cut, takeover, device = self.__sequence_cut, self._runtime.takeover, self.world.device
         assert takeover is not None  # since `_finish_setup`
 
         def with_part(batch: Any, batch_idx: int) -> Any:
-            if isinstance(self._records.current, NoRecord):  # a prediction
+            if isinstance(self._runtime.records.current, NoRecord):  # a prediction
                 return with_whole_batch(batch, batch_idx)
-            seed = _step_seed(self, batch_idx)
+            seed = _step_seed(self._runtime, batch_idx)
             cut.begin(batch)
             with preserved_random_state(device):
                 seed_device(seed, device)
-                part = _checked(self, self.cut_batch(batch, cut.cut))
+                part = _checked(self._runtime, self.cut_batch(batch, cut.cut))
             cut.end(part, is_training=self.training)
             seed_for_sequence(hash_seed(b"step", seed))
             with takeover:
@@ -98,22 +103,22 @@ class ContextParallelMixin(AbstractTrainer):
         return with_part
 
 
-def _step_seed(trainer: ContextParallelMixin, batch_idx: int) -> int:
+def _step_seed(runtime: Runtime, batch_idx: int) -> int:
     """Of what ranks that share sequences draw alike: the same for a step whenever it runs, and where it is resumed."""
-    seed, progress, dp_rank = trainer.config.seed, trainer.progress, trainer.world.dp_rank
-    if not trainer.training:
-        return hash_seed(b"val" + trainer.val_name.encode(), seed, batch_idx, dp_rank)
+    seed, progress, dp_rank = runtime.config.seed, runtime.progress, runtime.world.dp_rank
+    if not runtime.state.training:
+        return hash_seed(b"val" + runtime.state.val_name.encode(), seed, batch_idx, dp_rank)
     return hash_seed(b"train", seed, progress.current_epoch, progress.global_step, batch_idx, dp_rank)
 
 
-def _attention(trainer: ContextParallelMixin) -> ContextAttention:
+def _attention(runtime: Runtime) -> ContextAttention:
     from dream_trainer.modules.context_attention import GatheredAttention, UlyssesAttention
     from dream_trainer.modules.sequence_parts import SequenceParts
 
-    mesh = trainer.world.mesh
+    mesh = runtime.world.mesh
     assert mesh is not None  # several ranks share sequences
     rank, size, group = mesh["cp"].get_local_rank(), mesh["cp"].size(), mesh["cp"].get_group()
-    if trainer.config.context_parallel_parameters.attention == "ulysses":
+    if runtime.config.context_parallel_parameters.attention == "ulysses":
         return UlyssesAttention(SequenceParts(rank, size, group, is_balanced=False))
     return GatheredAttention(SequenceParts(rank, size, group, is_balanced=True))
 
@@ -122,11 +127,11 @@ def _whole(tensor: Tensor, dim: int = 1) -> Tensor:
     return tensor
 
 
-def _checked(trainer: ContextParallelMixin, batch: Any) -> Any:
+def _checked(runtime: Runtime, batch: Any) -> Any:
     if batch is None:
         raise HookError(
-            f"{type(trainer).__name__}.cut_batch returned None. Return the batch, with cut(tensor) in place of each "
-            "tensor along the sequence."
+            f"{type(runtime.hooks).__name__}.cut_batch returned None. Return the batch, with cut(tensor) in place of "
+            "each tensor along the sequence."
         )
     return batch
 

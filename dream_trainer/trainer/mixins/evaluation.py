@@ -17,17 +17,13 @@ from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.nested import detach, to_device
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.trainer.session import failing_for_all, start
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
 from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class EvalMixin(AbstractTrainer):
-    """Validation beyond a single loader's means.
-
-    Attributes:
-        best: Best value so far of each of `eval_parameters.best_metrics`, and of the checkpoints' `best_metric`, by
-            name; NaN is never best.
-    """
+    """Validation beyond a single loader's means."""
 
     _config_class: ClassVar[type | None] = EvalConfigMixin
     _names_validation_loaders: ClassVar[bool] = True
@@ -37,8 +33,14 @@ class EvalMixin(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.best: dict[str, float] = {}
-        self._best_steps: dict[str, int] = {}
+        self.__best: dict[str, float] = {}
+        self.__best_steps: dict[str, int] = {}
+
+    @property
+    def best(self) -> dict[str, float]:
+        """Best value so far of each of `eval_parameters.best_metrics`, and of the checkpoints' `best_metric`, by name;
+        NaN is never best."""
+        return self.__best
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch, without gradients and in eval mode. Required by `predict`."""
@@ -58,13 +60,13 @@ class EvalMixin(AbstractTrainer):
         Raises:
             HookError: There is no validation_step, or nothing to evaluate on.
         """
-        with self._session.failing_for_all():
-            self._session.start()
+        with failing_for_all(self._runtime):
+            start(self._runtime)
             if type(self).validation_step is Hooks.validation_step:
                 raise HookError(f"{type(self).__name__} does not override validation_step, which evaluate() runs.")
             is_own_data, limit = dataloader is None, None
             if is_own_data:
-                batches, limit = self._data.validation, self.config.training_parameters.val_steps_per_epoch
+                batches, limit = self._runtime.data.validation, self.config.training_parameters.val_steps_per_epoch
                 if not batches:
                     raise HookError(
                         "there is no validation loader. Pass evaluate(dataloader), or return one from "
@@ -76,12 +78,13 @@ class EvalMixin(AbstractTrainer):
                     raise HookError("evaluate() got a dict without a loader. Pass a loader, or a dict of named ones.")
                 batches = {name: self._batches_of(loader) for name, loader in named.items()}
             # A listener to an evaluation's end may evaluate too.
-            was_evaluating, self.is_evaluating = self.is_evaluating, True
+            state = self._runtime.state
+            was_evaluating, state.is_evaluating = state.is_evaluating, True
             try:
-                metrics = validate(self, batches, limit)
+                metrics = validate(self._runtime, batches, limit)
                 self._tell_end("post_val_epoch", metrics)
             finally:
-                self.is_evaluating = was_evaluating
+                state.is_evaluating = was_evaluating
                 for loader in () if is_own_data else batches.values():
                     loader.close()
             return metrics
@@ -95,13 +98,13 @@ class EvalMixin(AbstractTrainer):
         Returns:
             One entry per batch of each rank; concatenated, they follow the dataset's order on any world size.
         """
-        with self._session.failing_for_all():
-            self._session.start()
+        with failing_for_all(self._runtime):
+            start(self._runtime)
             local_results: list[Any] = []
             batches = self._batches_of(dataloader)
             predict_step = self._wrap_step(self.predict_step)
-            with validation_mode(self), self._validation_context(), self._parallel.whole():
-                for batch_idx, (batch, is_padding) in enumerate(in_step(self, batches, None)):
+            with validation_mode(self._runtime), self._validation_context(), self._runtime.parallel.whole():
+                for batch_idx, (batch, is_padding) in enumerate(in_step(self._runtime, batches, None)):
                     result = predict_step(self.move_batch(batch, self.world.device), batch_idx)
                     if not is_padding:
                         local_results.append(to_device(detach(result), torch.device("cpu")))
@@ -120,7 +123,7 @@ class EvalMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        self._validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
+        self.__validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
         parameters: EvalParameters = self.config.eval_parameters
         modes = self._best_modes()
         for name, mode in parameters.best_metrics.items():
@@ -132,16 +135,16 @@ class EvalMixin(AbstractTrainer):
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        with self._validation_metrics.validation(), super()._validation_context():
+        with self.__validation_metrics.validation(), super()._validation_context():
             yield
 
     def _start_loader_metrics(self) -> list[ValidationMetrics]:
         started = super()._start_loader_metrics()
-        self._validation_metrics.start_loader()
-        return [*started, self._validation_metrics]
+        self.__validation_metrics.start_loader()
+        return [*started, self.__validation_metrics]
 
     def _metrics_of_training(self) -> dict[str, Any]:
-        return self._validation_metrics.only_of_training(super()._metrics_of_training())
+        return self.__validation_metrics.only_of_training(super()._metrics_of_training())
 
     # -- after a validation
 
@@ -156,19 +159,21 @@ class EvalMixin(AbstractTrainer):
             )
         for name, mode in self._best_modes().items():
             if is_better(metrics.get(name), self.best.get(name), mode):
-                self.best[name], self._best_steps[name] = metrics[name], self.global_step
+                self.best[name], self.__best_steps[name] = metrics[name], self.global_step
 
     def _best_modes(self) -> dict[str, Mode]:
         known = super()._best_modes()  # the one by which checkpoints are kept is the first
         return known | dict(self.config.eval_parameters.best_metrics) | known
 
     def _mixin_state(self) -> dict[str, Any]:
-        state = {"best": dict(self.best), "best_steps": dict(self._best_steps)}
+        state = {"best": dict(self.best), "best_steps": dict(self.__best_steps)}
         return super()._mixin_state() | {"evaluation": state}
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         super()._load_mixin_state(state)
         saved = state.get("evaluation", {})
-        self.best, self._best_steps = dict(saved.get("best", {})), dict(saved.get("best_steps", {}))
+        self.__best, self.__best_steps = dict(saved.get("best", {})), dict(saved.get("best_steps", {}))
         # A checkpoint of before the steps were kept has none.
-        self._recorder.best_of_checkpoint = {name: (self.best[name], step) for name, step in self._best_steps.items()}
+        self._runtime.recorder.best_of_checkpoint = {
+            name: (self.best[name], step) for name, step in self.__best_steps.items()
+        }

@@ -13,6 +13,8 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 if TYPE_CHECKING:
     import torch.nn as nn
 
+    from dream_trainer.trainer.runtime import Runtime
+
 
 class Float8Mixin(AbstractTrainer):
     """Training in float8. Override `apply_float8` to choose layers by hand, or `model_blocks` to name the blocks."""
@@ -57,31 +59,31 @@ class Float8Mixin(AbstractTrainer):
             )
         all_gather = parameters.all_gather and self.world.parameter_shape.dp_shard > 1
         config = float8_config(recipe, all_gather=all_gather, emulate=parameters.emulate)
-        for linear in _chosen(self, parameters):
+        for linear in _chosen(self._runtime, parameters):
             compute_in_float8(linear, config)
-            if all_gather and not _is_tied(self, linear):  # a tie cannot be two tensors
+            if all_gather and not _is_tied(self._runtime, linear):  # a tie cannot be two tensors
                 gather_in_float8(linear, config)
 
 
-def _chosen(trainer: Float8Mixin, parameters: Float8Parameters) -> list[nn.Linear]:
+def _chosen(runtime: Runtime, parameters: Float8Parameters) -> list[nn.Linear]:
     """The layers to change; says which others do not fit."""
     from dream_trainer.modules.float8_linears import linears, sizes_fit
 
     found = [
         (f"{name}.{layer}", linear)
-        for name, model in trainer.named_models().items()
-        for layer, linear in linears(trainer.model_blocks(model), model, parameters.skip)
+        for name, model in runtime.registry.models().items()
+        for layer, linear in linears(runtime.hooks.model_blocks(model), model, parameters.skip)
     ]
     left = [f"{name} ({linear.out_features} x {linear.in_features})" for name, linear in found if not sizes_fit(linear)]
     chosen = [linear for _, linear in found if sizes_fit(linear)]
     if not chosen:
         why = f"the sizes of {', '.join(left[:3])} are no multiples of 16" if left else "there is none"
         raise ConfigError(
-            f"float8={trainer.config.device_parameters.float8!r} finds no linear layer in the blocks of the models: "
+            f"float8={runtime.config.device_parameters.float8!r} finds no linear layer in the blocks of the models: "
             f"{why}. Override model_blocks to name other blocks, or apply_float8 to choose layers by hand."
         )
     if left:
-        trainer.warn_once(
+        runtime.warn_once(
             "float8",
             f"{len(left)} of {len(found)} linear layers stay out of float8, whose sizes are to be multiples of 16 on "
             f"each rank: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}",
@@ -89,10 +91,10 @@ def _chosen(trainer: Float8Mixin, parameters: Float8Parameters) -> list[nn.Linea
     return chosen
 
 
-def _is_tied(trainer: Float8Mixin, linear: nn.Linear) -> bool:
+def _is_tied(runtime: Runtime, linear: nn.Linear) -> bool:
     places = [
         module
-        for model in trainer.named_models().values()
+        for model in runtime.registry.models().values()
         for module in model.modules()
         if any(parameter is linear.weight for parameter in module.parameters(recurse=False))
     ]

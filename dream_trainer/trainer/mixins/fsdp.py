@@ -35,11 +35,12 @@ class FSDPMixin(AbstractTrainer):
                 and with a pipeline `reshard_after_forward`.
         """
         super().apply_fully_shard(config)
-        small = [model for model in self._parameterised_models() if is_whole_in_steps(self, model)]
+        runtime, models = self._runtime, self._runtime.registry.parameterised_models()
+        small = [model for model in models if is_whole_in_steps(runtime, model)]
         for model in small:
-            self._parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
+            runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
         blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
-        for model in self._parameterised_models():
+        for model in models:
             if model in small:
                 continue
             shard_by_blocks(model, self.model_blocks(model), blocks, config, is_cut=is_cut(model))

@@ -18,7 +18,7 @@ from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.events.callback import Callback
 from dream_trainer.modules.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.cooperation import NoRounds
+from dream_trainer.trainer.mixin_hooks import NoRounds
 from dream_trainer.trainer.step.buckets import in_buckets
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dream_trainer.modules.parallel_models import ParallelModels
     from dream_trainer.trainer.counters import Counters
     from dream_trainer.trainer.registry import Registry
+    from dream_trainer.trainer.runtime import Runtime
 
 
 class LocalSGDMixin(AbstractTrainer):
@@ -54,32 +55,32 @@ class LocalSGDMixin(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        _refuse_what_needs_all_ranks(self)
-        self._workers = self.config.local_sgd_parameters.workers
+        _refuse_what_needs_all_ranks(self._runtime)
+        self._runtime.workers = self.config.local_sgd_parameters.workers
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.workers > 1:
-            _refuse_what_crosses_workers(self)
-        self._rounds = Rounds(
+            _refuse_what_crosses_workers(self._runtime)
+        self._runtime.rounds = Rounds(
             self.config.local_sgd_parameters,
             self.world,
-            self._registry,
-            self._parallel,
+            self._runtime.registry,
+            self._runtime.parallel,
             self.progress,
             self.changing_weights,
         )
 
     def _window_started(self) -> None:
         super()._window_started()
-        assert isinstance(self._rounds, Rounds)  # since setup
-        self._rounds.begin_if_due()
+        assert isinstance(self._runtime.rounds, Rounds)  # since setup
+        self._runtime.rounds.begin_if_due()
 
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
-        assert isinstance(self._rounds, Rounds)  # since setup
-        self._rounds.end_if_due()
-        if is_last and self._rounds.is_running and self.world.workers > 1:
+        assert isinstance(self._runtime.rounds, Rounds)  # since setup
+        self._runtime.rounds.end_if_due()
+        if is_last and self._runtime.rounds.is_running and self.world.workers > 1:
             self.warn_once(
                 "a round",
                 f"training ends at step {self.global_step}, in the middle of a round of "
@@ -89,24 +90,24 @@ class LocalSGDMixin(AbstractTrainer):
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        with self._rounds.as_one_model(), super()._validation_context():
+        with self._runtime.rounds.as_one_model(), super()._validation_context():
             yield
 
     # -- state
 
     def _mixin_state(self) -> dict[str, Any]:
-        assert isinstance(self._rounds, Rounds)  # since setup
-        return super()._mixin_state() | {"local_sgd": self._rounds.state()}
+        assert isinstance(self._runtime.rounds, Rounds)  # since setup
+        return super()._mixin_state() | {"local_sgd": self._runtime.rounds.state()}
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         super()._load_mixin_state(state)
-        assert isinstance(self._rounds, Rounds)  # since setup
-        self._rounds.load_state(state.get("local_sgd", {}))
+        assert isinstance(self._runtime.rounds, Rounds)  # since setup
+        self._runtime.rounds.load_state(state.get("local_sgd", {}))
 
 
-def _refuse_what_needs_all_ranks(trainer: LocalSGDMixin) -> None:
+def _refuse_what_needs_all_ranks(runtime: Runtime) -> None:
     """Raises ConfigError, on any number of ranks, where the config asks for what has not been made to work here."""
-    devices, training = trainer.config.device_parameters, trainer.config.training_parameters
+    devices, training = runtime.config.device_parameters, runtime.config.training_parameters
     asked = {
         f"tensor_parallel={devices.tensor_parallel}": devices.tensor_parallel > 1,
         f"context_parallel={devices.context_parallel}": devices.context_parallel > 1,
@@ -119,7 +120,7 @@ def _refuse_what_needs_all_ranks(trainer: LocalSGDMixin) -> None:
     for field, is_asked in asked.items():
         if is_asked:
             raise ConfigError(f"LocalSGDMixin does not work with {field}. Leave it at its default, or the mixin out.")
-    for callback in trainer.callbacks:
+    for callback in runtime.config.callbacks:
         if type(callback).checkpoint_tensors is not Callback.checkpoint_tensors:
             raise ConfigError(
                 f"LocalSGDMixin does not work with {type(callback).__name__}, which keeps tensors in checkpoints: each "
@@ -127,25 +128,25 @@ def _refuse_what_needs_all_ranks(trainer: LocalSGDMixin) -> None:
             )
 
 
-def _refuse_what_crosses_workers(trainer: LocalSGDMixin) -> None:
-    buffers = trainer._parallel.buffers
+def _refuse_what_crosses_workers(runtime: Runtime) -> None:
+    buffers = runtime.parallel.buffers
     taken = [] if buffers is None else buffers.with_policy("rank 0")
     if taken:
         raise ConfigError(
             f'the policy of buffer {taken[0]} is "rank 0", and workers have no rank in common. Use "mean" or "as is".'
         )
-    for name, model in trainer.named_models().items():
+    for name, model in runtime.registry.models().items():
         for path, module in model.named_modules(prefix=name):
             if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
                 raise ConfigError(
                     f"{path} is a SyncBatchNorm over all ranks, and workers meet only every "
-                    f"{trainer.config.local_sgd_parameters.every_n_steps} steps. Use BatchNorm, whose statistics are "
+                    f"{runtime.config.local_sgd_parameters.every_n_steps} steps. Use BatchNorm, whose statistics are "
                     "averaged, or give it a process_group within a worker."
                 )
             if isinstance(module, MoE) and module.balance_rate:
                 raise ConfigError(
                     f"{path} balances its experts by the loads of all ranks, and workers meet only every "
-                    f"{trainer.config.local_sgd_parameters.every_n_steps} steps. Use balance_rate=0."
+                    f"{runtime.config.local_sgd_parameters.every_n_steps} steps. Use balance_rate=0."
                 )
 
 

@@ -24,8 +24,8 @@ from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import History, RunLog
 from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.cooperation import unlogged
 from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.mixin_hooks import unlogged
 
 
 class LoggerMixin(AbstractTrainer):
@@ -45,11 +45,11 @@ class LoggerMixin(AbstractTrainer):
         super().__init__(config, *args, **kwargs)
         parameters: LoggerParameters = self.config.logger_parameters
         check_loggers(parameters)
-        self._run_log = RunLog(
+        self.__run_log = RunLog(
             parameters,
             self.run_dir,
             (self.project, self.group, self.experiment),
-            records=self._records,
+            records=self._runtime.records,
             training=TrainingRecord(self._weight_of_batch, self._stamp_of_media),
             stragglers=Stragglers(parameters, self._hosts, self._spent, self.warn_once),
             config=partial(to_dict, config),
@@ -67,7 +67,7 @@ class LoggerMixin(AbstractTrainer):
         on all ranks but for `time`, which is each rank's own clock, and also without any logger. After a resume the
         lines of before come first, read from metrics.jsonl; without that file it begins at the resume.
         """
-        return self._run_log.history
+        return self.__run_log.history
 
     def history_of(self, name: str) -> list[tuple[int, float]]:
         """The values of one metric with their steps, in order: `history_of("val/loss")`.
@@ -77,12 +77,12 @@ class LoggerMixin(AbstractTrainer):
         Raises:
             KeyError: Others were logged, and none of that name.
         """
-        lines = self._run_log.history
+        lines = self.__run_log.history
         curve = [(int(line["step"]), line[name]) for line in lines if name in line]
-        if not curve and lines and not self._session.is_training:
+        if not curve and lines and not self._runtime.session.is_training:
             names = sorted({key for line in lines for key in line if key not in Stamp._fields})
             has_validated = any(key.startswith("val/") for key in names)
-            if name.startswith("val/") and self._data.validation and not has_validated:
+            if name.startswith("val/") and self._runtime.data.validation and not has_validated:
                 return []
             raise KeyError(f"no metric {name!r} was logged; there are {', '.join(names)}.")
         return curve
@@ -99,23 +99,23 @@ class LoggerMixin(AbstractTrainer):
 
     def _stamp_of_media(self) -> Stamp | None:
         """None for what the running window, or the first one, completes."""
-        return self._stamp() if self.local_batches > 0 and not self._accumulation.is_open else None
+        return self._stamp() if self.local_batches > 0 and not self._runtime.accumulation.is_open else None
 
     def _weight_of_batch(self) -> tuple[Scalar | None, int]:
         """The micro-batch's backward weight, None as long as it has none, and its samples."""
-        if self._window.batch is None or not self._session.is_ready:
+        if self._runtime.window.batch is None or not self._runtime.session.is_ready:
             return 1.0, 1
-        return self._accumulation.batch_weight, self._window.batch_samples
+        return self._runtime.accumulation.batch_weight, self._runtime.window.batch_samples
 
     def _numbers_of_data(self) -> Mapping[str, float]:
-        numbers = self._data.feed.numbers_at(self.progress.data)
+        numbers = self._runtime.data.feed.numbers_at(self.progress.data)
         return {"tokens_seen": self.tokens_seen} | dict(numbers) if self.tokens_seen else numbers
 
     def _hosts(self) -> list[str]:
         return self.world.all_gather_object(self.world.host)
 
     def _spent(self) -> tuple[int, float, float]:
-        own = self._parallel.gradients.own_time
+        own = self._runtime.parallel.gradients.own_time
         return own.windows, own.seconds, self.seconds_waiting_for_data
 
     # -- what the loop tells
@@ -125,14 +125,14 @@ class LoggerMixin(AbstractTrainer):
         super()._finish_setup()
         loggers = self.configure_loggers() if self.world.is_main else []
         strict = self.config.logger_parameters.strict
-        self._run_log.connect(self.world, LoggerGroup(loggers, self.warn_once, strict=strict))
+        self.__run_log.connect(self.world, LoggerGroup(loggers, self.warn_once, strict=strict))
 
     @override
     def _log_step(self, result: dict[str, Any], weight: Any) -> None:
         super()._log_step(result, weight)
         # In the first step, which no measurement of the pace counts, and not at the first flush: it may take seconds.
-        is_waiting = self._run_log.batch_finished(result, weight, self._window.batch_samples)
-        if is_waiting and not self._events["post_train_batch"]:
+        is_waiting = self.__run_log.batch_finished(result, weight, self._runtime.window.batch_samples)
+        if is_waiting and not self._runtime.events["post_train_batch"]:
             message = unlogged("training_step", result)
             if message is not None:
                 self.warn_once("unlogged training_step", message)
@@ -140,66 +140,68 @@ class LoggerMixin(AbstractTrainer):
     @override
     def _window_started(self) -> None:
         super()._window_started()
-        self._run_log.window_started()
+        self.__run_log.window_started()
 
     @override
     def _window_dropped(self) -> None:
         super()._window_dropped()
-        self._run_log.window_dropped()
+        self.__run_log.window_dropped()
 
     @override
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
-        self._run_log.window_finished(self.progress.global_step, is_last=is_last, is_stopped=self._coordinator.stopped)
+        self.__run_log.window_finished(
+            self.progress.global_step, is_last=is_last, is_stopped=self._runtime.coordinator.stopped
+        )
 
     @override
     def _land(self, *, is_last: bool) -> None:
         super()._land(is_last=is_last)
-        self._run_log.land()
+        self.__run_log.land()
         if is_last:
-            self._run_log.fit_ended(self.global_step)
+            self.__run_log.fit_ended(self.global_step)
 
     @override
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        self._run_log.validation_started(is_training=self._session.is_training)
+        self.__run_log.validation_started(is_training=self._runtime.session.is_training)
         with super()._validation_context():
             yield
 
     @override
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
-        self._run_log.validated(metrics)
+        self.__run_log.validated(metrics)
 
     @override
     def _tell_end(self, event: str, *args: Any) -> None:
-        if not anyone_listens(self, event):
+        if not anyone_listens(self._runtime, event):
             super()._tell_end(event, *args)
             return
         counts = not (self.is_sanity_validation or self.is_evaluating)
         if counts or self.global_step > 0:  # before the first step, what waits has that step
-            self._run_log.land()
-        with self._run_log.line_of_its_own(counts=counts):
+            self.__run_log.land()
+        with self.__run_log.line_of_its_own(counts=counts):
             super()._tell_end(event, *args)
 
     @override
     def _save_was_lost(self) -> None:
         super()._save_was_lost()
-        self._run_log.save_was_lost()
+        self.__run_log.save_was_lost()
 
     @override
     def _mixin_state(self) -> dict[str, Any]:
-        is_last, has_failed = self._schedule.is_last_window(), self._session.has_failed
-        state = self._run_log.state(self.global_step, is_last=is_last, has_failed=has_failed)
+        is_last, has_failed = self._runtime.schedule.is_last_window(), self._runtime.session.has_failed
+        state = self.__run_log.state(self.global_step, is_last=is_last, has_failed=has_failed)
         return super()._mixin_state() | {"logger": state}
 
     @override
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         super()._load_mixin_state(state)
         if "logger" in state:
-            self._run_log.load_state(state["logger"])
+            self.__run_log.load_state(state["logger"])
 
     @override
     def _close(self) -> None:
         with followed_by(super()._close):
-            self._run_log.close(self.global_step, has_trained=self.local_batches > 0)
+            self.__run_log.close(self.global_step, has_trained=self.local_batches > 0)

@@ -60,13 +60,13 @@ class PipelineParallelMixin(AbstractTrainer):
 
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
-    _stages: dict[nn.Module, Stages]
-    _pipelines: Mapping[nn.Module, Pipeline] = MappingProxyType({})
+    __pipelines: Mapping[nn.Module, Pipeline] = MappingProxyType({})
 
     def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """As without a pipeline; of a model that was cut, those that are left, be it a single one."""
         if is_cut(model):
-            return self._stages[model].kept_blocks
+            stages: Stages = self._runtime.parallel.stages[model]
+            return stages.kept_blocks
         return super().model_blocks(model)
 
     def apply_pipeline_parallel(self, mesh: DeviceMesh) -> None:
@@ -93,7 +93,7 @@ class PipelineParallelMixin(AbstractTrainer):
         self._refuse_beside_a_pipeline(mesh.size())
         parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
         ranks = ranks_of_stages(parameters.schedule, mesh.size(), parameters.stages_of_each_rank)
-        here, self._stages = self.world.stage_rank, {}
+        here = self.world.stage_rank
         cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
         for model, stages in cuts.items():
             if norms := batch_norms(model):
@@ -104,7 +104,9 @@ class PipelineParallelMixin(AbstractTrainer):
             remember_whole(model, blocks)
             keep_only(model, [name for names, of in zip(stages, ranks, strict=True) if of == here for name in names])
             kept = {id(module) for module in model.modules()}
-            self._stages[model] = Stages(stages, ranks, check, [block for block in blocks if id(block) in kept])
+            self._runtime.parallel.stages[model] = Stages(
+                stages, ranks, check, [block for block in blocks if id(block) in kept]
+            )
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
         training = self.config.training_parameters
@@ -135,20 +137,23 @@ class PipelineParallelMixin(AbstractTrainer):
                 f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
                 "never work at once. Use as many or more."
             )
-        refuse_short_batches(self, microbatches)
+        refuse_short_batches(self._runtime, microbatches)
         self._say_whose_numbers_are_a_stages()
-        connect_copies(self._registry, self.world, self._parallel.gradients)
-        models, (last, *_) = self.named_models(), [stages.ranks[-1] for stages in self._stages.values()]
+        connect_copies(self._runtime.registry, self.world, self._runtime.parallel.gradients)
+        models, (last, *_) = (
+            self.named_models(),
+            [stages.ranks[-1] for stages in self._runtime.parallel.stages.values()],
+        )
         whole = [model for model in models.values() if not is_cut(model)]
-        self._accumulation.goes_back_here = self.world.stage_rank == last
-        self._accumulation.trains_whole_models = any(map(self.get_optimizers_by_model, whole))
+        self._runtime.accumulation.goes_back_here = self.world.stage_rank == last
+        self._runtime.accumulation.trains_whole_models = any(map(self.get_optimizers_by_model, whole))
         pipelines: dict[nn.Module, Pipeline] = {}
         for name, model in models.items():
             if is_cut(model):
                 is_cast = half_dtype(self.config.device_parameters) is not None and bool(fsdp_modules(model))
                 pipelines[model] = Pipeline(
                     model,
-                    self._stages[model],
+                    self._runtime.parallel.stages[model],
                     self.world,
                     name=f"self.{name}",
                     schedule=parameters.schedule,
@@ -157,13 +162,13 @@ class PipelineParallelMixin(AbstractTrainer):
                     most_without_gradients=1 if self.config.device_parameters.expert_parallel > 1 else microbatches,
                     backward_context=without_autocast(self.config.device_parameters, self.world.device),
                     output_dtype=torch.float32 if is_cast else None,
-                    aside=lambda: self._outside_forward(),
+                    aside=self._outside_forward,
                     warn=lambda message: self.warn_once(message, message),
                     beside=pipelines,
                     splits_backwards=_may_split(self.config.device_parameters),
                     whole=whole if parameters.computes_weights_apart else [],
                 )
-        self._pipelines = pipelines
+        self.__pipelines = pipelines
 
     def _say_whose_numbers_are_a_stages(self) -> None:
         for name, optimizer in self.named_optimizers().items():
@@ -193,8 +198,8 @@ class PipelineParallelMixin(AbstractTrainer):
         *,
         weight: Callable[[Any], Tensor | float] | Tensor | float | None = None,
     ) -> Tensor:
-        """See Cooperation; of a model in stages the batch's micro-batches go through them."""
-        pipeline = self._pipelines.get(model)
+        """See MixinHooks; of a model in stages the batch's micro-batches go through them."""
+        pipeline = self.__pipelines.get(model)
         if pipeline is None:
             return super().forward_backward(model, inputs, targets, loss_fn, weight=weight)
         if weight is not None and not callable(weight):
@@ -211,7 +216,7 @@ class PipelineParallelMixin(AbstractTrainer):
         weights = None if weight is None else pipeline.weights(targets, batch, weight)
         pipeline.compare_first(batch, targets, weights)
         total = None if weights is None else sum(weights[1:], start=weights[0])
-        accumulation, own_time = self._accumulation, self._parallel.gradients.own_time
+        accumulation, own_time = self._runtime.accumulation, self._runtime.parallel.gradients.own_time
         reduces, scale = accumulation.is_last, accumulation.loss_scale
         scaled = None if scale is None else partial(scale.scaled, is_weighted=weights is not None)
 

@@ -6,26 +6,24 @@ The order is two lists, `CONFIGURE` and `SETUP`, with the reason for each place;
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn as nn
 
-from dream_trainer.config.device_parameters import SetupConfigMixin
+from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init
 from dream_trainer.meta.left_behind import refuse_hidden, refuse_lazy
-from dream_trainer.meta.realize import Plan, materialize, remember
+from dream_trainer.meta.realize import materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.expert_balance import ExpertBalance
 from dream_trainer.modules.joined_buffers import JoinedBuffers, make_equal, real_tensors
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.parameter_marks import ParameterMarks
-from dream_trainer.modules.precision import half_dtype, norms_in_float32, sharding_policy
+from dream_trainer.modules.precision import half_dtype, norms_in_float32
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.modules.sharding import (
     move_what_is_whole,
@@ -35,16 +33,18 @@ from dream_trainer.modules.sharding import (
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.model_setup import (
+    Build,
     compile_blocks,
     cut_into_stages,
     is_whole_in_steps,
     multiply_in_float8,
     parameter_mesh,
     recompute_blocks,
+    sharding_keywords,
     split_layers,
     split_mixtures,
     verified_against_now,
@@ -58,20 +58,7 @@ from dream_trainer.weights.first_values import forget_first_values, remember_fir
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.trainer.verify import Verification
-
-
-@dataclass
-class _Build:
-    """What one stage leaves to later ones."""
-
-    tape: Tape | None
-    built_early: dict[str, nn.Module] = field(default_factory=dict)
-    assigned: set[str] = field(default_factory=set)
-    plan: Plan | None = None
-    frozen_draws: set[str] = field(default_factory=set)
-    marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
-    verification: Verification | None = None
+    from dream_trainer.trainer.runtime import Runtime
 
 
 class SetupMixin(AbstractTrainer):
@@ -91,31 +78,31 @@ class SetupMixin(AbstractTrainer):
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         refuse_unused_parallelism(type(self), config.device_parameters)
-        self._build = _Build(Tape(config.seed))
+        self.__build = Build(Tape(config.seed))
 
     def configure(self) -> None:
         """Builds the models and records their initialisation; nothing is on a device yet."""
         super().configure()
         for stage in CONFIGURE:
-            stage.run(self)
+            stage.run(self._runtime, self.__build)
 
     def setup(self) -> None:
         """Runs the stages after `configure`, up to but without the resume."""
         super().setup()
-        models = self.named_models()
+        models, build = self.named_models(), self.__build
         refuse_different_modules(self.world, "models", models)
-        self._parallel.buffers = JoinedBuffers(models, self.buffer_policies())
-        refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self))
-        _make_real_weights_equal(self)
-        assert self._build.tape is not None  # recorded by `configure`
-        self._build.plan = remember(models, self._build.tape)
-        self._build.frozen_draws = frozen_draws(models, self._build.tape)
-        self._build.verification = verified_against_now(self)
+        self._runtime.parallel.buffers = JoinedBuffers(models, self.buffer_policies())
+        refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self._runtime))
+        _make_real_weights_equal(self._runtime, build)
+        assert build.tape is not None  # recorded by `configure`
+        build.plan = remember(models, build.tape)
+        build.frozen_draws = frozen_draws(models, build.tape)
+        build.verification = verified_against_now(self._runtime)
         for stage in SETUP:
-            stage.run(self)
-        if self._build.verification is not None:
-            self._build.verification.begin()
-        del self._build
+            stage.run(self._runtime, self.__build)
+        if build.verification is not None:
+            build.verification.begin()
+        del self.__build
 
     @property
     def planned_steps(self) -> int:
@@ -131,20 +118,6 @@ class SetupMixin(AbstractTrainer):
             )
         return self.total_steps
 
-    def _sharding_policies(self) -> dict[str, Any]:
-        """Keyword arguments of `fully_shard` beside the mesh."""
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        # Of a pipeline's stage gathered once for all micro-batches of a batch: given back between them, some schedules'
-        # gradients are wrong without an error.
-        policies: dict[str, Any] = {"reshard_after_forward": False} if self.world.stages > 1 else {}
-        mixed = sharding_policy(self.config.device_parameters)
-        if mixed is not None:
-            policies["mp_policy"] = mixed
-        if self.config.device_parameters.cpu_offload:
-            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type != "cpu")
-        return policies
-
     def apply_replicate(self, mesh: DeviceMesh) -> None:
         """Replicates every model on every rank: it stays as it is, and `step` averages its gradients.
 
@@ -155,10 +128,10 @@ class SetupMixin(AbstractTrainer):
             mesh: Two dimensions, the second of size 1: `fully_shard` over it is replication.
         """
         super().apply_replicate(mesh)
-        if not _wraps_replicas(self):
+        if not _wraps_replicas(self._runtime):
             return
-        config = {"mesh": mesh} | self._sharding_policies()
-        for model in self._trainable_models():
+        config = {"mesh": mesh} | sharding_keywords(self._runtime)
+        for model in self._runtime.registry.trainable_models():
             shard_by_blocks(model, self.model_blocks(model), config, config, is_cut=is_cut(model))
 
     def _setup_stages(self) -> list[tuple[str, str]]:
@@ -169,126 +142,126 @@ class SetupMixin(AbstractTrainer):
 class SetupStage(NamedTuple):
     name: str  # as `describe()` shows it
     why_here: str  # why it comes after the stages before it, and before those after it
-    run: Callable[[SetupMixin], None]  # does it
+    run: Callable[[Runtime, Build], None]  # does it
 
 
-def _configure_models(trainer: SetupMixin) -> None:
-    before, build = set(vars(trainer)), trainer._build
-    build.built_early = trainer.named_models()
+def _configure_models(runtime: Runtime, build: Build) -> None:
+    before = set(vars(runtime.hooks))
+    build.built_early = runtime.registry.models()
     assert build.tape is not None  # until the models are real
     with build.tape.recording():
-        refuse_returned("configure_models", "self.model", trainer.configure_models())  # type: ignore[func-returns-value]
-    build.assigned = set(vars(trainer)) - before
-    refuse_private_models({name: value for name, value in vars(trainer).items() if name in build.assigned})
-    if not trainer.named_models():
+        refuse_returned("configure_models", "self.model", runtime.hooks.configure_models())  # type: ignore[func-returns-value]
+    build.assigned = set(vars(runtime.hooks)) - before
+    refuse_private_models({name: value for name, value in vars(runtime.hooks).items() if name in build.assigned})
+    if not runtime.registry.models():
         raise HookError("configure_models assigned no module with parameters to self.")
-    refuse_lazy(trainer.named_models())
+    refuse_lazy(runtime.registry.models())
 
 
-def _init_weights(trainer: SetupMixin) -> None:
-    tape = trainer._build.tape
+def _init_weights(runtime: Runtime, build: Build) -> None:
+    tape = build.tape
     assert tape is not None  # until the models are real
-    if type(trainer).init_weights is Hooks.init_weights:
-        for model in trainer.named_models().values():
+    if type(runtime.hooks).init_weights is Hooks.init_weights:
+        for model in runtime.registry.models().values():
             default_init(model, tape)
     else:
         with torch.no_grad(), tape.recording():
-            trainer.init_weights()
-    trainer._build.marks = ParameterMarks(trainer.named_models())
+            runtime.hooks.init_weights()
+    build.marks = ParameterMarks(runtime.registry.models())
 
 
-def _make_real_weights_equal(trainer: SetupMixin) -> None:
+def _make_real_weights_equal(runtime: Runtime, build: Build) -> None:
     """What was built before `configure_models`, or is real otherwise, may differ by rank; rank 0's counts."""
-    early = [f"self.{name}" for name, model in trainer._build.built_early.items() if real_tensors({"": model})]
-    differ = make_equal(real_tensors(trainer.named_models()), trainer.world)
+    early = [f"self.{name}" for name, model in build.built_early.items() if real_tensors({"": model})]
+    differ = make_equal(real_tensors(runtime.registry.models()), runtime.world)
     taken = f" Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed." if differ else ""
     if early:
-        trainer.warn_once(
+        runtime.warn_once(
             "built early",
             f"{', '.join(early)} was built before configure_models, where the run's seed does not apply: unless its "
             f"weights come from elsewhere, each start has others. Build it in configure_models.{taken}",
         )
     elif differ:
-        trainer.warn_once(
+        runtime.warn_once(
             "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
         )
 
 
-def _shard_or_replicate(trainer: SetupMixin) -> None:
-    world = trainer.world
+def _shard_or_replicate(runtime: Runtime, build: Build) -> None:
+    world = runtime.world
     if world.world_size == 1:
         return
-    mesh, shape = parameter_mesh(trainer), world.parameter_shape
-    if _are_wrapped(trainer):
-        _make_ready_to_wrap(trainer)
+    mesh, shape = parameter_mesh(runtime), world.parameter_shape
+    if _are_wrapped(runtime):
+        _make_ready_to_wrap(runtime)
     if shape.dp_shard == 1:
-        if world.workers > 1 and type(trainer).apply_replicate is not SetupMixin.apply_replicate:
+        if world.workers > 1 and type(runtime.hooks).apply_replicate is not SetupMixin.apply_replicate:
             raise ConfigError(
-                f"{type(trainer).__name__}.apply_replicate replicates over all ranks, and workers={world.workers} step "
-                "on their own. Leave it out with LocalSGDMixin."
+                f"{type(runtime.hooks).__name__}.apply_replicate replicates over all ranks, and "
+                f"workers={world.workers} step on their own. Leave it out with LocalSGDMixin."
             )
-        trainer.apply_replicate(mesh["dp_replicate", "dp_shard"])
+        runtime.hooks.apply_replicate(mesh["dp_replicate", "dp_shard"])
         return
     dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > world.workers else ("dp_shard",)
-    trainer.apply_fully_shard({"mesh": mesh[dims]} | trainer._sharding_policies())
+    runtime.hooks.apply_fully_shard({"mesh": mesh[dims]} | sharding_keywords(runtime))
 
 
-def _are_wrapped(trainer: SetupMixin) -> bool:
+def _are_wrapped(runtime: Runtime) -> bool:
     """Whether `fully_shard` will wrap the models, here or in a user's `apply_replicate`."""
-    shape = trainer.world.parameter_shape
-    is_overridden = type(trainer).apply_replicate is not SetupMixin.apply_replicate
-    return trainer.world.world_size > 1 and (shape.dp_shard > 1 or is_overridden or _wraps_replicas(trainer))
+    shape = runtime.world.parameter_shape
+    is_overridden = type(runtime.hooks).apply_replicate is not SetupMixin.apply_replicate
+    return runtime.world.world_size > 1 and (shape.dp_shard > 1 or is_overridden or _wraps_replicas(runtime))
 
 
-def _wraps_replicas(trainer: SetupMixin) -> bool:
-    devices = trainer.config.device_parameters
+def _wraps_replicas(runtime: Runtime) -> bool:
+    devices: DeviceParameters = runtime.config.device_parameters
     return devices.cpu_offload or devices.tensor_parallel > 1
 
 
-def _make_ready_to_wrap(trainer: SetupMixin) -> None:
-    world = trainer.world
-    for model in trainer._parameterised_models():
+def _make_ready_to_wrap(runtime: Runtime) -> None:
+    world = runtime.world
+    for model in runtime.registry.parameterised_models():
         keep_recurrent_weights_in_place(model)
-        if not is_whole_in_steps(trainer, model) and half_dtype(trainer.config.device_parameters) is not None:
+        if not is_whole_in_steps(runtime, model) and half_dtype(runtime.config.device_parameters) is not None:
             norms_in_float32(model, world.device)
 
 
-def _materialise(trainer: SetupMixin) -> None:
-    build, models, world = trainer._build, trainer.named_models(), trainer.world
+def _materialise(runtime: Runtime, build: Build) -> None:
+    models, world = runtime.registry.models(), runtime.world
     assert build.plan is not None  # made before the stages that change modules
     materialize(models, build.plan, world.parameter_device)
-    refuse_hidden(models | {name: value for name, value in vars(trainer).items() if name in build.assigned})
+    refuse_hidden(models | {name: value for name, value in vars(runtime.hooks).items() if name in build.assigned})
     build.marks.put_back(models)
     remember_first_values(models, build.plan)
     build.tape = None  # it keeps what the constructors computed
-    trainer._unloaded_bases = UnloadedBases(models, build.frozen_draws)
-    is_logged = trainer._records.media is not None or type(trainer).log is not Cooperation.log
-    balance = ExpertBalance(models, world, partial(trainer.log_dict, weight=1.0) if is_logged else None)
-    trainer._parallel.experts = balance or None
+    runtime.unloaded_bases = UnloadedBases(models, build.frozen_draws)
+    is_logged = runtime.records.media is not None or type(runtime.hooks).log is not MixinHooks.log
+    balance = ExpertBalance(models, world, partial(runtime.hooks.log_dict, weight=1.0) if is_logged else None)
+    runtime.parallel.experts = balance or None
     if world.world_size == 1:
         return
     for model in models.values():
         if world.parameter_device != world.device:
             move_what_is_whole(model, world.device)
-    policy = trainer.config.training_parameters.sync_policy
-    trainer._parallel.watch(models.values(), world, policy, lambda: trainer.named_optimizers().values())
+    policy = runtime.config.training_parameters.sync_policy
+    runtime.parallel.watch(models.values(), world, policy, lambda: runtime.registry.optimizers().values())
     build.marks.refuse_lost_hooks(models)
 
 
-def _load_pretrained(trainer: SetupMixin) -> None:
+def _load_pretrained(runtime: Runtime, build: Build) -> None:
     try:
-        trainer.load_pretrained()
+        runtime.hooks.load_pretrained()
     finally:
         forget_first_values()
 
 
-def _configure_optimizers(trainer: SetupMixin) -> None:
-    trainer._parallel.reshard()
+def _configure_optimizers(runtime: Runtime, build: Build) -> None:
+    runtime.parallel.reshard()
     try:
-        with trainer._parallel.configuring_optimizers():
-            returned = trainer.configure_optimizers()  # type: ignore[func-returns-value]
+        with runtime.parallel.configuring_optimizers():
+            returned = runtime.hooks.configure_optimizers()  # type: ignore[func-returns-value]
     except (ValueError, AttributeError) as error:
-        if trainer.world.stages == 1:
+        if runtime.world.stages == 1:
             raise
         from dream_trainer.compat.pipelining import asked_for_what_is_not_there
 
@@ -301,30 +274,34 @@ def _configure_optimizers(trainer: SetupMixin) -> None:
             ")."
         ) from error
     refuse_returned("configure_optimizers", "self.optimizer", returned)
-    optimizers, plan = trainer.named_optimizers(), trainer._build.plan
+    optimizers, plan = runtime.registry.optimizers(), build.plan
     if not optimizers:
         raise HookError("configure_optimizers assigned no optimizer to self.")
     assert plan is not None  # the models are real
-    trainer._registry.refuse_strangers(plan.former_name)
+    runtime.registry.refuse_strangers(plan.former_name)
     for optimizer in optimizers.values():
         refuse_unshardable(optimizer)
         if isinstance(optimizer, Muon):
-            optimizer.replicas = trainer.world.averaging_group()
-    trainer._rates.note_options()
+            optimizer.replicas = runtime.world.averaging_group()
+    runtime.rates.note_options()
 
 
-def _configure_schedulers(trainer: SetupMixin) -> None:
-    trainer.configure_schedulers()
-    refuse_different_optimizers(trainer)
+def _connect_data(runtime: Runtime, build: Build) -> None:
+    connect_data(runtime)
 
 
-def _configure_metrics(trainer: SetupMixin) -> None:
-    trainer.configure_metrics()
-    for metric in trainer.named_metrics().values():
-        metric.to(trainer.world.device)
+def _configure_schedulers(runtime: Runtime, build: Build) -> None:
+    runtime.hooks.configure_schedulers()
+    refuse_different_optimizers(runtime)
+
+
+def _configure_metrics(runtime: Runtime, build: Build) -> None:
+    runtime.hooks.configure_metrics()
+    for metric in runtime.registry.metrics().values():
+        metric.to(runtime.world.device)
         for part in parts(metric):
-            part.process_group = trainer.world.data_group
-    refuse_different_modules(trainer.world, "metrics", trainer.named_metrics())
+            part.process_group = runtime.world.data_group
+    refuse_different_modules(runtime.world, "metrics", runtime.registry.metrics())
 
 
 CONFIGURE: tuple[SetupStage, ...] = (
@@ -375,7 +352,7 @@ SETUP: tuple[SetupStage, ...] = (
         "over initialised weights, so that a partial load leaves nothing undefined",
         _load_pretrained,
     ),
-    SetupStage("configure_dataloaders", "before optimizers and schedulers, which may need total_steps", connect_data),
+    SetupStage("configure_dataloaders", "before optimizers and schedulers, which may need total_steps", _connect_data),
     SetupStage(
         "configure_optimizers",
         "over real, sharded parameters, which they will update in place",

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from dream_trainer.data.window import Window
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 
 class AccumulationWindow:
@@ -19,63 +19,63 @@ class AccumulationWindow:
     Before training is set up there is none: nothing is open, and everything else is None or empty.
 
     Args:
-        trainer: The owner of the window.
+        runtime: The parts of the trainer whose window it is.
     """
 
-    __slots__ = ("_trainer",)
+    __slots__ = ("_runtime",)
 
-    def __init__(self, trainer: AbstractTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     @property
     def is_open(self) -> bool:
         """Whether a window is running, whose gradients cannot be saved: not a moment to save, to load
         or to move averages. In `post_train_step` it is over."""
-        return self._trainer._session.is_ready and self._trainer._accumulation.is_open
+        return self._runtime.session.is_ready and self._runtime.accumulation.is_open
 
     @property
     def batch(self) -> Any:
         """The micro-batch that runs, or ran last, on the device."""
-        return self._trainer._window.batch
+        return self._runtime.window.batch
 
     @property
     def weight(self) -> Tensor | float:
         """Weight of that micro-batch in logged means: that of `backward`, otherwise its samples on this rank. In
         `training_step` it may be set, such as to a number of labels if `backward` gets no weight."""
-        weight = self._trainer._accumulation.batch_weight
-        return self._trainer._window.batch_samples if weight is None else weight
+        weight = self._runtime.accumulation.batch_weight
+        return self._runtime.window.batch_samples if weight is None else weight
 
     @weight.setter
     def weight(self, weight: Tensor | float) -> None:
-        self._trainer._accumulation.batch_weight = weight
+        self._runtime.accumulation.batch_weight = weight
 
     @property
     def data(self) -> Window | None:
         """What was loaded for it: its samples over all ranks, and the position in the data after it."""
-        return self._trainer._data.feed.window if self._trainer._session.is_ready else None
+        return self._runtime.data.feed.window if self._runtime.session.is_ready else None
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:
         """This rank's batches of positions `first` to `end` of a pass over the data, each as its samples' indices in
         the dataset; None if only the loader knows."""
-        stream = self._trainer._data.stream
+        stream = self._runtime.data.stream
         return None if stream is None else stream.indices(epoch, first, end)
 
     @property
     def step_was_skipped(self) -> Tensor | None:
         """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step did not change the weights, so that
         a listener can do the same without a host read; None if it is known that the step changed them."""
-        return self._trainer._optimizer_step.maybe_skipped if self._trainer._session.is_ready else None
+        return self._runtime.optimizer_step.maybe_skipped if self._runtime.session.is_ready else None
 
     @property
     def loss_scale(self) -> Tensor | None:
         """Under fp16, what losses are multiplied by: a 0-dim device tensor that changes in place; else None."""
-        scale = self._trainer._accumulation.loss_scale if self._trainer._session.is_ready else None
+        scale = self._runtime.accumulation.loss_scale if self._runtime.session.is_ready else None
         return None if scale is None else scale.scale
 
     @property
     def losses(self) -> Sequence[Tensor]:
         """What `backward` was given in the micro-batch, detached; empty unless `watch` was called."""
-        return (self._trainer._accumulation.losses or ()) if self._trainer._session.is_ready else ()
+        return (self._runtime.accumulation.losses or ()) if self._runtime.session.is_ready else ()
 
     def watch(self, left_out: Callable[[Optimizer], None]) -> None:
         """Keeps `losses` and reports skipped steps from now on to the end of the run; can be called from `pre_fit` on.
@@ -84,11 +84,11 @@ class AccumulationWindow:
             left_out: Called with each optimizer whose step the host skips since its gradients are not finite, while
                 they still exist; `post_optimizer_step` is not called then.
         """
-        accumulation = self._trainer._accumulation
+        accumulation = self._runtime.accumulation
         if accumulation.losses is None:
             accumulation.losses = []
         self.watch_skipped(left_out)
 
     def watch_skipped(self, left_out: Callable[[Optimizer], None]) -> None:
         """As `watch`, without keeping `losses`."""
-        self._trainer._optimizer_step.watch_left_out(left_out)
+        self._runtime.optimizer_step.watch_left_out(left_out)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.callback import Callback
-from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.event_table import EVENTS
 from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.runtime import Runtime
 
 
-def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
+def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     """Checks that `cls` has the hooks its parts require, each with its arguments, and `config` the fields they read."""
     check_config(config)
     _check_config_classes(cls, config)
@@ -72,7 +72,7 @@ def _check_hooks(cls: type) -> None:
                 )
 
 
-def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
+def _hooks(cls: type[MixinHooks], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
     """The names of what may be overridden in the user's trainer and in each class of callbacks."""
     hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers"}}
     return hooks | {type(callback): {*vars(Callback)} for callback in callbacks}
@@ -119,7 +119,7 @@ def _refuse_lost_state(cls: type) -> None:
 _ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
 
 
-def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
+def _check_signatures(cls: type[MixinHooks], callbacks: Iterable[Callback]) -> None:
     for kind, names in _hooks(cls, callbacks).items():
         if issubclass(kind, Hooks):
             names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
@@ -170,7 +170,7 @@ def _may_change_arguments(decorated: Any) -> bool:
     return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
 
 
-def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParameters) -> None:
+def refuse_unused_parallelism(cls: type[MixinHooks], devices: DeviceParameters) -> None:
     def refuse(hook: str, field: str, is_wanted: bool, advice: str) -> None:
         if is_wanted and getattr(cls, hook) is getattr(Hooks, hook):
             value = vars(devices)[field]
@@ -222,7 +222,7 @@ _SETUP_HOOKS = (
 )
 
 
-def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
+def uncalled_hooks(cls: type[MixinHooks]) -> list[str]:
     """Hooks that `cls` overrides and nothing in it calls."""
     if cls._keeps_ranks_equal:
         return []
@@ -232,9 +232,9 @@ def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
 _CALLED_BY = {"predict_step": "EvalMixin", "configure_loggers": "LoggerMixin"}
 
 
-def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
+def uncalled_methods(runtime: Runtime) -> list[str]:
     """Warnings of public methods that look like a hook or an event and that nothing calls."""
-    kinds = _hooks(type(trainer), trainer.callbacks)
+    kinds = _hooks(type(runtime.hooks), runtime.config.callbacks)
     parts = [(cls, part, is_ours(part)) for cls in kinds for part in cls.__mro__]
     called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
     users_functions = [
@@ -269,7 +269,6 @@ _DECLARATIONS = frozenset(
 )
 # Hooks that a user may assign, say `self.training_step = torch.compile(self.training_step)`.
 _STEPS = frozenset({"training_step", "validation_step", "predict_step", "move_batch", "batch_size"})
-_OURS = "_names_of_ours"
 # Public methods that the framework itself calls for what they do: an override calls `super()`.
 _CALLED_BY_US = frozenset(
     {"warn_once", "changing_weights", "callback_is_due", "settle", "close", "request_stop", "request_save"}
@@ -278,14 +277,15 @@ _CALLED_BY_US = frozenset(
 
 # -- Names that a user's trainer and the framework may not both use: one would replace the other without a word.
 #
-# Of methods that is seen when the trainer is built. Attributes are seen when they are assigned: what the framework's
-# own code assigns is the framework's from then on, and what anybody else assigned first is not taken away from them.
+# Methods are compared when the trainer is built, attributes when they are assigned.
 
 
 def refuse_taken_names(cls: type) -> None:
     for part in cls.__mro__:
         if not is_ours(part) and part is not object:
             for name, value in vars(part).items():
+                if name in _ATTRIBUTES:
+                    raise _taken(f"{part.__name__}.{name}", name, names_of_ours(cls)[name])
                 _refuse_if_taken(cls, part, name, value)
 
 
@@ -304,7 +304,7 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         if not is_method or (name in _CALLED_BY_US and not hands_on(part, name)):
             raise _taken(f"{part.__name__}.{name}", name, ours[-1])
         return
-    if name not in vars(Cooperation) or not isinstance(written(value), FunctionType):
+    if name not in vars(MixinHooks) or not isinstance(written(value), FunctionType):
         raise _taken(f"{part.__name__}.{name}", name, ours[-1])
     if not hands_on(part, name):
         raise HookError(
@@ -314,45 +314,35 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         )
 
 
-def note_assignment(trainer: AbstractTrainer, name: str, value: Any) -> None:
-    """Checks an assignment to an attribute of `trainer`; called by its `__setattr__`."""
-    attributes = vars(trainer)
-    owner_of_name: dict[str, str] = attributes.setdefault(_OURS, {_OURS: __name__})
-    frame = sys._getframe(2)
-    place = frame.f_globals.get("__name__", "")
-    if place.startswith("dream_trainer."):
-        if name not in owner_of_name:
-            owner_of_name[name] = place
-            _refuse_users(trainer, name, value)
-    elif name in owner_of_name:
-        if attributes[name] is not value and name not in _FOLLOWED:
-            raise _taken(f"self.{name}, assigned in {_line(frame)},", name, owner_of_name[name])
-    else:
-        owners = [part for part in definers(type(trainer), name) if is_ours(part)]
-        if owners and not (name in _STEPS and callable(value)):
-            raise _taken(f"self.{name}, assigned in {_line(frame)},", name, owners[-1])
+def check_assignment(trainer: MixinHooks, name: str, value: Any) -> None:
+    """Raises HookError if `trainer.name = value` would replace something of the framework's."""
+    cls: Any = type(trainer)
+    owner = names_of_ours(cls).get(name)
+    if owner is None or name in _FOLLOWED or (name in _STEPS and callable(value)):
+        return
+    if name != "config" or vars(trainer).get(name, value) is not value:
+        raise _taken(f"self.{name} of {type(trainer).__name__}", name, owner)
 
 
-def _refuse_users(trainer: AbstractTrainer, name: str, value: Any) -> None:
-    """The framework assigns `name` for the first time: the user's class must not have it."""
-    attributes = vars(trainer)
-    if name in attributes and attributes[name] is not value:
-        raise _taken(f"self.{name} of {type(trainer).__name__}", name, vars(trainer)[_OURS][name])
-    for part in definers(type(trainer), name):
-        if not is_ours(part):
-            raise _taken(f"{part.__name__}.{name}", name, vars(trainer)[_OURS][name])
+@cache
+def names_of_ours(cls: Any) -> dict[str, type]:
+    """What the framework defines in the classes of `cls`, but for names that Python keeps apart (`__name`)."""
+    parts = [part for part in reversed(cls.__mro__) if is_ours(part)]
+    names: dict[str, type] = {
+        name: part for part in parts for name in vars(part) if not name.startswith(("__", f"_{part.__name__}__"))
+    }
+    return names | dict.fromkeys(_ATTRIBUTES, parts[-1])
 
 
-def _taken(theirs: str, name: str, ours: type | str) -> HookError:
-    place = ours if isinstance(ours, str) else f"{ours.__name__} ({ours.__module__})"
+def _taken(theirs: str, name: str, ours: type) -> HookError:
     advice = _ADVICE.get(name, "Give it another name.")
-    return HookError(f"{theirs} has a name that the framework uses: {name} of {place}. {advice}")
+    return HookError(
+        f"{theirs} has a name that the framework uses: {name} of {ours.__name__} ({ours.__module__}). {advice}"
+    )
 
 
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
+# The framework's own attributes of a trainer.
+_ATTRIBUTES = ("config", "_runtime")
 # Assigned by users and followed: new data for the next epoch.
 _FOLLOWED = frozenset({"train_dataloader"})
 

@@ -1,4 +1,4 @@
-"""Cooperation: the hooks through which mixins take part in the loop, each declared once as a documented no-op.
+"""MixinHooks: the hooks through which mixins take part in the loop, each declared once as a documented no-op.
 
 A mixin overrides those it needs and calls `super()`; none knows of another.
 """
@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.errors import HookError
+from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.user_class.overrides import bound, definers
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
     from dream_trainer.loggers.media import MediaLog
     from dream_trainer.loggers.records import Records
-    from dream_trainer.modules.attention_takeover import AttentionTakeover
-    from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
@@ -42,23 +40,38 @@ class NoRounds:
         return tensors
 
 
-class Cooperation:
+class MixinHooks(Hooks):
     """What mixins override."""
 
+    # Mixins and BaseTrainer name the hooks they cannot do without, and the config class that carries their field.
+    _required_hooks: ClassVar[dict[str, str]] = {}
+    _config_class: ClassVar[type | None] = None
+    # Whether parameters and gradients are kept equal over ranks (SetupMixin) and whether "auto" shards them
+    # (FSDPMixin).
+    _keeps_ranks_equal: ClassVar[bool] = False
+    _shards_parameters: ClassVar[bool] = False
+    # Whether batches can be cut along sequences (ContextParallelMixin).
+    _cuts_sequences: ClassVar[bool] = False
+    # Whether a dict of named validation loaders is understood (EvalMixin).
+    _names_validation_loaders: ClassVar[bool] = False
+    # Whether the run can be saved, at any time (CheckpointMixin).
+    _saves_checkpoints: ClassVar[bool] = False
+
+    # Of the trainer.
     _notify: Callable[..., None]
     warn_once: Callable[[str, str], None]
-    training: bool
     backward: Callable[..., None]
-    # CheckpointMixin puts one here that saves.
-    _saver: Saving = Saving()
-    _records: Records  # where `log` adds to
-    # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
-    _workers: int | Literal["hosts"] = 1
-    _rounds: NoRounds = NoRounds()
-    # On while a step runs whose sequences ranks share; ContextParallelMixin puts it here.
-    _takeover: AttentionTakeover | None = None
-    # What `step` runs inside: ContextParallelMixin leaves its mode there, where nobody calls attention.
-    _outside_forward: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    close: Callable[[], None]
+    settle: Callable[[], None]
+
+    @property
+    def _records(self) -> Records:
+        raise NotImplementedError
+
+    @property
+    def training(self) -> bool:
+        """Whether the trainer trains (True) or validates (False)."""
+        raise NotImplementedError
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""
@@ -73,6 +86,10 @@ class Cooperation:
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """What is called with each batch and its index instead of `step`, a training or validation step."""
         return step
+
+    def _outside_forward(self) -> AbstractContextManager[None]:
+        """What `step` runs inside; a mixin whose mode is on in the steps leaves it there."""
+        return nullcontext()
 
     def _log_step(self, result: dict[str, Any], weight: Any) -> None:
         """Takes the result of a training micro-batch."""
@@ -376,17 +393,17 @@ class MixinStates(dict[str, Any]):
         return MixinStates({**self, **other})
 
 
-def mixin_states(trainer: AbstractTrainer) -> dict[str, Any]:
+def mixin_states(hooks: MixinHooks) -> dict[str, Any]:
     """What `_mixin_state` gives; a collective, since loggers communicate there."""
     try:
-        return dict(trainer._mixin_state())
+        return dict(hooks._mixin_state())
     except _TakenKeyError as error:
         key = error.args[0]
     owner = ""
     # From the last one on, each with those behind it.
-    for part in reversed(definers(type(trainer), "_mixin_state")):
+    for part in reversed(definers(type(hooks), "_mixin_state")):
         try:
-            if key in bound(trainer, "_mixin_state", part)():
+            if key in bound(hooks, "_mixin_state", part)():
                 owner = owner or part.__name__
         except _TakenKeyError:
             raise HookError(

@@ -1,0 +1,136 @@
+"""Runtime: the parts that a trainer is made of, under one name each.
+
+What sets up, trains, validates and saves takes the runtime, or the parts that it needs, and never the trainer. The
+trainer is in it as `hooks`: the methods that its author and mixins override.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dream_trainer.checkpoint.saving import Saving
+from dream_trainer.data.feed import ConnectedData
+from dream_trainer.errors import HookError, StepError
+from dream_trainer.loggers.records import Records
+from dream_trainer.modules.parallel_models import ParallelModels
+from dream_trainer.trainer.coordinator import Coordinator
+from dream_trainer.trainer.counters import Counters
+from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
+from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.resumed_rates import ResumedRates
+from dream_trainer.trainer.schedule import Schedule
+from dream_trainer.trainer.unloaded_base import UnloadedBases
+from dream_trainer.trainer.window_state import WindowState
+
+if TYPE_CHECKING:
+    from dream_trainer.config.trainer_config import BaseTrainerConfig
+    from dream_trainer.distributed.watchdog import Watchdog
+    from dream_trainer.distributed.world import World
+    from dream_trainer.modules.attention_takeover import AttentionTakeover
+    from dream_trainer.trainer.prefetcher import Prefetcher
+    from dream_trainer.trainer.run_recorder import RunRecorder
+    from dream_trainer.trainer.step.accumulation import Accumulation
+    from dream_trainer.trainer.step.optimizer_step import OptimizerStep
+
+
+@dataclass(slots=True)
+class State:
+    """What everybody may read of a trainer: its properties of the same names."""
+
+    accumulation_steps: int
+    total_steps: int | None = None
+    steps_per_epoch: int | None = None
+    train_dataloader: Any = None
+    val_dataloaders: dict[str, Any] = field(default_factory=dict)
+    training: bool = True
+    is_padding_batch: bool = False
+    is_sanity_validation: bool = False
+    is_evaluating: bool = False
+    val_name: str = ""
+
+
+@dataclass(slots=True)
+class Session:
+    """How far a trainer has come between its constructor and `close`; trainer/session.py takes it there."""
+
+    is_ready: bool = False  # whether it has launched and set up
+    is_training: bool = False  # whether `fit` is in its loop
+    has_failed: bool = False
+    is_first_window: bool = True  # whether no window was trained yet in this process
+    is_closed: bool = False
+    is_half_set_up: bool = False
+    is_nonfinite: bool = False  # whether it failed because of gradients that were not finite
+    watchdog: Watchdog | None = None  # while `fit` is in its loop
+
+    def patience(self) -> AbstractContextManager[None]:
+        """For phases without batches that may take long: the watchdog gives them more time."""
+        return nullcontext() if self.watchdog is None else self.watchdog.patient()
+
+
+@dataclass(kw_only=True, eq=False)
+class Runtime:
+    hooks: MixinHooks
+    config: Any  # of the user's class, with the fields of the mixins
+    run_dir: Path  # as it was first: a closed trainer's config may be changed for the next one
+    state: State
+    progress: Counters
+    registry: Registry  # models, optimizers and so on, by the trainer's attributes
+    schedule: Schedule
+    rates: ResumedRates
+    coordinator: Coordinator
+    session: Session = field(default_factory=Session)
+    data: ConnectedData = field(default_factory=ConnectedData)
+    window: WindowState = field(default_factory=WindowState)
+    records: Records = field(default_factory=Records)  # what `log` adds to
+    parallel: ParallelModels = field(default_factory=ParallelModels)
+    said_once: set[str] = field(default_factory=set)
+    recorder: RunRecorder = field(init=False)
+    events: Mapping[str, tuple[Callable[..., None], ...]] = field(init=False)  # of this rank, once it is known
+    # From launch on
+    launched: World | None = None
+    # From setup on; mixins put others in place of these
+    accumulation: Accumulation = field(init=False)
+    optimizer_step: OptimizerStep = field(init=False)
+    prefetcher: Prefetcher = field(init=False)
+    unloaded_bases: UnloadedBases = field(default_factory=UnloadedBases)
+    saver: Saving = field(default_factory=Saving)
+    rounds: NoRounds = field(default_factory=NoRounds)
+    workers: int | Literal["hosts"] = 1  # groups of ranks that step on their own
+    takeover: AttentionTakeover | None = None  # on while a step runs whose sequences ranks share
+
+    @property
+    def world(self) -> World:
+        """Raises HookError before launch."""
+        if self.launched is None:
+            raise HookError("self.world exists from launch on (fit, evaluate or predict). Do not read it in __init__.")
+        return self.launched
+
+    def warn_once(self, key: str, message: str) -> None:
+        """As the trainer's method, which may be overridden."""
+        self.hooks.warn_once(key, message)
+
+    def refuse_inside_window(self, what: str) -> None:
+        """Raises StepError if an accumulation window is running, whose gradients are not in any state."""
+        if self.session.is_ready and self.accumulation.is_open:
+            raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
+
+
+def build_runtime(hooks: MixinHooks, config: BaseTrainerConfig) -> Runtime:
+    """Of a trainer that was just constructed; what needs ranks joins at launch and setup (trainer/session.py)."""
+    progress, registry, parameters = Counters(), Registry(vars(hooks)), config.training_parameters
+    schedule = Schedule(parameters, progress)
+    return Runtime(
+        hooks=hooks,
+        config=config,
+        run_dir=config.run_dir,
+        state=State(parameters.gradient_accumulation_steps),
+        progress=progress,
+        registry=registry,
+        schedule=schedule,
+        rates=ResumedRates(registry.optimizers, registry.schedulers),
+        coordinator=Coordinator(schedule, progress),
+    )
