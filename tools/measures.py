@@ -62,9 +62,11 @@ def largest_cycle(edges: dict[str, set[str]]) -> int:
 
 
 def takes_trainer(function: ast.FunctionDef) -> bool:
-    """Whether an argument is called `trainer` or has a trainer's type."""
+    """Whether an argument is called `trainer` or has a trainer's type (and not its config's)."""
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    return any(a.arg == "trainer" or (a.annotation and "Trainer" in ast.unparse(a.annotation)) for a in arguments)
+    return any(
+        a.arg == "trainer" or (a.annotation and re.search(r"Trainer\b", ast.unparse(a.annotation))) for a in arguments
+    )
 
 
 def measures(root: Path) -> dict[str, object]:
