@@ -9,9 +9,10 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], packages: Collection[str] = ()
+    package: str, modules: Mapping[str, str], packages: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package."""
+    """`__getattr__`, `__dir__` and `__all__` of a package, by the names in each of `modules`."""
+    homes = {name: module for module, names in modules.items() for name in names.split()}
     names = sorted(homes)
 
     def load(name: str) -> Any:

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from dream_trainer.callbacks.every import Every as Every
     from dream_trainer.callbacks.garbage_collection import GarbageCollection as GarbageCollection
-    from dream_trainer.callbacks.gradient_stats import GradientStats as GradientStats
-    from dream_trainer.callbacks.gradient_stats import WeightStats as WeightStats
+    from dream_trainer.callbacks.gradient_stats import GradientStats as GradientStats, WeightStats as WeightStats
     from dream_trainer.callbacks.image_files import ImageFiles as ImageFiles
     from dream_trainer.callbacks.learning_rate import LearningRate as LearningRate
     from dream_trainer.callbacks.memory import Memory as Memory
@@ -20,44 +19,39 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.nonfinite_report import NonFiniteReport as NonFiniteReport
     from dream_trainer.callbacks.profiler import Profiler as Profiler
     from dream_trainer.callbacks.progress import Progress as Progress
-    from dream_trainer.callbacks.summary import ModelSummary as ModelSummary
-    from dream_trainer.callbacks.summary import TrainerSummary as TrainerSummary
+    from dream_trainer.callbacks.summary import ModelSummary as ModelSummary, TrainerSummary as TrainerSummary
     from dream_trainer.callbacks.throughput import Throughput as Throughput
-    from dream_trainer.callbacks.weight_average import EMA as EMA
-    from dream_trainer.callbacks.weight_average import SWA as SWA
+    from dream_trainer.callbacks.weight_average import EMA as EMA, SWA as SWA
     from dream_trainer.callbacks.weight_transfer import WeightTransfer as WeightTransfer
-    from dream_trainer.events.callback import Callback as Callback
-    from dream_trainer.events.callback import LoggingCallback as LoggingCallback
-    from dream_trainer.events.callback import TimedCallback as TimedCallback
+    from dream_trainer.events.callback import (
+        Callback as Callback,
+        LoggingCallback as LoggingCallback,
+        TimedCallback as TimedCallback,
+    )
     from dream_trainer.events.collection import CallbackCollection as CallbackCollection
     from dream_trainer.events.sanity_checks import SanityChecks as SanityChecks
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "ActivationStats": "callbacks.activation_stats",
-            "Callback": "events.callback",
-            "CallbackCollection": "events.collection",
-            "EMA": "callbacks.weight_average",
-            "EarlyStopping": "callbacks.early_stopping",
-            "Every": "callbacks.every",
-            "GarbageCollection": "callbacks.garbage_collection",
-            "GradientStats": "callbacks.gradient_stats",
-            "ImageFiles": "callbacks.image_files",
-            "LearningRate": "callbacks.learning_rate",
-            "LoggingCallback": "events.callback",
-            "Memory": "callbacks.memory",
-            "ModelSummary": "callbacks.summary",
-            "MixtureWeights": "callbacks.mixture_weights_by_step",
-            "NonFiniteReport": "callbacks.nonfinite_report",
-            "Profiler": "callbacks.profiler",
-            "Progress": "callbacks.progress",
-            "SWA": "callbacks.weight_average",
-            "SanityChecks": "events.sanity_checks",
-            "Throughput": "callbacks.throughput",
-            "TimedCallback": "events.callback",
-            "TrainerSummary": "callbacks.summary",
-            "WeightStats": "callbacks.gradient_stats",
-            "WeightTransfer": "callbacks.weight_transfer",
+            "callbacks.activation_stats": "ActivationStats",
+            "callbacks.early_stopping": "EarlyStopping",
+            "callbacks.every": "Every",
+            "callbacks.garbage_collection": "GarbageCollection",
+            "callbacks.gradient_stats": "GradientStats WeightStats",
+            "callbacks.image_files": "ImageFiles",
+            "callbacks.learning_rate": "LearningRate",
+            "callbacks.memory": "Memory",
+            "callbacks.mixture_weights_by_step": "MixtureWeights",
+            "callbacks.nonfinite_report": "NonFiniteReport",
+            "callbacks.profiler": "Profiler",
+            "callbacks.progress": "Progress",
+            "callbacks.summary": "ModelSummary TrainerSummary",
+            "callbacks.throughput": "Throughput",
+            "callbacks.weight_average": "EMA SWA",
+            "callbacks.weight_transfer": "WeightTransfer",
+            "events.callback": "Callback LoggingCallback TimedCallback",
+            "events.collection": "CallbackCollection",
+            "events.sanity_checks": "SanityChecks",
         },
     )

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist  # which makes the module below
 import torch.nn as nn
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore as HashStore
-from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store as Store
-from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import (
+    HashStore as HashStore,
+    PrefixStore as PrefixStore,
+    Store as Store,
+    TCPStore as TCPStore,
+)
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 

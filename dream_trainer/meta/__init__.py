@@ -17,18 +17,14 @@ from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from dream_trainer.meta.initialise import default_init as default_init
-    from dream_trainer.meta.realize import Plan as Plan
-    from dream_trainer.meta.realize import materialize as materialize
-    from dream_trainer.meta.realize import remember as remember
+    from dream_trainer.meta.realize import Plan as Plan, materialize as materialize, remember as remember
     from dream_trainer.meta.tape import Tape as Tape
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "Plan": "meta.realize",
-            "Tape": "meta.tape",
-            "default_init": "meta.initialise",
-            "materialize": "meta.realize",
-            "remember": "meta.realize",
+            "meta.initialise": "default_init",
+            "meta.realize": "Plan materialize remember",
+            "meta.tape": "Tape",
         },
     )

@@ -7,21 +7,17 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.modules.expert_exchange import ExpertExchange as ExpertExchange
-    from dream_trainer.modules.expert_exchange import split_experts as split_experts
+    from dream_trainer.modules.expert_exchange import ExpertExchange as ExpertExchange, split_experts as split_experts
     from dream_trainer.modules.gated_experts import GatedExperts as GatedExperts
-    from dream_trainer.modules.mixture_of_experts import MoE as MoE
-    from dream_trainer.modules.mixture_of_experts import SharedExperts as SharedExperts
+    from dream_trainer.modules.mixture_of_experts import MoE as MoE, SharedExperts as SharedExperts
     from dream_trainer.modules.random_parts import declare_random_layer as declare_random_layer
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "ExpertExchange": "modules.expert_exchange",
-            "GatedExperts": "modules.gated_experts",
-            "MoE": "modules.mixture_of_experts",
-            "SharedExperts": "modules.mixture_of_experts",
-            "declare_random_layer": "modules.random_parts",
-            "split_experts": "modules.expert_exchange",
+            "modules.expert_exchange": "ExpertExchange split_experts",
+            "modules.gated_experts": "GatedExperts",
+            "modules.mixture_of_experts": "MoE SharedExperts",
+            "modules.random_parts": "declare_random_layer",
         },
     )

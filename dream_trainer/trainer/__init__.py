@@ -15,9 +15,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "AbstractTrainer": "trainer.abstract",
-            "BaseTrainer": "trainer.base",
-            "DreamTrainer": "trainer.dream",
-            "DreamTrainerConfig": "config.dream_trainer_config",
+            "config.dream_trainer_config": "DreamTrainerConfig",
+            "trainer.abstract": "AbstractTrainer",
+            "trainer.base": "BaseTrainer",
+            "trainer.dream": "DreamTrainer",
         },
     )

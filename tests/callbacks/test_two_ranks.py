@@ -24,8 +24,7 @@ from tests.api import (
     WeightTransfer,
     export_checkpoint,
 )
-from tests.callbacks import test_swa as swa_alone
-from tests.callbacks import test_weight_transfer as transfer_alone
+from tests.callbacks import test_swa as swa_alone, test_weight_transfer as transfer_alone
 from tests.callbacks.test_swa import Saved, averaged, saved_config
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import (

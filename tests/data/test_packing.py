@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.api import RowPlan, pack_best_fit, pack_concatenated, pack_one_by_one
 from tests.data.documents import web_like_lengths

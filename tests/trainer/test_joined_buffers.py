@@ -16,8 +16,19 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import ConfigError, JoinedBuffers, World, export_checkpoint
-from tests.trainer.small import WIDTH, Samples, Sharded, Spread, Validates, fit, make_config, network, sgd, weights
-from tests.trainer.small import fill as fill_weights
+from tests.trainer.small import (
+    WIDTH,
+    Samples,
+    Sharded,
+    Spread,
+    Validates,
+    fill as fill_weights,
+    fit,
+    make_config,
+    network,
+    sgd,
+    weights,
+)
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
 

@@ -9,8 +9,18 @@ import torch
 import torch.nn as nn
 
 from tests.api import StepError
-from tests.trainer.small import BY_BLOCKS, Batch, Sharded, Spread, assert_same_weights, fill, make_config, sgd, weights
-from tests.trainer.small import Samples as Pairs
+from tests.trainer.small import (
+    BY_BLOCKS,
+    Batch,
+    Samples as Pairs,
+    Sharded,
+    Spread,
+    assert_same_weights,
+    fill,
+    make_config,
+    sgd,
+    weights,
+)
 from tests.worlds import run_world
 
 DROPPED = {0: (), 1: (2,)}  # by each rank in its second batch

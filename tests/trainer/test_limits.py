@@ -23,8 +23,17 @@ from tests.trainer.resumable import (
     make_config,
     train,
 )
-from tests.trainer.small import Alone, Samples, Sharded, Spread, assert_same_weights, batches, by_hand, weights
-from tests.trainer.small import make_config as small_config
+from tests.trainer.small import (
+    Alone,
+    Samples,
+    Sharded,
+    Spread,
+    assert_same_weights,
+    batches,
+    by_hand,
+    make_config as small_config,
+    weights,
+)
 from tests.worlds import run_world
 
 NO_STEPS: Limits = {"max_steps": None, "n_epochs": EPOCHS}

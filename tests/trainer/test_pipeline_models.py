@@ -25,6 +25,7 @@ from tests.trainer.stages import (
     VOCABULARY,
     WIDTH,
     Block,
+    Case as OneModel,
     Model,
     Rows,
     Trained,
@@ -33,7 +34,6 @@ from tests.trainer.stages import (
     mean_loss,
     united,
 )
-from tests.trainer.stages import Case as OneModel
 from tests.worlds import run_world
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import Optimizer
-from torch.optim import lr_scheduler as lrs
+from torch.optim import Optimizer, lr_scheduler as lrs
 
 import dream_trainer as dt
 from tests.api import BranchParameters, CheckpointError, ConfigError, Every, read_record

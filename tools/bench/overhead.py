@@ -39,8 +39,8 @@ from dream_trainer import (
     DreamTrainerConfig,
     LoggerParameters,
     TrainingParameters,
+    callbacks as cb,
 )
-from dream_trainer import callbacks as cb
 
 
 class Fitting:
