@@ -68,11 +68,10 @@ class Given:
 
 class ObjectsTrainer(DreamTrainer):
     config: ObjectsConfig
-    is_launched = False
 
     def __init__(self, config: ObjectsConfig, given: Given) -> None:
         super().__init__(config)
-        self.given = given
+        self.given, self.is_launched = given, False
 
     @override
     def warn_once(self, key: str, message: str) -> None:
