@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
 from dream_trainer.distributed.pulse import Flags, Pulse, Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.errors import StepError
-from dream_trainer.events.callback import Callback, TimedCallback
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.saving import Saving
@@ -22,6 +21,12 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.schedule import Schedule
 
 logger = logging.getLogger("dream_trainer")
+
+
+class Timed(Protocol):
+    """What is due by rank 0's clock: a `TimedCallback`."""
+
+    def is_due_by_the_clock(self) -> bool: ...
 
 
 class Coordinator:
@@ -41,13 +46,13 @@ class Coordinator:
         if self.world is not None:
             self.world.leave_lost_job()
 
-    def begin(self, world: World, saver: Saving, gradients: LocalGradients, callbacks: Iterable[Callback]) -> None:
+    def begin(self, world: World, saver: Saving, gradients: LocalGradients, timed: Sequence[Timed]) -> None:
         self._world, self._saver, self._gradients = world, saver, gradients
         self._pulse = Pulse(world)
         self._is_alone, self._is_main = world.world_size == 1, world.is_main
         gradients.own_time.is_wanted = world.world_size > 1
         self._is_one_stage = world.stages == 1  # stages of a pipeline run other blocks than each other
-        self._timed = [callback for callback in callbacks if isinstance(callback, TimedCallback)]
+        self._timed = timed
         self._clocks = 0
 
     def begin_training(self) -> None:
@@ -55,7 +60,7 @@ class Coordinator:
         self.trains, self.stopped, self.ended_by = True, False, None
         self.requests.forget_signals()
 
-    def callback_is_due(self, callback: TimedCallback) -> bool:
+    def callback_is_due(self, callback: Timed) -> bool:
         """Whether it was due by rank 0's clock before the window just completed; the same on all ranks."""
         return bool(self._clocks >> self._timed.index(callback) & 1)
 

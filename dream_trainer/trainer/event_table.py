@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.hooks import Hooks
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.runtime import Runtime
 
 Listener = Callable[..., None]
-
-
-class Heard(NamedTuple):
-    listeners: tuple[Listener, ...]
-    is_heard_anywhere: bool  # whether some rank has a listener
 
 
 _STATE = {"state_dict", "load_state_dict"}
@@ -56,10 +51,6 @@ def notify(runtime: Runtime, event: str, *args: Any) -> None:
         runtime.parallel.forget_whole()
     for listener in runtime.events[event]:
         listener(*args)
-
-
-def heard_of(runtime: Runtime, event: str) -> Heard:
-    return Heard(runtime.events[event], anyone_listens(runtime, event))
 
 
 def _with_whole_parameters(runtime: Runtime, event: str, listener: Listener) -> Listener:

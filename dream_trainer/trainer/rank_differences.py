@@ -16,7 +16,6 @@ from dream_trainer.distributed.equality import plain_facts, refuse, refuse_diffe
 from dream_trainer.errors import RanksDifferError
 
 if TYPE_CHECKING:
-    from dream_trainer.config.trainer_config import BaseTrainerConfig
     from dream_trainer.data.loader import ShardReader
     from dream_trainer.distributed.ranks import Ranks
     from dream_trainer.trainer.runtime import Runtime
@@ -57,7 +56,7 @@ def refuse_different_configs(runtime: Runtime) -> None:
     )
 
 
-def _config_facts(config: BaseTrainerConfig) -> dict[str, str]:
+def _config_facts(config: Any) -> dict[str, str]:
     facts = {"seed": repr(config.seed)}
     for part in fields(config):
         value = vars(config)[part.name]

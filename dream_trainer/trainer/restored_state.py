@@ -144,7 +144,7 @@ def _restore_shared(
         extra_state = {name: {f: v for f, v in extra_state[name].items() if f in own[name]} for name in own}
     load_model_extra_state(runtime.registry.models(), extra_state)
     warned, kept = runtime.rates.restore(shared, branch, runtime.progress.tokens_seen)
-    runtime.recorder.kept_options = [one._asdict() for one in kept]
+    runtime.origin.kept_options = [one._asdict() for one in kept]
     if runtime.world.is_main:
         for line in warned:
             logger.warning("%s", line)

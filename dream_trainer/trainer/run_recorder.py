@@ -41,10 +41,6 @@ class RunRecorder:
         self._record: RunRecord | None = None
         self._made = time.time()
         self._has_directory = self._is_new = False
-        self.parent: dict[str, Any] | None = None  # of a branch, what it began from, as `RunRecord.parent`
-        self.resumed_from: str | None = None  # as `RunRecord.resumed_from`
-        self.kept_options: list[dict[str, Any]] = []  # as `RunRecord.kept_options`
-        self.best_of_checkpoint: dict[str, tuple[float, int]] = {}  # each with its step, until training starts
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
         """What is called at `event` on this rank: ranks other than 0 write of their failures alone."""
@@ -83,9 +79,9 @@ class RunRecorder:
             starts=before.starts + is_new_process,
             metrics=before.metrics,
             best=self._best_before(before),
-            parent=self.parent or before.parent,
-            resumed_from=self.resumed_from,
-            kept_options=self.kept_options,
+            parent=runtime.origin.parent or before.parent,
+            resumed_from=runtime.origin.resumed_from,
+            kept_options=runtime.origin.kept_options,
             argv=sys.argv,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -112,10 +108,10 @@ class RunRecorder:
         runtime = self._runtime
         best = {name: found for name, found in before.best.items() if found["step"] <= runtime.progress.global_step}
         modes = runtime.hooks._best_modes()
-        for name, (value, step) in self.best_of_checkpoint.items():
+        for name, (value, step) in runtime.origin.best_of_checkpoint.items():
             if name in modes:
                 best[name] = {"value": value, "step": step, "mode": modes[name]}
-        self.best_of_checkpoint = {}  # from now on the record knows better
+        runtime.origin.best_of_checkpoint = {}  # from now on the record knows better
         return best
 
     def _validated(self, metrics: dict[str, float]) -> None:

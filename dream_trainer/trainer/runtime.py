@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.data.feed import ConnectedData
@@ -27,12 +27,10 @@ from dream_trainer.trainer.unloaded_base import UnloadedBases
 from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
-    from dream_trainer.config.trainer_config import BaseTrainerConfig
     from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
     from dream_trainer.modules.attention_takeover import AttentionTakeover
     from dream_trainer.trainer.prefetcher import Prefetcher
-    from dream_trainer.trainer.run_recorder import RunRecorder
     from dream_trainer.trainer.step.accumulation import Accumulation
     from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 
@@ -71,6 +69,24 @@ class Session:
         return nullcontext() if self.watchdog is None else self.watchdog.patient()
 
 
+@dataclass(slots=True)
+class Origin:
+    """Where a run comes from, as its record keeps it (trainer/run_record.py)."""
+
+    parent: dict[str, Any] | None = None  # of a branch, what it began from
+    resumed_from: str | None = None
+    kept_options: list[dict[str, Any]] = field(default_factory=list)
+    best_of_checkpoint: dict[str, tuple[float, int]] = field(default_factory=dict)  # with steps, until training starts
+
+
+class Recorder(Protocol):
+    """What the loop asks of trainer/run_recorder.py."""
+
+    def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]: ...
+
+    def nothing_to_train(self, because: str) -> None: ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Runtime:
     hooks: MixinHooks
@@ -88,7 +104,8 @@ class Runtime:
     records: Records = field(default_factory=Records)  # what `log` adds to
     parallel: ParallelModels = field(default_factory=ParallelModels)
     said_once: set[str] = field(default_factory=set)
-    recorder: RunRecorder = field(init=False)
+    origin: Origin = field(default_factory=Origin)
+    recorder: Recorder = field(init=False)
     events: Mapping[str, tuple[Callable[..., None], ...]] = field(init=False)  # of this rank, once it is known
     # From launch on
     launched: World | None = None
@@ -119,7 +136,7 @@ class Runtime:
             raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
 
 
-def build_runtime(hooks: MixinHooks, config: BaseTrainerConfig) -> Runtime:
+def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
     """Of a trainer that was just constructed; what needs ranks joins at launch and setup (trainer/session.py)."""
     progress, registry, parameters = Counters(), Registry(vars(hooks)), config.training_parameters
     schedule = Schedule(parameters, progress)

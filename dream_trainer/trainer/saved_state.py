@@ -114,7 +114,7 @@ def snapshot(
             "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
             "config": to_dict(runtime.config),
             "metrics": dict(metrics),
-            "parent": runtime.recorder.parent,
+            "parent": runtime.origin.parent,
         },
     )
 

@@ -15,13 +15,14 @@ from dream_trainer.distributed.lost_ranks import is_lost_connection
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
+from dream_trainer.events.callback import TimedCallback
 from dream_trainer.trainer.data_setup import connect_data
-from dream_trainer.trainer.event_table import event_table, heard_of, notify
+from dream_trainer.trainer.event_table import anyone_listens, event_table, notify
 from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.rank_differences import refuse_different_configs
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
-from dream_trainer.trainer.step.optimizer_step import OptimizerStep
+from dream_trainer.trainer.step.optimizer_step import Heard, OptimizerStep
 from dream_trainer.trainer.user_class.class_checks import uncalled_hooks, uncalled_methods
 
 if TYPE_CHECKING:
@@ -192,16 +193,28 @@ def _build_step(runtime: Runtime) -> None:
     accumulation = Accumulation(config.device_parameters, world, registry, parallel, runtime.warn_once)
     loss_scale = accumulation.loss_scale
     guard = NonFiniteGuard(config.training_parameters, world, runtime.progress, loss_scale, runtime.warn_once)
-    before, after = heard_of(runtime, "pre_optimizer_step"), heard_of(runtime, "post_optimizer_step")
+    before, after = [
+        Heard(runtime.events[event], anyone_listens(runtime, event))
+        for event in ("pre_optimizer_step", "post_optimizer_step")
+    ]
     runtime.accumulation = accumulation
     runtime.optimizer_step = OptimizerStep(
-        config, world, registry, parallel, accumulation, guard, before=before, after=after
+        config.training_parameters,
+        config.device_parameters,
+        world,
+        registry,
+        parallel,
+        accumulation,
+        guard,
+        before=before,
+        after=after,
     )
 
 
 def _build_coordination(runtime: Runtime) -> None:
     world, saver, coordinator = runtime.world, runtime.saver, runtime.coordinator
-    coordinator.begin(world, saver, runtime.parallel.gradients, runtime.config.callbacks)
+    timed = [callback for callback in runtime.config.callbacks if isinstance(callback, TimedCallback)]
+    coordinator.begin(world, saver, runtime.parallel.gradients, timed)
     runtime.prefetcher = Prefetcher(
         coordinator,
         world,

@@ -285,11 +285,11 @@ class CheckpointMixin(AbstractTrainer):
         """`newest` is the run's newest checkpoint, where `manifest` is of what its hosts keep for themselves."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         restore(self._runtime, manifest, self.__form, None if is_own else branch)
-        self._runtime.recorder.parent = manifest.parent
+        self._runtime.origin.parent = manifest.parent
         if not is_own:
             path = str(absolute(manifest.path))
             run, words = run_name(manifest), dict(vars(branch))
-            self._runtime.recorder.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
+            self._runtime.origin.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
         metrics = manifest.metrics if branch.counters == "keep" else {}
         self._runtime.saver.goes_on_from(
             self.global_step,
@@ -300,7 +300,7 @@ class CheckpointMixin(AbstractTrainer):
         )
         if self._runtime.saver.local is not None:
             self._runtime.saver.local.loaded(manifest, is_own=is_own)
-        self._runtime.recorder.resumed_from = str(absolute(manifest.path))
+        self._runtime.origin.resumed_from = str(absolute(manifest.path))
         self._say_what_changed(manifest, None if is_own else branch)
         self._notify("on_load", manifest.path)
 

@@ -174,6 +174,6 @@ class EvalMixin(AbstractTrainer):
         saved = state.get("evaluation", {})
         self.__best, self.__best_steps = dict(saved.get("best", {})), dict(saved.get("best_steps", {}))
         # A checkpoint of before the steps were kept has none.
-        self._runtime.recorder.best_of_checkpoint = {
+        self._runtime.origin.best_of_checkpoint = {
             name: (self.best[name], step) for name, step in self.__best_steps.items()
         }

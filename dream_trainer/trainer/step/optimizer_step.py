@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
@@ -34,14 +34,21 @@ from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
 from dream_trainer.trainer.step.tied_gradients import TiedGradients
 
 if TYPE_CHECKING:
-    from dream_trainer.config.trainer_config import BaseTrainerConfig
+    from dream_trainer.config.device_parameters import DeviceParameters
+    from dream_trainer.config.training_parameters import TrainingParameters
     from dream_trainer.distributed.world import World
     from dream_trainer.modules.parallel_models import ParallelModels
-    from dream_trainer.trainer.event_table import Heard
     from dream_trainer.trainer.registry import Registry
     from dream_trainer.trainer.step.accumulation import Accumulation, Weight
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Heard(NamedTuple):
+    """Who hears of each step."""
+
+    listeners: tuple[Callable[..., None], ...]
+    is_heard_anywhere: bool  # whether some rank has a listener
 
 
 class OptimizerStep:
@@ -49,7 +56,8 @@ class OptimizerStep:
 
     def __init__(
         self,
-        config: BaseTrainerConfig,
+        parameters: TrainingParameters,
+        devices: DeviceParameters,
         world: World,
         registry: Registry,
         parallel: ParallelModels,
@@ -59,7 +67,7 @@ class OptimizerStep:
         before: Heard,
         after: Heard,
     ) -> None:
-        parameters, gradients = config.training_parameters, parallel.gradients
+        gradients = parallel.gradients
         self._registry, self._accumulation = registry, accumulation
         self._loss_scale = accumulation.loss_scale
         self._turns = accumulation.turns
@@ -70,12 +78,12 @@ class OptimizerStep:
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Not the one of `backward`: such a context cannot be entered again inside itself.
-        self._context = without_autocast(config.device_parameters, world.device)
+        self._context = without_autocast(devices, world.device)
         self._clip_norm = parameters.gradient_clip_val
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = guard
-        self._devices, self._parallel = config.device_parameters, parallel
+        self._devices, self._parallel = devices, parallel
         self._local_gradients, self._own_time = gradients, gradients.own_time
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._stepped: set[nn.Module] = set()
