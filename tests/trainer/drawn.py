@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         return draw(st.sampled_from(values))
 
     yes = st.booleans()
-    loader = choose("own", "own", "plain", "batches", "stateful", "handwritten", "live", "stream")
+    loader = choose("own", "own", "plain", "batches", "stateful", "handwritten")
     size, accumulation = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     drop_last, weight = draw(yes), choose("none", "int", "tensor")
     if loader == "own" and ranks > 1 and not drop_last and weight == "none":
@@ -218,56 +218,11 @@ class HandWritten:
     def __init__(self, case: Case, numbers: Numbers) -> None:
         self.case, self.numbers = case, numbers
 
-    def order(self) -> Numbers:
-        return [self.numbers[index] for index in torch.randperm(len(self.numbers)).tolist()]
-
     def __iter__(self) -> Iterator[Any]:
-        numbers, size = self.order(), self.case.batch_size
+        numbers = [self.numbers[index] for index in torch.randperm(len(self.numbers)).tolist()]
+        size = self.case.batch_size
         for start in range(0, len(numbers) - (size - 1 if self.case.drop_last else 0), size):
             yield batch_of(numbers[start : start + size])
-
-
-class Live(HandWritten):
-    """A shuffle buffer that draws each sample from a global generator; its state is the buffer itself."""
-
-    def __init__(self, case: Case, numbers: Numbers) -> None:
-        super().__init__(case, numbers)
-        self.buffer: Numbers = []
-        self.next = 0
-        self.was_loaded = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.was_loaded:
-            self.buffer, self.next = [], 0
-        self.was_loaded = False
-        size = self.case.batch_size
-        while True:
-            batch = []
-            while len(batch) < size and (self.buffer or self.next < len(self.numbers)):
-                while len(self.buffer) < 4 and self.next < len(self.numbers):
-                    self.buffer.append(self.numbers[self.next])
-                    self.next += 1
-                batch.append(self.buffer.pop(random.randrange(len(self.buffer))))
-            if not batch or (self.case.drop_last and len(batch) < size):
-                return
-            yield batch_of(batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"buffer": self.buffer, "next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.buffer, self.next, self.was_loaded = state["buffer"], state["next"], True
-
-
-class Stream(IterableDataset[Any]):
-    """Samples one after the other, in an order drawn when a pass begins."""
-
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers = numbers
-
-    def __iter__(self) -> Iterator[Any]:
-        data = Samples(self.numbers)
-        return (data[index] for index in torch.randperm(len(data)).tolist())
 
 
 def make_loader(case: Case, rank: int) -> Any:
@@ -283,9 +238,7 @@ def make_loader(case: Case, rank: int) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         return PerRankLoader(StatefulDataLoader(Samples(numbers), size, shuffle=case.shuffle, **options))
-    if case.loader == "stream":
-        return PerRankLoader(DataLoader(Stream(numbers), size, **options))
-    return PerRankLoader((Live if case.loader == "live" else HandWritten)(case, numbers))
+    return PerRankLoader(HandWritten(case, numbers))
 
 
 # -- models

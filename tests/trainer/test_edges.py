@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
 from tests.api import HookError, StepError
-from tests.trainer.small import fit
 
 
 class Plateau(dt.DreamTrainer):
@@ -87,50 +86,11 @@ def test_a_closed_trainers_files_stay_where_they_are() -> None:
     assert [checkpoint.step for checkpoint in trainer.checkpoints()] == [6]
 
 
-def test_the_end_of_a_with_calls_a_users_own_close() -> None:
-    closed = []
-
-    class Mine(Plateau):
-        def close(self) -> None:
-            super().close()
-            closed.append(True)
-
-    with Mine(config()):
-        pass
-    assert closed == [True]
-
-
 @pytest.mark.pitfall(88)
-@pytest.mark.parametrize("name", ["warn_once", "changing_weights", "request_stop", "settle", "callback_is_due"])
+@pytest.mark.parametrize("name", ["warn_once", "request_stop"])
 def test_a_public_method_of_ours_is_not_replaced_by_one_that_does_not_call_it(name: str) -> None:
     def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
         return None
 
     with pytest.raises(HookError, match=rf"Mine\.{name} has a name that the framework uses"):
         type("Mine", (Plateau,), {name: replacement})(config())
-
-
-def test_a_hook_without_its_mixin_is_told_which_mixin_calls_it(caplog: pytest.LogCaptureFixture) -> None:
-    class Predicts(dt.BaseTrainer):
-        def setup(self) -> None:
-            self.model = nn.Linear(2, 1)
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-        def configure_dataloaders(self) -> tuple[Any, None]:
-            return [torch.ones(2, 2)], None
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch).sum())
-            self.step(self.model, self.optimizer)
-            return {}
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(batch)
-
-    parameters = dt.TrainingParameters(n_epochs=1)
-    devices = dt.DeviceParameters(device="cpu")
-    base = dt.BaseTrainerConfig(
-        project="p", group="g", experiment="e", training_parameters=parameters, device_parameters=devices
-    )
-    fit(Predicts(base))
-    assert "nothing calls Predicts.predict_step: only EvalMixin does" in caplog.text

@@ -140,15 +140,10 @@ def test_replicas_and_shards_start_with_the_bits_of_one_process(world_size: int,
 
 @pytest.mark.slow
 @pytest.mark.pitfall(21)
-def test_every_family_starts_with_the_same_bits_on_four_ranks() -> None:
-    assert_same_everywhere(4, ["replicate", "fsdp", "hsdp of 2"], TOGETHER + FURTHER)
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall(21)
-def test_eight_ranks_start_with_the_bits_of_one_process(all_cases: bool) -> None:
-    layouts, families = (list(LAYOUTS), TOGETHER + FURTHER) if all_cases else (["hsdp of 4"], TOGETHER)
-    assert_same_everywhere(8, layouts, families)
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_every_layout_starts_with_the_bits_of_one_process(world_size: int) -> None:
+    layouts = [layout for layout in LAYOUTS if world_size == 8 or layout != "hsdp of 4"]
+    assert_same_everywhere(world_size, layouts, TOGETHER + FURTHER)
 
 
 def test_another_seed_starts_with_other_weights() -> None:
@@ -159,7 +154,6 @@ def test_another_seed_starts_with_other_weights() -> None:
 @pytest.mark.pitfall(20)
 @pytest.mark.pitfall(57)
 def test_what_the_constructor_computed_is_there() -> None:
-    """So that the tests above compare what is right."""
     with build("replicate", TOGETHER) as trainer:
         found, models = values(trainer), trainer.models
         angles = torch.outer(torch.arange(7.0), 100.0 ** -torch.linspace(0, 1, 3))

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
-from tests.trainer.small import WIDTH, Batch, batches, fill, fit, run_config
+from tests.trainer.small import WIDTH, Batch, batches, fill, fit, run_config, run_ranks
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -470,26 +470,23 @@ class Gathering(Trainer):
         return super().training_step(batch, batch_idx)
 
 
-def refused(cls: type[Trainer], rounds: dt.LocalSGDParameters) -> None:
-    os.dup2(os.open(f"errors {os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+REFUSED: dict[str, tuple[type[Trainer], dt.LocalSGDParameters, str]] = {
+    "workers": (Trainer, replace(PLAIN, workers=3), "workers=3 does not divide world_size=2"),
+    "batch norm": (Synchronised, PLAIN, "model.norm is a SyncBatchNorm over all ranks"),
+    "gathering": (Gathering, PLAIN, "all_gather_with_gradient speaks to all ranks in each step"),
+}
+
+
+def refused(name: str) -> None:
+    cls, rounds, _ = REFUSED[name]
     cls(make_config("refused", rounds), batches(24)[int(os.environ["RANK"]) :: 2], []).fit()
 
 
-@pytest.mark.parametrize(
-    ("cls", "rounds", "message"),
-    [
-        (Trainer, replace(PLAIN, workers=3), "workers=3 does not divide world_size=2"),
-        (Synchronised, PLAIN, "model.norm is a SyncBatchNorm over all ranks"),
-        (Gathering, PLAIN, "all_gather_with_gradient speaks to all ranks in each step"),
-    ],
-)
-def test_what_would_cross_workers_in_each_step_is_refused_by_name(
-    tmp_path: Path, cls: type[Trainer], rounds: dt.LocalSGDParameters, message: str
-) -> None:
-    with pytest.raises(RuntimeError) as error:
-        run_world(refused, 2, cls, rounds)
-    for rank in range(2):
-        assert message in str(error.value) + (tmp_path / f"errors {rank}").read_text()
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_cross_workers_in_each_step_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    for status, error in run_ranks(f"from tests.trainer.test_local_sgd import refused; refused({name!r})", 2, tmp_path):
+        assert status == 1
+        assert REFUSED[name][2] in error
 
 
 def test_averages_of_weights_are_refused_by_name() -> None:
