@@ -45,11 +45,6 @@ class Case:
     sync_policy: str = "no_sync"
     recompute: str = "none"
     kind: str = "one"
-    blocks: int = 2
-    head: str = "plain"
-    scalar: bool = False
-    never: bool = False
-    frozen: str = "nothing"
     dropout: bool = False
     optimizer: str = "sgd"
     scheduler: bool = False
@@ -92,12 +87,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         layout=layout,
         sync_policy=choose("no_sync", "reduce_scatter_each", "defer_all_reduce") if ranks > 1 else "no_sync",
         recompute=choose("none", "none", "full", "selective"),
-        kind=choose("one", "joint", "each", "apart", "turns"),
-        blocks=draw(st.integers(1, 2)),
-        head=choose("plain", "tied", "shared", "branches"),
-        scalar=draw(yes),
-        never=draw(yes),
-        frozen=choose("nothing", "nothing", "embedding", "block"),
+        kind=choose("one", "turns"),
         dropout=draw(st.integers(0, 7)) == 7,
         optimizer=choose("sgd", "adamw", "fused"),
         scheduler=draw(yes),
@@ -256,35 +246,18 @@ class Block(nn.Module):
 
 
 class First(nn.Module):
-    """What a case asks for in one model; `branch` chooses one of two heads where there are two."""
-
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.case = case
         self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(0.3 * case.dropout) for _ in range(case.blocks))
-        self.heads = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2 if case.head == "branches" else 1)
-        )
-        if case.head == "tied":
-            self.heads[0].weight = self.embedding.weight
-        if case.scalar:
-            self.scale = nn.Parameter(torch.tensor(0.7))
-        if case.never:
-            self.never = nn.Parameter(torch.ones(2))
-        frozen = {"nothing": [], "embedding": [self.embedding], "block": [self.blocks[0]]}[case.frozen]
-        for module in frozen:
-            module.requires_grad_(False)
+        self.blocks = nn.ModuleList(Block(0.3 * case.dropout) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.double()
 
-    def forward(self, x: Tensor, tokens: Tensor, branch: int) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         x = x + self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        if self.case.scalar:
-            x = x * self.scale
-        head = self.heads[branch % len(self.heads)]
-        return head(x) + head(torch.tanh(x)) if self.case.head == "shared" else head(x)
+        return self.head(x)
 
 
 def second() -> nn.Module:
@@ -295,15 +268,11 @@ Models = dict[str, nn.Module]
 
 
 def first_output(models: Models, batch: Any) -> Tensor:
-    return models["first"](batch[0], batch[1], int(batch[3][0]))
+    return models["first"](batch[0], batch[1])
 
 
 def first_loss(models: Models, batch: Any) -> Tensor:
     return cross_entropy(first_output(models, batch), batch[2])
-
-
-def second_loss(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(models["second"](batch[0]), batch[2])
 
 
 def through_both(models: Models, batch: Any) -> Tensor:
@@ -315,26 +284,16 @@ def judge_loss(models: Models, batch: Any) -> Tensor:
 
 
 class Turn(NamedTuple):
-    """A loss with its backward and, at a window's end, the steps that follow it."""
+    """A loss with its backward and, at a window's end, the step of its model, while others are frozen."""
 
     loss: Callable[[Models, Any], Tensor]
     model: str
-    frozen: tuple[str, ...]
-    steps: tuple[tuple[str, ...], ...]
+    frozen: tuple[str, ...] = ()
 
 
 TURNS: dict[str, tuple[Turn, ...]] = {
-    "one": (Turn(first_loss, "first", (), (("first",),)),),
-    "joint": (Turn(through_both, "first", (), (("first", "second"),)),),
-    "each": (Turn(through_both, "first", (), (("first",), ("second",))),),
-    "apart": (
-        Turn(first_loss, "first", (), (("first",),)),
-        Turn(second_loss, "second", (), (("second",),)),
-    ),
-    "turns": (
-        Turn(judge_loss, "second", (), (("second",),)),
-        Turn(through_both, "first", ("second",), (("first",),)),
-    ),
+    "one": (Turn(first_loss, "first"),),
+    "turns": (Turn(judge_loss, "second"), Turn(through_both, "first", ("second",))),
 }
 
 
@@ -408,10 +367,9 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
                 loss = turn.loss(models, batch)
             self.backward(loss, weight=weight, model=models[turn.model])
             self.losses.append(loss.item())
-            for names in () if self.is_accumulating_gradients else turn.steps:
-                schedulers = [self.schedulers[name] for name in names] if case.scheduler else None
-                norm = self.step(models[names[0]], [self.optimizers[name] for name in names], schedulers)
-                self.norms.append(float(norm))
+            if not self.is_accumulating_gradients:
+                scheduler = self.schedulers[turn.model] if case.scheduler else None
+                self.norms.append(float(self.step(models[turn.model], self.optimizers[turn.model], scheduler)))
         return {}
 
     def post_train_step(self) -> None:
@@ -495,32 +453,27 @@ def by_hand(case: Case, windows: Sequence[Window]) -> dict[str, Any]:
         total = sum(weight_of(case, numbers) for ranks in window for numbers in ranks)
         for index, ranks in enumerate(window):
             for turn in TURNS[case.kind]:
-                kept = [p for name in turn.frozen for p in models[name].parameters() if p.requires_grad]
-                for p in kept:
-                    p.requires_grad_(False)
+                for name in turn.frozen:
+                    models[name].requires_grad_(False)
                 for rank, numbers in enumerate(ranks):
                     loss = turn.loss(models, batch_of(numbers))
                     (loss * (weight_of(case, numbers) / max(total, 1))).backward()
                     losses[rank].append(loss.item())
-                for p in kept:
-                    p.requires_grad_(True)
-                for names in turn.steps if index == len(window) - 1 else ():
-                    norms.append(
-                        step_by_hand(case, [models[name] for name in names], [optimizers[n] for n in names], total)
-                    )
-                    for name in names if case.scheduler else ():
-                        schedulers[name].step()
+                for name in turn.frozen:
+                    models[name].requires_grad_(True)
+                if index == len(window) - 1:
+                    norms.append(step_by_hand(case, models[turn.model], optimizers[turn.model], total))
+                    if case.scheduler:
+                        schedulers[turn.model].step()
     weights = {f"{name}.{key}": p.detach() for name, model in models.items() for key, p in model.named_parameters()}
     return {"weights": weights, "losses": losses, "norms": norms}
 
 
-def step_by_hand(case: Case, models: list[nn.Module], optimizers: list[torch.optim.Optimizer], total: int) -> float:
-    parameters = [p for model in models for p in model.parameters()]
-    norm = clip_grad_norm_(parameters, 0.3 if case.clip == "norm" else math.inf).item()
+def step_by_hand(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, total: int) -> float:
+    norm = clip_grad_norm_(model.parameters(), 0.3 if case.clip == "norm" else math.inf).item()
     if case.clip == "value":
-        clip_grad_value_(parameters, 0.05)
-    for optimizer in optimizers:
-        if total:
-            optimizer.step()
-        optimizer.zero_grad()
+        clip_grad_value_(model.parameters(), 0.05)
+    if total:
+        optimizer.step()
+    optimizer.zero_grad()
     return norm

@@ -141,24 +141,25 @@ def test_two_backward_calls_in_one_batch_add_up_and_count_as_one_batch() -> None
     assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 2)))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool, accumulation: int) -> None:
-    data = batches(4)
-    trainer = train(
-        weighing(lambda n: 2 if weighted else None),
-        data,
-        gradient_accumulation_steps=accumulation,
-        gradient_clip_val=0.05,
-    )
+def clipped_by_hand(data: list[Batch], size: int, clip: Callable[[nn.Module], Any]) -> tuple[nn.Module, list[Any]]:
+    """The loop in windows of `size`, with `clip` before each step; what that returned."""
     model = filled_network()
     optimizer, norms = sgd(model), []
-    for window in windows_of(data, accumulation):
+    for window in windows_of(data, size):
         sum(mse_loss(model(x), y) / len(window) for x, y, _ in window).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        norms.append(clip(model))
         optimizer.step()
         optimizer.zero_grad()
-    assert trainer.norms == pytest.approx(norms, rel=1e-6)
+    return model, norms
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool, size: int) -> None:
+    data, limits = batches(4), {"gradient_accumulation_steps": size, "gradient_clip_val": 0.05}
+    trainer = train(weighing(lambda n: 2 if weighted else None), data, **limits)
+    model, norms = clipped_by_hand(data, size, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    assert trainer.norms == pytest.approx([norm.item() for norm in norms], rel=1e-6)
     for name, value in weights(model).items():
         torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-7, atol=1e-8)
 
@@ -171,13 +172,7 @@ def test_a_norm_below_the_limit_is_left_as_it_is() -> None:
 def test_clipping_by_value_clips_the_normalised_gradient() -> None:
     data = batches(4)
     trainer = train(weighing(lambda n: 3), data, gradient_accumulation_steps=2, gradient_clip_value=0.02)
-    model = filled_network()
-    optimizer = sgd(model)
-    for window in windows_of(data, 2):
-        sum(mse_loss(model(x), y) / 2 for x, y, _ in window).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
-        optimizer.zero_grad()
+    model, _ = clipped_by_hand(data, 2, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.02))
     assert_same_weights(weights(trainer.model), model)
 
 
@@ -209,36 +204,6 @@ def test_parameters_without_a_gradient_stay_as_they_are() -> None:
         assert torch.equal(value, start[name]) == name.startswith("0.")
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_parameters_unfrozen_during_training_are_normalised_clipped_and_zeroed(clip: float | None) -> None:
-    accumulation = 2
-
-    class Unfreezes(Alone):
-        def setup(self) -> None:
-            super().setup()
-            self.model[0].requires_grad_(False)
-
-        def pre_train_batch(self, batch: Batch, batch_idx: int) -> None:
-            if batch_idx == 2 * accumulation:
-                self.model[0].requires_grad_(True)
-
-    data = batches(6 * accumulation)
-    training: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clip_val": clip}
-    trainer = fit(Unfreezes(make_config(n_epochs=1, **training), data))
-    model = filled_network()
-    model[0].requires_grad_(False)
-    optimizer, norms = sgd(model), []
-    for number, window in enumerate(windows_of(data, accumulation)):
-        model[0].requires_grad_(number >= 2)
-        sum(mse_loss(model(x), y) / len(window) for x, y, _ in window).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert trainer.norms == pytest.approx(norms, rel=1e-6)
-    for name, value in weights(model).items():
-        torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-7, atol=1e-8)
-
-
 @pytest.mark.pitfall(3)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_total(as_tensor: bool) -> None:
@@ -260,32 +225,25 @@ def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_tot
     assert_same_weights(weights(trainer.model), model)
 
 
-@pytest.mark.parametrize("weighted", [False, "by a function"])
-def test_forward_backward_is_forward_and_backward(weighted: bool | str) -> None:
-    returned: list[tuple[float, float]] = []
+def test_forward_backward_is_forward_and_backward() -> None:
+    losses: list[float] = []
 
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        x, y, _ = batch
-        expected = mse_loss(trainer.model(x), y).item()
-        weight = batch_idx % 3 + 1 if weighted else None
-        given = (lambda targets: len(targets) // len(y) * weight) if weighted == "by a function" else weight
-        loss = trainer.forward_backward(trainer.model, (x,), y, mse_loss, weight=given)
-        returned.append((loss.item(), expected))
+        def weight(targets: torch.Tensor) -> int:
+            return len(targets) * (batch_idx % 3 + 1)
+
+        losses.append(trainer.forward_backward(trainer.model, (batch[0],), batch[1], mse_loss, weight=weight).item())
         finish(trainer)
 
     def apart(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        weight = batch_idx % 3 + 1 if weighted else None
-        trainer.backward(loss_of(trainer, batch), weight=weight, model=trainer.model)
+        loss = loss_of(trainer, batch)
+        losses.append(loss.item())
+        trainer.backward(loss, weight=len(batch[1]) * (batch_idx % 3 + 1), model=trainer.model)
         finish(trainer)
 
-    data = batches(5)
-    trainer = train(step, data, gradient_accumulation_steps=2)
-    assert [loss for loss, _ in returned] == [expected for _, expected in returned]
-    assert len(returned) == 5
-    other = train(apart, data, gradient_accumulation_steps=2)
-    assert all(torch.equal(value, weights(other.model)[name]) for name, value in weights(trainer.model).items())
-    if not weighted:
-        assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 2)))
+    first, second = (train(body, batches(5), gradient_accumulation_steps=2) for body in (step, apart))
+    assert losses[:5] == losses[5:]
+    assert all(torch.equal(value, weights(second.model)[name]) for name, value in weights(first.model).items())
 
 
 def test_a_scheduler_given_to_step_is_stepped_once_per_optimizer_step() -> None:
@@ -490,18 +448,3 @@ def test_a_window_is_open_until_it_is_counted_and_has_the_losses_of_its_last_mic
     window = [("pre_train_batch", True), ("pre_train_batch", True), ("post_train_step", False)]
     assert looks.seen == [("pre_fit", False), *window, *window]
     assert looks.losses == [[trainer.losses[1]], [trainer.losses[3]]]
-
-
-def test_weights_changed_by_hand_between_windows_are_those_of_the_next_step() -> None:
-    class Zeroes(dt.Callback):
-        def post_train_step(self, trainer: dt.AbstractTrainer) -> None:
-            with torch.no_grad(), trainer.changing_weights():
-                for parameter in trainer.named_models()["model"].parameters():
-                    parameter.zero_()
-
-        def pre_train_batch(self, trainer: dt.AbstractTrainer, batch: Any, batch_idx: int) -> None:
-            found.append(all(not p.any() for p in trainer.named_models()["model"].parameters()))
-
-    found: list[bool] = []
-    fit(Alone(make_config(n_epochs=1, callbacks=[Zeroes()]), batches(3)))
-    assert found == [False, True, True]

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from tests.api import EMA, BranchParameters, CheckpointError, EarlyStopping, Every, TokenAxis, Trainer, rate_factor
+from tests.api import EMA, BranchParameters, CheckpointError, EarlyStopping, TokenAxis, Trainer, rate_factor
 from tests.trainer import saves
 from tests.trainer.small import Batch
 
@@ -103,18 +103,6 @@ def test_a_user_s_callback_decides_what_it_forgets_once_when_a_branch_begins() -
     again = Counts()
     fit(make_config("branch", again, n_epochs=3, resume=str(first.run_dir), branch=ANEW))
     assert (again.vocabulary, again.epochs, again.words) == (6, 3, [])
-
-
-def test_every_counts_from_the_start_with_new_counters() -> None:
-    def steps_of(name: str, **checkpoint: Any) -> list[int]:
-        seen: list[int] = []
-        every = Every(1, "steps", lambda trainer: seen.append(trainer.global_step))
-        fit(make_config(name, every, n_epochs=1, **checkpoint))
-        return seen
-
-    assert steps_of("run") == [1, 2, 3, 4, 5, 6]
-    path = "runs/tests/checkpoint/run"
-    assert steps_of("branch", resume=path, branch=ANEW) == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_averages_of_ema_go_along_with_every_word() -> None:
@@ -224,18 +212,6 @@ def test_the_history_of_a_branch_is_its_own_with_new_counters() -> None:
 
     assert history("anew", counters="new", data="new") == [(0, 2), (1, 4), (2, 6)]
     assert history("on") == [(0, 2), (1, 4), (2, 6)]
-
-
-def test_other_shapes_are_refused_with_the_fields_of_the_config_that_differ() -> None:
-    class Wide(Told):
-        def configure_models(self) -> None:
-            self.model = torch.nn.Linear(3, 2).double()
-
-    fit(make_config("run", n_epochs=1))
-    config = make_config("run", n_epochs=1)
-    config.learning_rate = 0.3
-    with pytest.raises(CheckpointError, match=r"The config differs from the checkpoint's: .*learning_rate: 0.1 -> 0.3"):
-        fit(config, Wide)
 
 
 def test_a_name_that_another_seed_has_used_is_refused_with_a_free_one() -> None:

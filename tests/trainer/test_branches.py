@@ -1,5 +1,4 @@
-"""Going back to an earlier checkpoint, on to another layout, and loading and saving by hand: nothing of the branch that
-was left comes back, and nothing of the position is lost."""
+"""Going back to an earlier checkpoint, on to other ranks, and loading and saving by hand."""
 
 from __future__ import annotations
 
@@ -102,16 +101,6 @@ def test_a_run_taken_back_to_an_earlier_step_goes_on_from_its_own_later_ones_and
     assert_same_weights(weights(old.model), first.model)
 
 
-def test_a_checkpoint_of_another_run_sets_nothing_of_this_one_aside() -> None:
-    other = fit(make_config(experiment="other", max_steps=5))
-    mine = fit(make_config(max_steps=10))
-    before = names(mine)
-    with Saves(make_config(max_steps=10)) as trainer:
-        trainer.load_checkpoint(other.checkpoint_dir / "step_00000005")
-        trainer.evaluate()
-    assert names(trainer) == before == ["step_00000005", "step_00000010"]
-
-
 # -- by hand
 
 
@@ -170,49 +159,6 @@ def test_a_save_right_after_a_resume_keeps_where_a_stateful_loader_was() -> None
     assert [entry["step"] for entry in found["record"]] == [4, 5, 6]
     found |= {"record": first["record"] + found["record"], "log": first["log"] + found["log"]}
     assert resumable.differences(found, straight) == []
-
-
-# -- to another layout of the same ranks
-
-
-LAYOUTS = {"sharded": None, "replicated": 1}
-
-
-def run_layout(layout: str, experiment: str, stop_after: int | None = None) -> dict[str, Any]:
-    config = resumable.make_config(experiment, n_epochs=1, own={"samples": 93, "double": True})
-    config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=LAYOUTS[layout] or "auto")
-    return resumable.train(config, stop_after)
-
-
-def from_layout_to_layout() -> dict[str, Any]:
-    straight = run_layout("sharded", "straight")
-    run_layout("sharded", "there", 3)
-    run_layout("replicated", "back", 3)
-    return {
-        "straight": straight,
-        "sharded to replicated": run_layout("replicated", "there"),
-        "replicated to sharded": run_layout("sharded", "back"),
-    }
-
-
-@pytest.mark.pitfall(33)
-def test_random_states_of_each_rank_come_back_exactly_though_parameters_are_sharded_otherwise() -> None:
-    ranks = run_world(from_layout_to_layout, 2)
-    assert ranks[0]["straight"]["random"] != ranks[1]["straight"]["random"]
-    for rank in ranks:
-        straight = rank.pop("straight")
-        assert len(rank) == 2
-        for found in rank.values():
-            assert [entry["step"] for entry in found["record"]] == [4, 5, 6]
-            for mine, expected in zip(found["record"], straight["record"][3:], strict=True):
-                assert {name: mine[name] for name in ("draws", "ids", "sums")} == {
-                    name: expected[name] for name in ("draws", "ids", "sums")
-                }
-                assert mine["losses"] == pytest.approx(expected["losses"], rel=1e-10)  # dropout drew alike
-            assert found["random"] == straight["random"]
-            assert found["own"] == straight["own"]
-            for name, value in straight["tensors"].items():
-                torch.testing.assert_close(found["tensors"][name], value, rtol=0, atol=1e-10)
 
 
 # -- to another number of ranks

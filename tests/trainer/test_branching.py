@@ -1,7 +1,4 @@
-"""Runs that begin from another one's checkpoint: each word against the loop as one writes it by hand, on 1 and 2 ranks.
-
-In float64; AdamW, whose moments, steps and rate all leave a mark; warm-up and cosine, whose place does.
-"""
+"""Runs that begin from another one's checkpoint: each word against the loop as one writes it by hand, in float64."""
 
 from __future__ import annotations
 

@@ -43,19 +43,6 @@ def test_a_step_on_the_command_line_is_a_step_and_no_path() -> None:
     assert found == [4, None, "a/b", "auto"]
 
 
-def test_a_checkpoint_carries_its_own_steps_metrics() -> None:
-    found: dict[int, dict[str, float]] = {}
-
-    class Notes(dt.Callback):
-        def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
-            found[trainer.global_step] = metrics
-
-    trainer = run(training={"n_epochs": 2}, callbacks=[Notes()])
-    assert sorted(found) == [6, 12]
-    assert {manifest.step: manifest.metrics for manifest in trainer.checkpoints()} == found
-    assert found[6] != found[12]
-
-
 def test_fast_dev_run_writes_no_checkpoint_and_reads_none() -> None:
     run()
     trainer = run(training={"n_epochs": 1, "fast_dev_run": True}, save_every_n_steps=1)
@@ -206,14 +193,6 @@ def test_a_finished_run_goes_on_under_a_larger_limit(limit: dict[str, int]) -> N
     longer = run(training=limit)
     assert straight.seen[STEPS:] == longer.seen != []
     assert_same_weights(weights(longer.model), weights(straight.model))
-
-
-def test_evaluate_of_a_new_trainer_is_of_the_newest_checkpoint() -> None:
-    trained = run()
-    expected = trained.best["val/loss"]
-    with Saves(make_config()) as trainer:
-        assert trainer.evaluate() == {"val/loss": expected}
-    assert trainer.losses == []
 
 
 # -- damage

@@ -1,5 +1,4 @@
-"""What a trainer promises at its edges: a step that is refused, a save before setup, where a closed trainer's files
-are, and a user's own `close`."""
+"""What a trainer promises at its edges: a step that is refused, a save before setup, a closed trainer's files."""
 
 from __future__ import annotations
 

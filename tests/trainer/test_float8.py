@@ -1,7 +1,4 @@
-"""Float8 is torchao's, on every mesh, and leaves nothing behind: parameters, names and checkpoints are plain ones.
-
-A rank's scales are those of its own samples, so that what ranks learn together one process learns with micro-batches.
-"""
+"""Float8 is torchao's, on every mesh, and leaves nothing behind: parameters, names and checkpoints are plain ones."""
 
 from __future__ import annotations
 

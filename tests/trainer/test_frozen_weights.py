@@ -1,7 +1,4 @@
-"""Frozen weights left out of checkpoints: a base under adapters, a teacher, and what is frozen for a while.
-
-Each run that goes on from such a checkpoint is compared, bit for bit, with one that was never interrupted.
-"""
+"""Frozen weights left out of checkpoints: runs that go on from such are, bit for bit, those never interrupted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Initial weights, buffers and ties are the same bits on every world size and layout, as users get them: through the
-trainer."""
+"""Initial weights, buffers and ties are the same bits through the trainer on every world size and layout."""
 
 from __future__ import annotations
 
@@ -95,15 +94,11 @@ def build(layout: str, families: list[str], seed: int = 42) -> Replicated:
     return trainer
 
 
-def values(trainer: Replicated) -> dict[str, Tensor]:
-    """Every parameter and buffer as a whole tensor, ties by each of their names."""
-    found = dict(trainer.models.named_parameters(remove_duplicate=False)) | dict(trainer.models.named_buffers())
-    return {name: full(tensor).detach() for name, tensor in found.items()}
-
-
 def digests(trainer: Replicated) -> dict[str, str]:
-    """A short text for the bits of each."""
-    bits = {name: value.reshape(-1).contiguous().view(torch.uint8) for name, value in values(trainer).items()}
+    """A short text for the bits of each parameter and buffer as a whole tensor, ties by each of their names."""
+    found = dict(trainer.models.named_parameters(remove_duplicate=False)) | dict(trainer.models.named_buffers())
+    whole = {name: full(tensor).detach() for name, tensor in found.items()}
+    bits = {name: value.reshape(-1).contiguous().view(torch.uint8) for name, value in whole.items()}
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in bits.items()}
 
 
@@ -149,27 +144,3 @@ def test_every_layout_starts_with_the_bits_of_one_process(world_size: int) -> No
 def test_another_seed_starts_with_other_weights() -> None:
     with build("replicate", ["nano_gpt"]) as one, build("replicate", ["nano_gpt"], seed=43) as two:
         assert digests(one)["nano_gpt.wte.weight"] != digests(two)["nano_gpt.wte.weight"]
-
-
-@pytest.mark.pitfall(20)
-@pytest.mark.pitfall(57)
-def test_what_the_constructor_computed_is_there() -> None:
-    with build("replicate", TOGETHER) as trainer:
-        found, models = values(trainer), trainer.models
-        angles = torch.outer(torch.arange(7.0), 100.0 ** -torch.linspace(0, 1, 3))
-        assert torch.equal(found["scaled.rotary"], torch.polar(torch.ones_like(angles), angles))
-        assert torch.equal(found["scaled.mask"], torch.full((7, 7), -torch.inf).triu(1))
-        assert models["scaled"].head.weight is models["scaled"].embedding.weight
-        assert models["nano_gpt"].head.weight is models["nano_gpt"].wte.weight
-        for index in range(3):
-            assert torch.equal(found[f"scaled.scales.{index}"], torch.full((6,), 10.0 ** -(index + 1)))
-            weight = found[f"scaled.layers.{index}.weight"]
-            assert 0 < weight.abs().max() <= 0.03
-            assert torch.equal(found[f"scaled.layers.{index}.bias"], torch.ones(6))
-        embedding = found["scaled.embedding.weight"]
-        assert torch.equal(embedding[4], torch.zeros(6))
-        assert (embedding[torch.arange(9) != 4] != 0).all()
-        torch.testing.assert_close(found["every_init.orthogonal"].T @ found["every_init.orthogonal"], torch.eye(8))
-        assert torch.equal(found["every_init.eye"], torch.eye(12, 8))
-        assert (found["every_init.sparse"] == 0).sum(0).tolist() == [3] * 8
-        assert torch.equal(found["late.inner.weight"], torch.full((4, 4), 0.5))

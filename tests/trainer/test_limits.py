@@ -87,8 +87,6 @@ def run_plans_and_differ(names: list[str]) -> dict[str, Any]:
 
 
 def test_schedules_follow_the_new_end_as_those_of_a_restart_do(caplog: pytest.LogCaptureFixture) -> None:
-    """A restart with the new limits is another process that resumes; it builds them from the new total."""
-
     def run(experiment: str, n_epochs: int) -> Cosine:
         config = make_config(experiment, n_epochs=n_epochs, own={"workers": 0})
         trainer = Cosine(config)

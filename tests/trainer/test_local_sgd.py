@@ -15,11 +15,23 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
-from tests.trainer.small import WIDTH, Batch, batches, fill, fit, run_config, run_ranks
+from tests.trainer.small import (
+    WIDTH,
+    Batch,
+    Samples,
+    batches,
+    fill,
+    filled_network,
+    fit,
+    network,
+    run_config,
+    run_ranks,
+)
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -494,3 +506,85 @@ def test_averages_of_weights_are_refused_by_name() -> None:
     config.callbacks = dt.CallbackCollection([dt.EMA(0.9)])
     with pytest.raises(ConfigError, match="does not work with EMA"):
         make_trainer(config)
+
+
+# -- other ranks in each worker, and a NaN on one
+
+
+class Plain(Trainer):
+    """Without statistics of batches, so that workers of any ranks train alike."""
+
+    def configure_models(self) -> None:
+        self.model = network()
+
+    def init_weights(self) -> None:
+        fill(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return DataLoader(Samples(64), batch_size=4 // self.world.world_size), None
+
+
+def train_parts(parts: list[tuple[str, int, dict[str, Any]]]) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name, steps, options in parts:
+        with Plain(make_config(name, DILOCO, steps=steps, **options), [], []) as trainer:
+            trainer.fit()
+            found[name] = state_of(trainer)
+    return found
+
+
+def plain_by_hand(steps: int) -> list[dict[str, Tensor]]:
+    """Two workers, each with its half of each global batch."""
+    models, data = [filled_network(), filled_network()], batches(32)
+    optimizers = [make_optimizer(model) for model in models]
+    begin = [p.detach().clone() for p in models[0].parameters()]
+    outer = torch.optim.SGD(begin, DILOCO.outer_lr, DILOCO.outer_momentum, nesterov=True)
+    for step in range(steps):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            x, y, _ = data[2 * step + number]
+            mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % EVERY == 0:
+            for p, one, other in zip(begin, *(model.parameters() for model in models), strict=True):
+                p.grad = p - (one.detach() + other.detach()) / 2
+            outer.step()
+            for model in models:
+                nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(begin), model.parameters())
+    return [{name: p.detach() for name, p in model.named_parameters()} for model in models]
+
+
+def test_a_run_goes_on_with_other_ranks_in_each_worker() -> None:
+    """Stopped within a round, twice: two workers of one rank, of two replicas or shards, of one again."""
+    saves = {"save_every_n_steps": 6}
+    run_world(train_parts, 2, [("replicas", 6, saves), ("shards", 6, saves)])
+    later = {"save_every_n_steps": 11}
+    run_world(
+        train_parts,
+        4,
+        [("replicas", 11, later | {"devices": REPLICAS}), ("shards", 11, later | {"devices": SHARDED})],
+    )
+    found = run_world(train_parts, 2, [("replicas", 14, {}), ("shards", 14, {}), ("straight", 14, {})])
+    for worker, expected in zip(found, plain_by_hand(14), strict=True):
+        for state in worker.values():
+            assert_close(state, expected)
+
+
+class Broken(Trainer):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 5 and self.world.worker == 1:
+            batch = (batch[0] * float("nan"), *batch[1:])
+        return super().training_step(batch, batch_idx)
+
+
+def break_one() -> None:
+    Broken(make_config("broken", DILOCO, save_every_n_steps=4), batches(24)[int(os.environ["RANK"]) :: 2], []).fit()
+
+
+def test_a_gradient_that_is_not_finite_ends_all_workers_and_no_average_has_it(tmp_path: Path) -> None:
+    first, second = run_ranks("from tests.trainer.test_local_sgd import break_one; break_one()", 2, tmp_path)
+    assert "NonFiniteError" in second[1]
+    assert "rank 1" in first[1]
+    saved = {path.name for path in (tmp_path / "runs/tests/local/broken/checkpoints").glob("step_*")}
+    assert saved <= {"step_00000004"}

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 import dream_trainer as dt
 from tests.api import ConfigError, Images, Logger, Media, Stamp, Text, read_jsonl
 from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history
+from tests.trainer.small import Config
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -85,15 +86,8 @@ class Algorithm(dt.BaseTrainer, dt.LoggerMixin):
         return {"loss": x[0], "parts": {"half": x[0] / 2}, "logits": torch.zeros(3), "note": "text"}
 
 
-@dataclass(kw_only=True)
-class Config(dt.BaseTrainerConfig, dt.LoggerConfigMixin):
-    pass
-
-
-def make_config(
-    cls: type = Config, every: int = 1, loggers: tuple[Any, ...] = (), experiment: str = "e", **training: Any
-) -> Any:
-    return cls(
+def make_config(every: int = 1, loggers: tuple[Any, ...] = (), experiment: str = "e", **training: Any) -> Config:
+    return Config(
         project="p",
         group="g",
         experiment=experiment,
@@ -187,7 +181,7 @@ def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_eva
             self.log("too early", 1.0)
 
     memory = Memory()
-    config = make_config(ShowsConfig, every=4, n_epochs=2, val_every_n_steps=1, num_sanity_val_steps=1)
+    config = make_config(every=4, n_epochs=2, val_every_n_steps=1, num_sanity_val_steps=1)
     with Logs(config, memory) as trainer:
         trainer.fit()
         trainer.evaluate()
@@ -276,16 +270,6 @@ def test_validation_is_the_mean_over_samples_and_logs_inside_it_are_validations(
     assert not any("tokens" in metrics or "val/tokens" in metrics for _, metrics in memory.lines[:-1])
 
 
-def test_listeners_get_the_same_numbers_as_loggers() -> None:
-    class Listens(Validating):
-        def on_log(self, metrics: dict[str, float], step: int) -> None:
-            heard.append((step, dict(metrics)))
-
-    heard: list[Any] = []
-    memory = fit(Listens, make_config(every=2))
-    assert heard == [(stamp.step, metrics) for stamp, metrics in memory.lines]
-
-
 # -- loggers
 
 
@@ -318,14 +302,13 @@ def test_a_logger_that_fails_is_reported_once_and_training_goes_on(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, memory = Broken(where), Memory()
-    with Resumable(make_config(ResumableConfig, max_steps=4), broken, memory) as trainer:
+    with Resumable(make_config(max_steps=4), broken, memory) as trainer:
         trainer.fit()
         assert [manifest.step for manifest in trainer.checkpoints()] == [4]
     assert len(memory.lines) == 4
     assert broken.calls == (0 if where == "open" else 4)
-    reports = [record.getMessage() for record in caplog.records if "Broken failed" in record.getMessage()]
-    assert len(reports) == 1
-    assert "no space left" in reports[0]
+    (report,) = [text for text in caplog.messages if "Broken failed" in text]
+    assert "no space left" in report
 
 
 def test_a_strict_run_ends_with_the_loggers_exception() -> None:
@@ -361,12 +344,6 @@ def test_by_default_there_is_a_console_and_a_jsonl_file(capsys: pytest.CaptureFi
     assert "epoch 0 | step 4 | own 1.500 | train/loss 1.900" in capsys.readouterr().out
 
 
-@pytest.mark.pitfall(51)
-def test_building_a_trainer_starts_no_logger() -> None:
-    Algorithm(make_config(loggers=("console", "jsonl", "csv", "tensorboard", "wandb", "images")))
-    assert not Path("runs").exists()
-
-
 # -- media
 
 
@@ -399,15 +376,10 @@ class Shows(Validating, dt.EvalMixin):
         self.log_text("epoch", "x")
 
 
-@dataclass(kw_only=True)
-class ShowsConfig(Config, dt.EvalConfigMixin):
-    pass
-
-
 @pytest.mark.pitfall(48)
 def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_outside_of_training() -> None:
     memory = Memory()
-    config = make_config(ShowsConfig, gradient_accumulation_steps=2, num_sanity_val_steps=1)
+    config = make_config(gradient_accumulation_steps=2, num_sanity_val_steps=1)
     with Shows(config, memory) as trainer:
         trainer.evaluate()
         trainer.fit()
@@ -435,7 +407,7 @@ def test_numbers_and_media_come_in_the_order_of_their_steps_and_media_nobody_tak
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = Memory()
-    with Shows(make_config(ShowsConfig, n_epochs=2), memory) as trainer:
+    with Shows(make_config(n_epochs=2), memory) as trainer:
         trainer.fit()
     assert memory.steps == sorted(memory.steps)
     assert memory.column("train/loss").keys() == set(range(1, 9))
@@ -547,29 +519,6 @@ class Resumable(Algorithm, dt.CheckpointMixin):
         return torch.utils.data.DataLoader(data, batch_size=4), None
 
 
-@dataclass(kw_only=True)
-class ResumableConfig(dt.BaseTrainerConfig, dt.LoggerConfigMixin, dt.CheckpointConfigMixin):
-    pass
-
-
-class TellsEpochs(Resumable):
-    def post_epoch(self) -> None:
-        self.log("epochs", float(self.current_epoch))
-        self.log("at step", float(self.global_step))
-
-
-@pytest.mark.parametrize("every", [1, 20])
-@pytest.mark.parametrize("parts", [(3,), (2, 3)], ids=str)
-def test_what_an_epochs_end_logs_is_a_line_of_its_own_at_its_step(every: int, parts: tuple[int, ...]) -> None:
-    for n_epochs in parts:
-        with TellsEpochs(make_config(ResumableConfig, every=every, loggers=("jsonl",), n_epochs=n_epochs)) as trainer:
-            trainer.fit()
-    assert trainer.history_of("epochs") == [(12, 1.0), (24, 2.0), (36, 3.0)]
-    assert trainer.history_of("at step") == [(12, 12.0), (24, 24.0), (36, 36.0)]
-    steps = [line["step"] for line in trainer.history]
-    assert steps == sorted(steps)
-
-
 class Killed(Exception):
     pass
 
@@ -580,7 +529,7 @@ def run_until(
     """Trains 12 steps, saved every 4th, flushed every 3rd; dies after `stop` as if by SIGKILL: nothing is closed."""
     directory.mkdir(exist_ok=True)
     monkeypatch.chdir(directory)
-    config = make_config(ResumableConfig, every=3, loggers=loggers)
+    config = make_config(every=3, loggers=loggers)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=4)
 
     class Dies(Resumable):
@@ -596,23 +545,6 @@ def run_until(
         with pytest.raises(Killed):
             trainer.fit()
     return trainer
-
-
-@pytest.mark.pitfall(44)
-@pytest.mark.pitfall(48)
-@pytest.mark.parametrize("stops", [(8,), (5, 9, 11)], ids=str)
-def test_a_killed_and_resumed_run_writes_the_same_curve_as_a_straight_one(
-    stops: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_until(None, tmp_path / "straight", monkeypatch)
-    for stop in (*stops, None):
-        run_until(stop, tmp_path / "resumed", monkeypatch)
-    straight, resumed = (
-        [record | {"time": 0} for record in read_jsonl(tmp_path / name / "runs/p/g/e/metrics.jsonl")]
-        for name in ("straight", "resumed")
-    )
-    assert [record["step"] for record in straight] == [3, 6, 9, 12]
-    assert resumed == straight  # bit for bit, windows that a checkpoint cut in two included
 
 
 @pytest.mark.pitfall(44)
@@ -687,15 +619,10 @@ class Counting(Resumable, dt.EvalMixin):
             signal.raise_signal(signal.SIGTERM)
 
 
-@dataclass(kw_only=True)
-class CountingConfig(ResumableConfig, dt.EvalConfigMixin):
-    pass
-
-
 def counting(disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *extra: Logger) -> Counting:
     """Twelve steps with a line at each fifth, a validation at each fourth, and a checkpoint at each sixth."""
     monkeypatch.setattr(Counting, "disturbed", disturbed)
-    config = make_config(CountingConfig, every=5, loggers=("jsonl",), val_every_n_steps=4, val_every_n_epochs=None)
+    config = make_config(every=5, loggers=("jsonl",), val_every_n_steps=4, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=6, async_save=False)
     return Counting(config, *extra)
 
@@ -757,62 +684,12 @@ def test_each_value_counts_once_at_its_step_though_a_listener_saves_before_anoth
     assert trainer.history == lines
 
 
-class EndsAt(Resumable, dt.EvalMixin):
-    """Ends as it is told to; validates with one batch."""
-
-    ends: dict[int, BaseException | str]
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return super().configure_dataloaders()[0], [torch.ones(2)]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"loss": batch.mean()}
-
-    def post_train_step(self) -> None:
-        end = self.ends.get(self.global_step)
-        if end == "save":
-            self.save_checkpoint()
-        elif isinstance(end, BaseException):
-            raise end
-
-
-@pytest.mark.pitfall(44)
-@pytest.mark.parametrize(
-    "runs",
-    [
-        pytest.param([{4: ValueError("a bug")}, {6: KeyboardInterrupt()}, {}], id="a bug, then a kill"),
-        pytest.param([{4: "save", 5: KeyboardInterrupt()}, {6: KeyboardInterrupt()}, {}], id="two kills"),
-    ],
-)
-def test_what_was_due_at_a_checkpoint_is_written_once_however_often_it_is_resumed(runs: list[dict[int, Any]]) -> None:
-    for ends in runs:
-        config = make_config(
-            CountingConfig,
-            every=2,
-            n_epochs=1,
-            loggers=("jsonl", "csv"),
-            val_every_n_steps=4,
-            val_every_n_epochs=None,
-        )
-        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-        trainer = EndsAt(config)
-        trainer.ends = ends
-        with contextlib.suppress(ValueError, KeyboardInterrupt):
-            trainer.fit()
-    lines = read_jsonl(config.run_dir / "metrics.jsonl")
-    assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
-    assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 12]
-    assert len(lines) == 9
-    assert trainer.history == lines
-    assert [int(row["step"]) for row in csv_rows(config.run_dir / "metrics.csv")] == [line["step"] for line in lines]
-
-
 def test_what_a_run_that_dies_has_logged_and_not_written_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Killed), counting("step", monkeypatch) as trainer:
         trainer.fit()
-    (said,) = [record.getMessage() for record in caplog.records if "when the run is resumed" in record.getMessage()]
+    (said,) = [text for text in caplog.messages if "when the run is resumed" in text]
     assert "step 7 | " in said
     assert said.endswith("| steps 2")
     assert [line["step"] for line in read_jsonl("runs/p/g/e/metrics.jsonl") if "steps" in line] == [5]
@@ -886,14 +763,9 @@ class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
     heard: ClassVar[list[Any]] = []
 
 
-@dataclass(kw_only=True)
-class DistributedConfig(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.LoggerConfigMixin):
-    pass
-
-
 def on_a_rank(directory: str) -> tuple[list[Any], list[Any]]:
     os.chdir(directory)
-    with Distributed(make_config(DistributedConfig, loggers=("jsonl", "images"), every=2)) as trainer:
+    with Distributed(make_config(loggers=("jsonl", "images"), every=2)) as trainer:
         trainer.fit()
     lines = [{key: value for key, value in line.items() if key != "time"} for line in trainer.history]
     assert [line["step"] for line in lines] == [step for step, _ in trainer.heard]
