@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -25,7 +25,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
 from tests.trainer.arithmetic import fill, full
 from tests.trainer.small import Config as SmallConfig
-from tests.trainer.small import run_config
+from tests.trainer.small import network, run_config
 
 WIDTH, SEED = 3, 7
 DEALT = ("own", "plain")
@@ -45,7 +45,6 @@ class Case:
     sync_policy: str = "no_sync"
     recompute: str = "none"
     kind: str = "one"
-    dropout: bool = False
     optimizer: str = "sgd"
     scheduler: bool = False
     accumulation: int = 1
@@ -88,7 +87,6 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         sync_policy=choose("no_sync", "reduce_scatter_each", "defer_all_reduce") if ranks > 1 else "no_sync",
         recompute=choose("none", "none", "full", "selective"),
         kind=choose("one", "turns"),
-        dropout=draw(st.integers(0, 7)) == 7,
         optimizer=choose("sgd", "adamw", "fused"),
         scheduler=draw(yes),
         accumulation=accumulation,
@@ -107,7 +105,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
     last = len(limited(case, [n for _ in range(case.epochs) for n in range(steps_per_epoch(case))]))
     stops = draw(st.lists(st.integers(1, last - 1), max_size=2, unique=True)) if last > 1 else []
     # Fewer ranks see the same windows only where those are whole, and every micro-batch is a rank's.
-    may_move = ranks > 1 and loader in DEALT and drop_last and case.kind != "turns" and not case.dropout
+    may_move = ranks > 1 and loader in DEALT and drop_last and case.kind != "turns"
     return replace(case, stops=tuple(sorted(stops)), moves=bool(stops) and may_move and draw(yes))
 
 
@@ -182,8 +180,8 @@ def windows_of(case: Case, seen: Sequence[list[Numbers]]) -> list[Window]:
 # -- data
 
 
-class Samples(Dataset[tuple[Tensor, int, int, int]]):
-    """Points with a token and a label; everything about one follows from its number."""
+class Samples(Dataset[tuple[Tensor, Tensor, int]]):
+    """Points with a target; everything about one follows from its number."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
@@ -191,10 +189,10 @@ class Samples(Dataset[tuple[Tensor, int, int, int]]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int, int, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         number = self.numbers[index]
-        steps = torch.arange(1, WIDTH + 1, dtype=torch.float64)
-        return torch.sin(steps * (number + 1) * 1.7), number * 7 % WIDTH, number * 5 // 3 % WIDTH, number
+        x = torch.sin(torch.arange(1, WIDTH + 1, dtype=torch.float64) * (number + 1) * 1.7)
+        return x, x.sum(0, keepdim=True).cos(), number
 
 
 def batch_of(numbers: Numbers) -> Any:
@@ -234,53 +232,24 @@ def make_loader(case: Case, rank: int) -> Any:
 # -- models
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
-
-
-class First(nn.Module):
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(0.3 * case.dropout) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.double()
-
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        x = x + self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def second() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, WIDTH)).double()
-
-
 Models = dict[str, nn.Module]
 
 
-def first_output(models: Models, batch: Any) -> Tensor:
-    return models["first"](batch[0], batch[1])
+def make_models(case: Case) -> Models:
+    second = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return {"first": network()} | ({"second": second} if case.kind == "turns" else {})
 
 
 def first_loss(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(first_output(models, batch), batch[2])
+    return mse_loss(models["first"](batch[0]), batch[1])
 
 
 def through_both(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(models["second"](first_output(models, batch)), batch[2])
+    return mse_loss(models["second"](models["first"](batch[0])), batch[1])
 
 
 def judge_loss(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(models["second"](first_output(models, batch).detach()), (batch[2] + 1) % WIDTH)
+    return mse_loss(models["second"](models["first"](batch[0]).detach()), -batch[1])
 
 
 class Turn(NamedTuple):
@@ -335,16 +304,15 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
         self.norms: list[float] = []
 
     def configure_models(self) -> None:
-        self.first = First(self.config.case)
-        if self.config.case.kind != "one":
-            self.second = second()
+        for name, model in make_models(self.config.case).items():
+            setattr(self, name, model)
 
     def init_weights(self) -> None:
         for model in self.named_models().values():
             fill(model)
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.blocks) if isinstance(model, First) else [model[0]]
+        return list(model[0]) if model is self.first else [model[0]]
 
     def configure_optimizers(self) -> None:
         self.optimizers = {name: make_optimizer(self.config.case, m) for name, m in self.named_models().items()}
@@ -358,7 +326,7 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         case, models = self.config.case, self.named_models()
-        numbers = batch[3].tolist()
+        numbers = batch[2].tolist()
         self.seen.append(numbers)
         weight: Any = weight_of(case, numbers)
         weight = {"none": None, "int": weight, "tensor": torch.tensor(weight)}[case.weight]
@@ -442,7 +410,7 @@ def tensors_of(trainer: Drawn) -> dict[str, Tensor]:
 
 def by_hand(case: Case, windows: Sequence[Window]) -> dict[str, Any]:
     """The same in one process, with nothing but PyTorch; losses by rank."""
-    models: Models = {"first": First(case)} | ({} if case.kind == "one" else {"second": second()})
+    models = make_models(case)
     for model in models.values():
         fill(model)
     optimizers = {name: make_optimizer(case, model) for name, model in models.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,22 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError, read_shared
-from tests.trainer import resumable, small
-from tests.trainer.small import Alone, Batch, Samples, Validates, assert_same_weights, batches, fill, network, weights
+from tests.trainer import resumable, saves, small
+from tests.trainer.small import Batch, Samples, assert_same_weights, filled_network, weights
 from tests.worlds import run_world
 
 
-@dataclass
-class Config(small.Config):
-    learning_rate: float = 0.1
+class Saves(saves.Saves):
+    """Ten batches a pass; the config's learning rate counts, also over a checkpoint's."""
 
-
-class Saves(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin):
-    """Ten samples' pairs a pass; the config's learning rate counts, also over a checkpoint's."""
-
-    config: Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, DataLoader(Samples(20), 2), batches(2))
-        self.loaded: list[str] = []
+    def __init__(self, config: saves.Config) -> None:
+        super().__init__(config, length=20)
 
     def on_load(self, path: Path) -> None:
-        self.loaded.append(path.name)
+        super().on_load(path)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate
 
@@ -45,39 +35,28 @@ def make_config(
     experiment: str = "run",
     learning_rate: float = 0.1,
     resume: str | int | None = "auto",
-    save_every: int | None = 5,
+    save_every: int = 5,
     **training: Any,
-) -> Config:
+) -> saves.Config:
     """A run that saves every fifth step and at the end; further arguments are training parameters."""
-    config = small.make_config(**training)
-    config.checkpoint_parameters = dt.CheckpointParameters(
-        save_every_n_steps=save_every, save_every_n_epochs=None, resume=resume
-    )
-    fields = {name: getattr(config, name) for name in small.Config.__dataclass_fields__}
-    return Config(**fields | {"experiment": experiment}, learning_rate=learning_rate)
+    options = {"resume": resume, "save_every_n_steps": save_every, "save_every_n_epochs": None}
+    return saves.make_config(experiment=experiment, learning_rate=learning_rate, training=training, **options)
 
 
-def fit(config: Config) -> Saves:
-    with Saves(config) as trainer:
-        trainer.fit()
-    return trainer
+def fit(config: saves.Config) -> Saves:
+    return small.fit(Saves(config))
 
 
-def by_hand(rates: list[float]) -> nn.Module:
-    """One step of SGD at each rate, over the samples in their order."""
-    model = network()
-    fill(model)
+def by_hand(rates: list[float], seen: list[list[int]]) -> nn.Module:
+    """One step of SGD at each rate."""
+    model, data = filled_network(), Samples(20)
     optimizer = small.sgd(model)
-    for rate, (x, y, _) in zip(rates, batches(10), strict=False):
+    for rate, numbers in zip(rates, seen, strict=True):
         optimizer.param_groups[0]["lr"] = rate
-        mse_loss(model(x), y).backward()
+        mse_loss(model(data.x[numbers]), data.y[numbers]).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
-
-
-def names(trainer: Saves) -> list[str]:
-    return sorted(path.name for path in trainer.checkpoint_dir.iterdir())
 
 
 # -- back to an earlier step
@@ -85,12 +64,12 @@ def names(trainer: Saves) -> list[str]:
 
 def test_a_run_taken_back_to_an_earlier_step_goes_on_from_its_own_later_ones_and_keeps_the_others_aside() -> None:
     first = fit(make_config(max_steps=10))
-    assert_same_weights(weights(first.model), by_hand([0.1] * 10))
+    assert_same_weights(weights(first.model), by_hand([0.1] * 10, first.seen))
     second = fit(make_config(max_steps=10, learning_rate=0.001, resume=5))
-    expected = by_hand([0.1] * 5 + [0.001] * 5)
+    expected = by_hand([0.1] * 5 + [0.001] * 5, first.seen)
     assert second.loaded == ["step_00000005"]
     assert_same_weights(weights(second.model), expected)
-    aside, *whole = names(second)
+    aside, *whole = sorted(path.name for path in second.checkpoint_dir.iterdir())
     assert whole == ["step_00000005", "step_00000010"]
     assert aside.startswith(".aside-")
     third = fit(make_config(max_steps=10, learning_rate=0.001))
@@ -111,8 +90,9 @@ def test_a_checkpoint_can_be_loaded_before_the_first_fit() -> None:
         assert (trainer.global_step, trainer.samples_seen) == (5, 10)
         assert_same_weights(weights(trainer.model), earlier.model)
         trainer.fit()
-    assert trainer.seen == [[2 * index, 2 * index + 1] for index in range(5, 10)]
-    assert_same_weights(weights(trainer.model), by_hand([0.1] * 10))
+    seen = earlier.seen + trainer.seen
+    assert sorted(number for numbers in seen for number in numbers) == list(range(20))
+    assert_same_weights(weights(trainer.model), by_hand([0.1] * 10, seen))
 
 
 @pytest.mark.parametrize("what", ["save_checkpoint", "load_checkpoint"])
@@ -167,7 +147,7 @@ def test_a_save_right_after_a_resume_keeps_where_a_stateful_loader_was() -> None
 class Draws(small.Spread, dt.CheckpointMixin):
     """Notes what its first step draws."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: saves.Config) -> None:
         super().__init__(config, DistributedDataLoader(Samples(24), 2))
         self.drawn: list[list[float]] = []
 
@@ -193,7 +173,9 @@ def go_on_twice(checkpoints: list[str]) -> list[list[float]]:
 @pytest.mark.pitfall(33)
 def test_random_layers_go_on_from_the_seed_the_step_and_the_rank_on_another_number_of_ranks(tmp_path: Path) -> None:
     drawn_first("one rank", 2, 2)
-    first, second = (str(path) for path in sorted((tmp_path / "runs/tests/trainer/one rank").rglob("step_0000000[12]")))
+    first, second = (
+        str(path) for path in sorted((tmp_path / "runs/tests/checkpoint/one rank").rglob("step_0000000[12]"))
+    )
     ranks = run_world(go_on_twice, 2, [first, second, first])
     assert [rank[0] for rank in ranks] == [rank[2] for rank in ranks]
     assert len({tuple(drawn) for rank in ranks for drawn in rank[:2]}) == 4

@@ -241,19 +241,3 @@ def test_words_that_branch_nothing_are_an_error() -> None:
     assert later.loaded == [f"step_{LONGER:08d}"]
     with pytest.raises(ConfigError, match="optimizer='kept' is not known. Use 'keep', 'moments' or 'new'"):
         BranchParameters(optimizer="kept")  # type: ignore[arg-type]
-
-
-def test_a_plain_resume_says_which_rate_goes_on_and_how_a_schedule_changes(caplog: pytest.LogCaptureFixture) -> None:
-    def said(rate: float, steps: int) -> str:
-        caplog.clear()
-        fit(Branches(make_config("parent", rate, steps)))
-        return caplog.text
-
-    said(OLD, STEPS)
-    assert "goes on" not in said(OLD, STEPS)
-    text = said(NEW, LONGER)
-    assert f"optimizer: this config has lr={NEW}, and the checkpoint's {OLD} goes on" in text
-    assert "optimizer: this config has weight_decay=0.2, and the checkpoint's 0.1 goes on" in text
-    assert "at step 6 it multiplied the learning rate by 0.1, and the new form" in text
-    text = said(NEW, LONGER + 2)  # it is said as long as it is so
-    assert f"the checkpoint's {OLD} goes on" in text

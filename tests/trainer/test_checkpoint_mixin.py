@@ -12,7 +12,7 @@ import torch
 
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, parse, read_shared
-from tests.trainer.saves import STEPS, Saves, damage, fit, make_config, run, steps_of
+from tests.trainer.saves import STEPS, Saves, fit, make_config, run, steps_of
 from tests.trainer.small import Batch, assert_same_weights, weights
 from tests.worlds import run_world
 
@@ -195,30 +195,6 @@ def test_a_finished_run_goes_on_under_a_larger_limit(limit: dict[str, int]) -> N
     assert_same_weights(weights(longer.model), weights(straight.model))
 
 
-# -- damage
-
-
-@pytest.mark.pitfall(29)
-@pytest.mark.pitfall(68)
-def test_a_damaged_newest_is_passed_over_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    first = run(save_every_n_steps=2)
-    name = damage(first.checkpoint_dir / "step_00000006")
-    (first.checkpoint_dir / "step_00000099").mkdir()
-    (first.checkpoint_dir / ".step_00000100.tmp-0123456789abcdef").mkdir()
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        trainer = run(save_every_n_steps=2)
-    assert trainer.loaded == ["step_00000004"]
-    assert "skipping a damaged" in caplog.text
-    assert f"step_00000006/{name}" in caplog.text
-    assert "step_00000099" in caplog.text
-    assert trainer.seen == first.seen[4:]
-    assert_same_weights(weights(trainer.model), weights(first.model))
-    caplog.clear()
-    again = run(save_every_n_steps=2)  # the damaged one was written anew
-    assert again.loaded == ["step_00000006"]
-    assert again.losses == []
-
-
 # -- other configs
 
 
@@ -232,15 +208,6 @@ def test_another_global_batch_is_refused() -> None:
     run()
     with pytest.raises(CheckpointError, match="global_batch_size=2, and this run has 4"):
         run(training={"n_epochs": 2, "gradient_accumulation_steps": 2})
-
-
-def test_another_split_of_the_same_global_batch_goes_on() -> None:
-    straight = run(experiment="straight", training={"n_epochs": 2, "global_batch_size": 4})
-    run(training={"max_steps": 4, "global_batch_size": 4})
-    other = fit(Saves(make_config(training={"n_epochs": 2, "global_batch_size": 4}), batch_size=4))
-    samples = [index for batch in straight.seen[8:] for index in batch]
-    assert [index for batch in other.seen for index in batch] == samples
-    assert_same_weights(weights(other.model), weights(straight.model))
 
 
 @pytest.mark.pitfall(56)

@@ -128,15 +128,6 @@ def test_evaluate_works_before_fit_and_alone_and_changes_nothing() -> None:
         assert trainer.evaluate() == trainer.metrics[-1]
 
 
-def test_evaluate_between_two_trainings_leaves_training_as_it_was() -> None:
-    plain = fit(Checked(make_config(n_epochs=1), DataLoader(Samples(8), 2, shuffle=True), batches(1)))
-    with Checked(make_config(n_epochs=1), DataLoader(Samples(8), 2, shuffle=True), batches(1)) as trainer:
-        trainer.evaluate(batches(4))
-        trainer.fit()
-    assert trainer.seen == plain.seen
-    assert all(torch.equal(v, weights(plain.model)[n]) for n, v in weights(trainer.model).items())
-
-
 @pytest.mark.parametrize(
     ("cls", "data", "call", "told"),
     [

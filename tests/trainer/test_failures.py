@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +59,19 @@ def shards(count: int) -> dt.DeviceParameters:
     return dt.DeviceParameters(device="cpu", dp_shard=count)
 
 
-def trainer_for(case: str) -> Any:
-    """The trainer of one mistake."""
-    match case:
-        case "raises":
-            return Raises(make_config(n_epochs=1), loader())
-        case "told while computing":
-            return ToldWhileComputing(make_config(n_epochs=1), loader())
-        case "raises in setup":
-            return RaisesInSetup(make_config(n_epochs=1), loader())
-        case "mesh":
-            return Sharded(make_config(n_epochs=1, devices=shards(3)), loader())
-        case "shards without FSDPMixin":
-            return Spread(make_config(n_epochs=1, devices=shards(2)), loader())
-        case "alone":
-            return Alone(make_config(n_epochs=1), batches(4))
-        case "early step":
-            return StepsTooEarly(make_config(n_epochs=1, gradient_accumulation_steps=2), loader())
-    raise ValueError(case)
+TRAINERS: dict[str, Callable[[], Any]] = {
+    "raises": lambda: Raises(make_config(n_epochs=1), loader()),
+    "told while computing": lambda: ToldWhileComputing(make_config(n_epochs=1), loader()),
+    "raises in setup": lambda: RaisesInSetup(make_config(n_epochs=1), loader()),
+    "mesh": lambda: Sharded(make_config(n_epochs=1, devices=shards(3)), loader()),
+    "shards without FSDPMixin": lambda: Spread(make_config(n_epochs=1, devices=shards(2)), loader()),
+    "alone": lambda: Alone(make_config(n_epochs=1), batches(4)),
+    "early step": lambda: StepsTooEarly(make_config(n_epochs=1, gradient_accumulation_steps=2), loader()),
+}
 
 
 def fail(case: str, directory: Path) -> list[tuple[int, str]]:
-    code = f"from tests.trainer.test_failures import trainer_for; trainer_for({case!r}).fit()"
+    code = f"from tests.trainer.test_failures import TRAINERS; TRAINERS[{case!r}]().fit()"
     return run_ranks(code, 2, directory)
 
 
@@ -109,8 +101,8 @@ def test_a_mistake_ends_all_ranks_with_an_error_that_names_the_fix(case: str, tm
 @pytest.mark.pitfall(61)
 def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_shown(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "from tests.trainer.test_failures import trainer_for\n"
-        "trainer = trainer_for('raises')\nopen('started', 'w').close()\ntrainer.fit()\n"
+        "from tests.trainer.test_failures import TRAINERS\n"
+        "trainer = TRAINERS['raises']()\nopen('started', 'w').close()\ntrainer.fit()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"],

@@ -28,28 +28,6 @@ TOGETHER = ["every_init", "nano_gpt", "embedding", "late"]
 FURTHER = ["conv", "batch_norm", "attention", "encoder", "orthogonal", "flat"]
 
 
-class Scaled(nn.Module):
-    """A layer scale, an ALiBi-like mask of -inf, a rotary table and an embedding with padding, initialised by apply."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(9, 6, padding_idx=4)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.scales = nn.ParameterList(nn.Parameter(torch.full((6,), 10.0 ** -(i + 1))) for i in range(3))
-        self.head = nn.Linear(6, 9, bias=False)
-        angles = torch.outer(torch.arange(7.0), 100.0 ** -torch.linspace(0, 1, 3))
-        self.register_buffer("rotary", torch.polar(torch.ones_like(angles), angles), persistent=False)
-        self.register_buffer("mask", torch.full((7, 7), -torch.inf).triu(1))
-        self.apply(self._init)
-        self.head.weight = self.embedding.weight
-
-    def _init(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.02, a=-0.03, b=0.03)
-            if module.bias is not None:
-                nn.init.ones_(module.bias)
-
-
 @dataclass
 class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.FSDPConfigMixin):
     families: tuple[str, ...] = ()
@@ -61,7 +39,7 @@ class Replicated(dt.BaseTrainer, dt.SetupMixin):
     config: Config
 
     def configure_models(self) -> None:
-        self.models = nn.ModuleDict({name: FAMILIES[name]() for name in self.config.families} | {"scaled": Scaled()})
+        self.models = nn.ModuleDict({name: FAMILIES[name]() for name in self.config.families})
 
     def configure_dataloaders(self) -> tuple[Any, None]:
         return torch.utils.data.DataLoader(torch.zeros(64, 1), 1), None
@@ -111,8 +89,8 @@ def build_on_rank(layouts: list[str], families: list[str]) -> list[tuple[dict[st
         trainer = build(layout, families)
         parameters = list(trainer.models.parameters())
         sharded = sum(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in parameters)
-        scaled = trainer.models["scaled"]
-        results.append((digests(trainer), sharded, scaled.head.weight is scaled.embedding.weight))
+        gpt = trainer.models["nano_gpt"]
+        results.append((digests(trainer), sharded, gpt.head.weight is gpt.wte.weight))
         trainer.close()
     return results
 

@@ -17,13 +17,12 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import AlternatingLoaders, DataError, DistributedDataLoader, LoaderGroup, PerRankLoader, Throughput
-from tests.trainer.arithmetic import fill
 from tests.trainer.small import (
     Config,
     Samples,
+    Sharded,
     assert_same_weights,
     filled_network,
-    network,
     run_config,
     run_ranks,
     sgd,
@@ -70,25 +69,8 @@ def by_hand(kind: str) -> torch.nn.Module:
     return model
 
 
-class Several(dt.DreamTrainer):
+class Several(Sharded, dt.CheckpointMixin, dt.LoggerMixin):
     """Adds the losses of what is in the batch."""
-
-    def __init__(self, config: Config, loaders: Any) -> None:
-        super().__init__(config)
-        self.loaders = loaders
-        self.seen: list[Any] = []
-
-    def configure_models(self) -> None:
-        self.model = network()
-
-    def init_weights(self) -> None:
-        fill(self.model)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = sgd(self.model)
-
-    def configure_dataloaders(self) -> tuple[Any, None]:
-        return self.loaders, None
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         parts = batch if isinstance(batch, dict) else dict([batch])

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import CheckpointError, ConfigError, PerRankLoader, mesh_lines
+from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
 from tests.trainer.small import (
     WIDTH,
@@ -26,9 +26,7 @@ from tests.trainer.small import (
     Samples,
     batches,
     fill,
-    filled_network,
     fit,
-    network,
     run_config,
     run_ranks,
 )
@@ -154,11 +152,17 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def by_hand(
-    ranks: int, rounds: dt.LocalSGDParameters, *, steps: int = STEPS, accumulation: int = 1, weighted: bool = False
+    ranks: int,
+    rounds: dt.LocalSGDParameters,
+    *,
+    steps: int = STEPS,
+    accumulation: int = 1,
+    weighted: bool = False,
+    make: type[Net] = Net,
 ) -> dict[str, Any]:
     """Each worker trains its own model; batch norm normalises by a rank's samples, and is averaged after a step."""
     per_worker = ranks // rounds.workers
-    models = [Net() for _ in range(rounds.workers)]
+    models = [make() for _ in range(rounds.workers)]
     for model in models:
         start(model)
     optimizers = [make_optimizer(model) for model in models]
@@ -351,15 +355,19 @@ def test_nothing_crosses_workers_but_one_bucket_per_round(devices: dt.DevicePara
 # -- validations, checkpoints, exports
 
 
-def stop_and_go_on(devices: dt.DeviceParameters) -> dict[str, Any]:
+STOPS = {"in a round": (3, 4), "twice": (1, 6), "at a round's end": (4, 7)}
+
+
+def stop_and_go_on(devices: dt.DeviceParameters, names: list[str]) -> dict[str, Any]:
     """One run without a stop, and runs that lost their last steps, in each part of a round."""
     found: dict[str, Any] = {}
     with make_trainer(make_config("straight", DILOCO, devices=devices)) as trainer:
         trainer.fit()
         found["straight"] = whole_state(trainer)
-    for name, every, stop in (("in a round", 3, 4), ("twice", 1, 6), ("at a round's end", 4, 7)):
+    for name in names:
+        every, stop = STOPS[name]
         saves = {"save_every_n_steps": every, "val_every": 2, "devices": devices}
-        for steps in (stop, 9 if name == "twice" else STEPS, STEPS):
+        for steps in (stop, 9, STEPS) if name == "twice" else (stop, STEPS):
             with make_trainer(make_config(name, DILOCO, steps=steps, **saves)) as trainer:
                 trainer.fit()
                 found[name] = whole_state(trainer)
@@ -375,12 +383,14 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
         return state | {f"average.{name}": value for name, value in state_of(trainer).items()}
 
 
-@pytest.mark.parametrize(("ranks", "devices"), [(2, CPU), (4, SHARDED)], ids=["2", "sharded"])
+@pytest.mark.parametrize(
+    ("ranks", "devices", "names"), [(2, CPU, list(STOPS)), (4, SHARDED, ["twice"])], ids=["2", "sharded"]
+)
 def test_a_run_that_lost_its_last_steps_ends_bit_for_bit_as_the_undisturbed_one(
-    ranks: int, devices: dt.DeviceParameters
+    ranks: int, devices: dt.DeviceParameters, names: list[str]
 ) -> None:
-    for found in run_world(stop_and_go_on, ranks, devices):
-        for name in ("in a round", "twice", "at a round's end"):
+    for found in run_world(stop_and_go_on, ranks, devices, names):
+        for name in names:
             assert found[name].keys() == found["straight"].keys()
             assert [key for key, value in found["straight"].items() if not torch.equal(value, found[name][key])] == []
 
@@ -482,9 +492,16 @@ class Gathering(Trainer):
         return super().training_step(batch, batch_idx)
 
 
+class Balanced(Trainer):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.experts = MoE(WIDTH, WIDTH, 4, 2, balance_rate=0.01)
+
+
 REFUSED: dict[str, tuple[type[Trainer], dt.LocalSGDParameters, str]] = {
     "workers": (Trainer, replace(PLAIN, workers=3), "workers=3 does not divide world_size=2"),
     "batch norm": (Synchronised, PLAIN, "model.norm is a SyncBatchNorm over all ranks"),
+    "experts": (Balanced, PLAIN, "experts balances its experts by the loads of all ranks"),
     "gathering": (Gathering, PLAIN, "all_gather_with_gradient speaks to all ranks in each step"),
 }
 
@@ -511,17 +528,20 @@ def test_averages_of_weights_are_refused_by_name() -> None:
 # -- other ranks in each worker, and a NaN on one
 
 
-class Plain(Trainer):
+class Unnormed(Net):
     """Without statistics of batches, so that workers of any ranks train alike."""
 
-    def configure_models(self) -> None:
-        self.model = network()
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
 
-    def init_weights(self) -> None:
-        fill(self.model)
+
+class Plain(Trainer):
+    def configure_models(self) -> None:
+        self.model = Unnormed()
 
     def configure_dataloaders(self) -> tuple[Any, None]:
-        return DataLoader(Samples(64), batch_size=4 // self.world.world_size), None
+        return DataLoader(Samples(48), batch_size=4 // self.world.world_size), None
 
 
 def train_parts(parts: list[tuple[str, int, dict[str, Any]]]) -> dict[str, dict[str, Tensor]]:
@@ -531,28 +551,6 @@ def train_parts(parts: list[tuple[str, int, dict[str, Any]]]) -> dict[str, dict[
             trainer.fit()
             found[name] = state_of(trainer)
     return found
-
-
-def plain_by_hand(steps: int) -> list[dict[str, Tensor]]:
-    """Two workers, each with its half of each global batch."""
-    models, data = [filled_network(), filled_network()], batches(32)
-    optimizers = [make_optimizer(model) for model in models]
-    begin = [p.detach().clone() for p in models[0].parameters()]
-    outer = torch.optim.SGD(begin, DILOCO.outer_lr, DILOCO.outer_momentum, nesterov=True)
-    for step in range(steps):
-        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            x, y, _ = data[2 * step + number]
-            mse_loss(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-            optimizer.zero_grad()
-        if (step + 1) % EVERY == 0:
-            for p, one, other in zip(begin, *(model.parameters() for model in models), strict=True):
-                p.grad = p - (one.detach() + other.detach()) / 2
-            outer.step()
-            for model in models:
-                nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(begin), model.parameters())
-    return [{name: p.detach() for name, p in model.named_parameters()} for model in models]
 
 
 def test_a_run_goes_on_with_other_ranks_in_each_worker() -> None:
@@ -566,7 +564,7 @@ def test_a_run_goes_on_with_other_ranks_in_each_worker() -> None:
         [("replicas", 11, later | {"devices": REPLICAS}), ("shards", 11, later | {"devices": SHARDED})],
     )
     found = run_world(train_parts, 2, [("replicas", 14, {}), ("shards", 14, {}), ("straight", 14, {})])
-    for worker, expected in zip(found, plain_by_hand(14), strict=True):
+    for worker, expected in zip(found, by_hand(2, DILOCO, steps=14, make=Unnormed)["states"], strict=True):
         for state in worker.values():
             assert_close(state, expected)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 
 import dream_trainer as dt
 from tests.api import (
@@ -26,6 +25,8 @@ from tests.api import (
     LearningRate,
     Progress,
 )
+from tests.trainer import small
+from tests.trainer.small import Validates, batches, by_hand, fill, filled_network, network, sgd, weights
 
 MIXINS = [dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin]
 CONFIGS = [dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.EvalConfigMixin, dt.CheckpointConfigMixin, dt.LoggerConfigMixin]
@@ -35,58 +36,35 @@ SUBSETS = [subset for size in range(6) for subset in itertools.combinations(rang
 NAMES = {"project": "p", "group": "g", "experiment": "e"}
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    x = torch.linspace(-1, 1, 24).reshape(4, 3, 2)
-    return list(zip(x, x.sum(-1, keepdim=True), strict=True))
-
-
-class Algorithm:
+class Algorithm(Validates, small.Algorithm):
     """The user's part: the same class body whatever it is mixed with."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, batches(4), batches(4))
 
     def setup(self) -> None:
         super().setup()
         if not isinstance(self, dt.SetupMixin):
-            self.model, self.optimizer = make()
+            self.model = filled_network()
+            self.optimizer = sgd(self.model)
 
     def configure_models(self) -> None:
-        self.model = nn.Linear(2, 1)
+        self.model = network()
 
     def init_weights(self) -> None:
-        nn.init.constant_(self.model.weight, 0.5)
-        nn.init.zeros_(self.model.bias)
+        fill(self.model)
 
     def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return batches(), batches()
+        self.optimizer = sgd(self.model)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
         self.log("extra", 1.0)
-        return {"loss": loss}
-
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
+        return super().training_step(batch, batch_idx)
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, 0.5)
-    nn.init.zeros_(model.bias)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def by_hand() -> torch.Tensor:
-    model, optimizer = make()
-    for x, y in batches() * 2:
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.weight.detach()
+def assert_as_by_hand(trainer: Any) -> None:
+    expected = by_hand([[batch] for batch in batches(4)] * 2)
+    assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(trainer.model).items())
 
 
 def make_config(subset: tuple[int, ...]) -> Any:
@@ -103,7 +81,7 @@ def test_every_subset_of_mixins_trains_like_the_loop_by_hand(subset: tuple[int, 
     trainer = type("T", (Algorithm, BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset))
     with trainer:
         trainer.fit()
-    assert torch.equal(trainer.model.weight, by_hand())
+    assert_as_by_hand(trainer)
     assert trainer.global_step == 8
 
 
@@ -129,7 +107,7 @@ def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -
     assert len({trainer.describe() for trainer in trainers}) == 1
     with trainers[-1] as trainer:
         trainer.fit()
-    assert torch.equal(trainer.model.weight, by_hand())
+    assert_as_by_hand(trainer)
 
 
 def test_base_trainer_defines_no_hook_and_every_mixin_hands_cooperative_hooks_on_and_has_no_public_event() -> None:
@@ -214,7 +192,7 @@ def test_a_method_named_like_a_hook_that_nothing_calls_is_said_once_with_the_nea
 ) -> None:
     class Misspelt(Algorithm, BaseTrainer):
         def setup(self) -> None:
-            self.model, self.optimizer = make()
+            super().setup()
             self.on_my_own()
 
         def validate_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
