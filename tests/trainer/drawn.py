@@ -17,14 +17,15 @@ import torch
 import torch.nn as nn
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
 from tests.trainer.arithmetic import fill, full
-from tests.trainer.small import Config as SmallConfig, run_config
+from tests.trainer.small import Config as SmallConfig
+from tests.trainer.small import network, run_config
 
 WIDTH, SEED = 3, 7
 DEALT = ("own", "plain")
@@ -44,12 +45,6 @@ class Case:
     sync_policy: str = "no_sync"
     recompute: str = "none"
     kind: str = "one"
-    blocks: int = 2
-    head: str = "plain"
-    scalar: bool = False
-    never: bool = False
-    frozen: str = "nothing"
-    dropout: bool = False
     optimizer: str = "sgd"
     scheduler: bool = False
     accumulation: int = 1
@@ -79,7 +74,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         return draw(st.sampled_from(values))
 
     yes = st.booleans()
-    loader = choose("own", "own", "plain", "batches", "stateful", "handwritten", "live", "stream")
+    loader = choose("own", "own", "plain", "batches", "stateful", "handwritten")
     size, accumulation = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     drop_last, weight = draw(yes), choose("none", "int", "tensor")
     if loader == "own" and ranks > 1 and not drop_last and weight == "none":
@@ -91,13 +86,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         layout=layout,
         sync_policy=choose("no_sync", "reduce_scatter_each", "defer_all_reduce") if ranks > 1 else "no_sync",
         recompute=choose("none", "none", "full", "selective"),
-        kind=choose("one", "joint", "each", "apart", "turns"),
-        blocks=draw(st.integers(1, 2)),
-        head=choose("plain", "tied", "shared", "branches"),
-        scalar=draw(yes),
-        never=draw(yes),
-        frozen=choose("nothing", "nothing", "embedding", "block"),
-        dropout=draw(st.integers(0, 7)) == 7,
+        kind=choose("one", "turns"),
         optimizer=choose("sgd", "adamw", "fused"),
         scheduler=draw(yes),
         accumulation=accumulation,
@@ -116,7 +105,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
     last = len(limited(case, [n for _ in range(case.epochs) for n in range(steps_per_epoch(case))]))
     stops = draw(st.lists(st.integers(1, last - 1), max_size=2, unique=True)) if last > 1 else []
     # Fewer ranks see the same windows only where those are whole, and every micro-batch is a rank's.
-    may_move = ranks > 1 and loader in DEALT and drop_last and case.kind != "turns" and not case.dropout
+    may_move = ranks > 1 and loader in DEALT and drop_last and case.kind != "turns"
     return replace(case, stops=tuple(sorted(stops)), moves=bool(stops) and may_move and draw(yes))
 
 
@@ -191,8 +180,8 @@ def windows_of(case: Case, seen: Sequence[list[Numbers]]) -> list[Window]:
 # -- data
 
 
-class Samples(Dataset[tuple[Tensor, int, int, int]]):
-    """Points with a token and a label; everything about one follows from its number."""
+class Samples(Dataset[tuple[Tensor, Tensor, int]]):
+    """Points with a target; everything about one follows from its number."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
@@ -200,10 +189,10 @@ class Samples(Dataset[tuple[Tensor, int, int, int]]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int, int, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         number = self.numbers[index]
-        steps = torch.arange(1, WIDTH + 1, dtype=torch.float64)
-        return torch.sin(steps * (number + 1) * 1.7), number * 7 % WIDTH, number * 5 // 3 % WIDTH, number
+        x = torch.sin(torch.arange(1, WIDTH + 1, dtype=torch.float64) * (number + 1) * 1.7)
+        return x, x.sum(0, keepdim=True).cos(), number
 
 
 def batch_of(numbers: Numbers) -> Any:
@@ -217,56 +206,11 @@ class HandWritten:
     def __init__(self, case: Case, numbers: Numbers) -> None:
         self.case, self.numbers = case, numbers
 
-    def order(self) -> Numbers:
-        return [self.numbers[index] for index in torch.randperm(len(self.numbers)).tolist()]
-
     def __iter__(self) -> Iterator[Any]:
-        numbers, size = self.order(), self.case.batch_size
+        numbers = [self.numbers[index] for index in torch.randperm(len(self.numbers)).tolist()]
+        size = self.case.batch_size
         for start in range(0, len(numbers) - (size - 1 if self.case.drop_last else 0), size):
             yield batch_of(numbers[start : start + size])
-
-
-class Live(HandWritten):
-    """A shuffle buffer that draws each sample from a global generator; its state is the buffer itself."""
-
-    def __init__(self, case: Case, numbers: Numbers) -> None:
-        super().__init__(case, numbers)
-        self.buffer: Numbers = []
-        self.next = 0
-        self.was_loaded = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.was_loaded:
-            self.buffer, self.next = [], 0
-        self.was_loaded = False
-        size = self.case.batch_size
-        while True:
-            batch = []
-            while len(batch) < size and (self.buffer or self.next < len(self.numbers)):
-                while len(self.buffer) < 4 and self.next < len(self.numbers):
-                    self.buffer.append(self.numbers[self.next])
-                    self.next += 1
-                batch.append(self.buffer.pop(random.randrange(len(self.buffer))))
-            if not batch or (self.case.drop_last and len(batch) < size):
-                return
-            yield batch_of(batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"buffer": self.buffer, "next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.buffer, self.next, self.was_loaded = state["buffer"], state["next"], True
-
-
-class Stream(IterableDataset[Any]):
-    """Samples one after the other, in an order drawn when a pass begins."""
-
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers = numbers
-
-    def __iter__(self) -> Iterator[Any]:
-        data = Samples(self.numbers)
-        return (data[index] for index in torch.randperm(len(data)).tolist())
 
 
 def make_loader(case: Case, rank: int) -> Any:
@@ -282,105 +226,43 @@ def make_loader(case: Case, rank: int) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         return PerRankLoader(StatefulDataLoader(Samples(numbers), size, shuffle=case.shuffle, **options))
-    if case.loader == "stream":
-        return PerRankLoader(DataLoader(Stream(numbers), size, **options))
-    return PerRankLoader((Live if case.loader == "live" else HandWritten)(case, numbers))
+    return PerRankLoader(HandWritten(case, numbers))
 
 
 # -- models
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
-
-
-class First(nn.Module):
-    """What a case asks for in one model; `branch` chooses one of two heads where there are two."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(0.3 * case.dropout) for _ in range(case.blocks))
-        self.heads = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2 if case.head == "branches" else 1)
-        )
-        if case.head == "tied":
-            self.heads[0].weight = self.embedding.weight
-        if case.scalar:
-            self.scale = nn.Parameter(torch.tensor(0.7))
-        if case.never:
-            self.never = nn.Parameter(torch.ones(2))
-        frozen = {"nothing": [], "embedding": [self.embedding], "block": [self.blocks[0]]}[case.frozen]
-        for module in frozen:
-            module.requires_grad_(False)
-        self.double()
-
-    def forward(self, x: Tensor, tokens: Tensor, branch: int) -> Tensor:
-        x = x + self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        if self.case.scalar:
-            x = x * self.scale
-        head = self.heads[branch % len(self.heads)]
-        return head(x) + head(torch.tanh(x)) if self.case.head == "shared" else head(x)
-
-
-def second() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, WIDTH)).double()
-
-
 Models = dict[str, nn.Module]
 
 
-def first_output(models: Models, batch: Any) -> Tensor:
-    return models["first"](batch[0], batch[1], int(batch[3][0]))
+def make_models(case: Case) -> Models:
+    second = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return {"first": network()} | ({"second": second} if case.kind == "turns" else {})
 
 
 def first_loss(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(first_output(models, batch), batch[2])
-
-
-def second_loss(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(models["second"](batch[0]), batch[2])
+    return mse_loss(models["first"](batch[0]), batch[1])
 
 
 def through_both(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(models["second"](first_output(models, batch)), batch[2])
+    return mse_loss(models["second"](models["first"](batch[0])), batch[1])
 
 
 def judge_loss(models: Models, batch: Any) -> Tensor:
-    return cross_entropy(models["second"](first_output(models, batch).detach()), (batch[2] + 1) % WIDTH)
+    return mse_loss(models["second"](models["first"](batch[0]).detach()), -batch[1])
 
 
 class Turn(NamedTuple):
-    """A loss with its backward and, at a window's end, the steps that follow it."""
+    """A loss with its backward and, at a window's end, the step of its model, while others are frozen."""
 
     loss: Callable[[Models, Any], Tensor]
     model: str
-    frozen: tuple[str, ...]
-    steps: tuple[tuple[str, ...], ...]
+    frozen: tuple[str, ...] = ()
 
 
 TURNS: dict[str, tuple[Turn, ...]] = {
-    "one": (Turn(first_loss, "first", (), (("first",),)),),
-    "joint": (Turn(through_both, "first", (), (("first", "second"),)),),
-    "each": (Turn(through_both, "first", (), (("first",), ("second",))),),
-    "apart": (
-        Turn(first_loss, "first", (), (("first",),)),
-        Turn(second_loss, "second", (), (("second",),)),
-    ),
-    "turns": (
-        Turn(judge_loss, "second", (), (("second",),)),
-        Turn(through_both, "first", ("second",), (("first",),)),
-    ),
+    "one": (Turn(first_loss, "first"),),
+    "turns": (Turn(judge_loss, "second"), Turn(through_both, "first", ("second",))),
 }
 
 
@@ -422,16 +304,15 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
         self.norms: list[float] = []
 
     def configure_models(self) -> None:
-        self.first = First(self.config.case)
-        if self.config.case.kind != "one":
-            self.second = second()
+        for name, model in make_models(self.config.case).items():
+            setattr(self, name, model)
 
     def init_weights(self) -> None:
         for model in self.named_models().values():
             fill(model)
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.blocks) if isinstance(model, First) else [model[0]]
+        return list(model[0]) if model is self.first else [model[0]]
 
     def configure_optimizers(self) -> None:
         self.optimizers = {name: make_optimizer(self.config.case, m) for name, m in self.named_models().items()}
@@ -445,7 +326,7 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         case, models = self.config.case, self.named_models()
-        numbers = batch[3].tolist()
+        numbers = batch[2].tolist()
         self.seen.append(numbers)
         weight: Any = weight_of(case, numbers)
         weight = {"none": None, "int": weight, "tensor": torch.tensor(weight)}[case.weight]
@@ -454,10 +335,9 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
                 loss = turn.loss(models, batch)
             self.backward(loss, weight=weight, model=models[turn.model])
             self.losses.append(loss.item())
-            for names in () if self.is_accumulating_gradients else turn.steps:
-                schedulers = [self.schedulers[name] for name in names] if case.scheduler else None
-                norm = self.step(models[names[0]], [self.optimizers[name] for name in names], schedulers)
-                self.norms.append(float(norm))
+            if not self.is_accumulating_gradients:
+                scheduler = self.schedulers[turn.model] if case.scheduler else None
+                self.norms.append(float(self.step(models[turn.model], self.optimizers[turn.model], scheduler)))
         return {}
 
     def post_train_step(self) -> None:
@@ -530,7 +410,7 @@ def tensors_of(trainer: Drawn) -> dict[str, Tensor]:
 
 def by_hand(case: Case, windows: Sequence[Window]) -> dict[str, Any]:
     """The same in one process, with nothing but PyTorch; losses by rank."""
-    models: Models = {"first": First(case)} | ({} if case.kind == "one" else {"second": second()})
+    models = make_models(case)
     for model in models.values():
         fill(model)
     optimizers = {name: make_optimizer(case, model) for name, model in models.items()}
@@ -541,32 +421,27 @@ def by_hand(case: Case, windows: Sequence[Window]) -> dict[str, Any]:
         total = sum(weight_of(case, numbers) for ranks in window for numbers in ranks)
         for index, ranks in enumerate(window):
             for turn in TURNS[case.kind]:
-                kept = [p for name in turn.frozen for p in models[name].parameters() if p.requires_grad]
-                for p in kept:
-                    p.requires_grad_(False)
+                for name in turn.frozen:
+                    models[name].requires_grad_(False)
                 for rank, numbers in enumerate(ranks):
                     loss = turn.loss(models, batch_of(numbers))
                     (loss * (weight_of(case, numbers) / max(total, 1))).backward()
                     losses[rank].append(loss.item())
-                for p in kept:
-                    p.requires_grad_(True)
-                for names in turn.steps if index == len(window) - 1 else ():
-                    norms.append(
-                        step_by_hand(case, [models[name] for name in names], [optimizers[n] for n in names], total)
-                    )
-                    for name in names if case.scheduler else ():
-                        schedulers[name].step()
+                for name in turn.frozen:
+                    models[name].requires_grad_(True)
+                if index == len(window) - 1:
+                    norms.append(step_by_hand(case, models[turn.model], optimizers[turn.model], total))
+                    if case.scheduler:
+                        schedulers[turn.model].step()
     weights = {f"{name}.{key}": p.detach() for name, model in models.items() for key, p in model.named_parameters()}
     return {"weights": weights, "losses": losses, "norms": norms}
 
 
-def step_by_hand(case: Case, models: list[nn.Module], optimizers: list[torch.optim.Optimizer], total: int) -> float:
-    parameters = [p for model in models for p in model.parameters()]
-    norm = clip_grad_norm_(parameters, 0.3 if case.clip == "norm" else math.inf).item()
+def step_by_hand(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, total: int) -> float:
+    norm = clip_grad_norm_(model.parameters(), 0.3 if case.clip == "norm" else math.inf).item()
     if case.clip == "value":
-        clip_grad_value_(parameters, 0.05)
-    for optimizer in optimizers:
-        if total:
-            optimizer.step()
-        optimizer.zero_grad()
+        clip_grad_value_(model.parameters(), 0.05)
+    if total:
+        optimizer.step()
+    optimizer.zero_grad()
     return norm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -144,40 +143,30 @@ def observe(directory: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What each rank of a world of one, and of a sharded one of two, saw."""
-    return run_world(observe, request.param, str(tmp_path_factory.mktemp("recompute")))
+    return {size: run_world(observe, size, str(tmp_path_factory.mktemp(f"recompute {size}"))) for size in (1, 2)}
 
 
 WAYS = ["full", "selective", "every second"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_losses_gradients_and_weights_are_the_same_bits_with_dropout(ranks: list[dict[str, Any]], way: str) -> None:
-    for found in ranks:
+@pytest.mark.pitfall(24)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", ["none", *WAYS])
+def test_bits_names_and_shards_are_those_without_it_also_with_dropout(worlds: Any, size: int, way: str) -> None:
+    for found in worlds[size]:
         assert len(found[way]["record"]) == len(found["none"]["record"]) >= 6
         for part in ("record", "weights"):
             assert all(map(torch.equal, found[way][part], found["none"][part]))
-    assert ranks[0]["none"]["record"][0] != ranks[0]["none"]["record"][-1]
-
-
-@pytest.mark.pitfall(24)
-@pytest.mark.parametrize("way", WAYS)
-def test_names_in_the_state_dict_stay_as_the_user_wrote_them(ranks: list[dict[str, Any]], way: str) -> None:
-    assert all(found[way]["names"] == list(Net().state_dict()) for found in ranks)
-
-
-@pytest.mark.parametrize("way", ["none", *WAYS])
-def test_blocks_are_found_and_sharded_whichever_of_them_recompute(ranks: list[dict[str, Any]], way: str) -> None:
-    for found in ranks:
-        assert found[way]["groups"] == (N_BLOCKS + 1 if len(ranks) > 1 else 0)
+        assert found[way]["names"] == list(Net().state_dict())
+        assert found[way]["groups"] == (N_BLOCKS + 1 if size > 1 else 0)
         assert found[way]["blocks"] == [True] * N_BLOCKS
 
 
-def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(tmp_path: Path) -> None:
-    (found,) = run_world(observe, 1, str(tmp_path))
-    none, whole, selective, second = (found[way]["cost"] for way in ("none", *WAYS))
+def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(worlds: Any) -> None:
+    none, whole, selective, second = (worlds[1][0][way]["cost"] for way in ("none", *WAYS))
     matrices = 2 * N_BLOCKS + 1
     backward = 2 * matrices  # towards weights and towards inputs
     assert none["matrix products"] == matrices + backward
@@ -210,17 +199,6 @@ def test_a_copied_model_computes_with_its_own_weights(mode: Mode) -> None:
 
 
 # -- what cannot be
-
-
-def test_a_frozen_model_is_left_alone() -> None:
-    class Flat(Trained):
-        def configure_models(self) -> None:
-            super().configure_models()
-            self.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    with Flat(config_of("full")) as trainer:
-        trainer.fit()
-        assert type(trainer.frozen_features) is nn.Linear
 
 
 class Normed(nn.Module):
@@ -260,20 +238,16 @@ def test_statistics_of_batch_norm_move_once_in_a_step_that_is_computed_again(kin
         assert torch.equal(one.grad, other.grad)
 
 
-def test_a_small_model_without_blocks_beside_one_with_some_keeps_its_own_and_alone_is_an_error() -> None:
-    told: list[str] = []
-
-    class Beside(Trained):
-        def warn_once(self, key: str, message: str) -> None:
-            told.append(message)
-            super().warn_once(key, message)
-
-    trainer = Beside(config_of("full"))
+def test_a_model_without_blocks_keeps_its_activations_beside_one_with_some_and_alone_is_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = Trained(config_of("full"))
     trainer.model, trainer.critic = Net(), nn.Linear(WIDTH, 1)
+    trainer.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     trainer.apply_activation_checkpointing()
     assert isinstance(trainer.model.layers[0], Recomputed)
-    assert type(trainer.critic) is nn.Linear
-    (said,) = told
+    assert type(trainer.critic) is type(trainer.frozen_features) is nn.Linear
+    (said,) = [line for line in caplog.messages if "repeated blocks" in line]
     assert said.startswith("model 'critic' has no repeated blocks, and keeps all its activations. Override model_bl")
     alone = Trained(config_of("full"))
     alone.model = nn.Linear(WIDTH, 1)

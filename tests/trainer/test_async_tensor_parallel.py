@@ -10,7 +10,7 @@ import torch
 
 import dream_trainer as dt
 from dream_trainer.compat import async_collectives
-from tests.api import ConfigError, launch
+from tests.api import ConfigError
 from tests.overlap import overlap_on_the_cpu
 from tests.trainer.arithmetic import Case, reference
 from tests.trainer.test_tensor_parallel import Cell, Config, Trained, config_of, weights_of
@@ -26,21 +26,6 @@ def overlapping() -> Config:
         device_parameters=replace(config.device_parameters, compile=True),
         compile_parameters=dt.CompileParameters(async_tensor_parallel=True),
     )
-
-
-def refused() -> str:
-    with Trained(overlapping()) as trainer:
-        launch(trainer._runtime)
-        trainer.configure()
-        with pytest.raises(ConfigError) as raised:
-            trainer.apply_compile()
-    return str(raised.value)
-
-
-@pytest.mark.slow
-def test_devices_that_cannot_share_memory_are_refused() -> None:
-    for message in run_world(refused, 2):
-        assert "async_tensor_parallel=True: the device is 'cpu'." in message
 
 
 def test_an_overlap_without_compiled_blocks_is_refused() -> None:

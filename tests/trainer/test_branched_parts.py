@@ -11,9 +11,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from tests.api import EMA, BranchParameters, CheckpointError, EarlyStopping, Every, TokenAxis, Trainer, rate_factor
+from tests.api import EMA, BranchParameters, CheckpointError, EarlyStopping, TokenAxis, Trainer, rate_factor
 from tests.trainer import saves
-from tests.trainer.small import Batch, weights
+from tests.trainer.small import Batch
 
 ANEW = BranchParameters(counters="new", data="new")
 
@@ -35,31 +35,27 @@ def make_config(experiment: str, *callbacks: dt.Callback, n_epochs: int = 6, **c
     return saves.make_config(experiment=experiment, callbacks=callbacks, training={"n_epochs": n_epochs}, **checkpoint)
 
 
+class Worse(Told):
+    values = (5.0, 4.0, 3.0, 3.0, 3.0, 3.0)
+
+
 @pytest.mark.parametrize(
-    ("words", "epochs", "best"),
-    [(BranchParameters(), 5, 1.0), (BranchParameters(counters="new"), 3, 1.0), (ANEW, 3, 1.0)],
+    ("kind", "words", "epochs", "best"),
+    [
+        (Told, BranchParameters(), 5, 1.0),
+        (Told, BranchParameters(counters="new"), 3, 1.0),
+        (Worse, ANEW, 5, 3.0),
+    ],
     ids=["all kept", "new counters", "new counters and data"],
 )
 def test_a_branch_of_a_run_that_early_stopping_ended_trains_with_all_its_patience(
-    words: BranchParameters, epochs: int, best: float
+    kind: type[Told], words: BranchParameters, epochs: int, best: float
 ) -> None:
-    """With its counters it has the best value of before, 1.0 at epoch 0, and waits two more epochs; without it is as
-    any run."""
     first = fit(make_config("run", EarlyStopping(patience=2)))
     assert first.current_epoch == 3
     stopping = EarlyStopping(patience=2)
-    branch = fit(make_config("branch", stopping, resume=str(first.run_dir), branch=words))
+    branch = fit(make_config("branch", stopping, resume=str(first.run_dir), branch=words), kind)
     assert (branch.current_epoch, stopping.best) == (epochs, best)
-
-
-def test_best_values_begin_anew_with_the_counters() -> None:
-    class Worse(Told):
-        values = (5.0, 4.0, 3.0, 3.0, 3.0, 3.0)
-
-    first = fit(make_config("run", EarlyStopping(patience=2)))
-    stopping = EarlyStopping(patience=2)
-    branch = fit(make_config("branch", stopping, resume=str(first.run_dir), branch=ANEW), Worse)
-    assert (branch.current_epoch, stopping.best) == (5, 3.0)
 
 
 def test_a_plain_resume_of_a_run_that_early_stopping_ended_says_so_and_what_to_change(
@@ -109,18 +105,6 @@ def test_a_user_s_callback_decides_what_it_forgets_once_when_a_branch_begins() -
     assert (again.vocabulary, again.epochs, again.words) == (6, 3, [])
 
 
-def test_every_counts_from_the_start_with_new_counters() -> None:
-    def steps_of(name: str, **checkpoint: Any) -> list[int]:
-        seen: list[int] = []
-        every = Every(1, "steps", lambda trainer: seen.append(trainer.global_step))
-        fit(make_config(name, every, n_epochs=1, **checkpoint))
-        return seen
-
-    assert steps_of("run") == [1, 2, 3, 4, 5, 6]
-    path = "runs/tests/checkpoint/run"
-    assert steps_of("branch", resume=path, branch=ANEW) == [1, 2, 3, 4, 5, 6]
-
-
 def test_the_averages_of_ema_go_along_with_every_word() -> None:
     first = EMA(decay=0.5)
     parent = fit(make_config("run", first, n_epochs=1))
@@ -132,41 +116,6 @@ def test_the_averages_of_ema_go_along_with_every_word() -> None:
     found = second.checkpoint_tensors()
     assert averages
     assert all(torch.equal(found[name], tensor) for name, tensor in averages.items())
-
-
-class Weights(dt.Callback):
-    """Notes the weights that training begins from, and those after each step."""
-
-    order = -1000
-
-    def __init__(self) -> None:
-        self.found: list[dict[str, torch.Tensor]] = []
-
-    def pre_fit(self, trainer: Any) -> None:
-        self.found.append(weights(trainer.model))
-
-    def post_train_step(self, trainer: Any) -> None:
-        self.found.append(weights(trainer.model))
-
-
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("options", [{}, {"val_every_n_steps": 1}], ids=["at the end", "validating"])
-def test_with_new_counters_an_average_moves_after_each_n_steps_of_the_branch(device: Any, options: Any) -> None:
-    """The last two of the parent's six steps are in the branch's first move, and in no other."""
-    seen, found = [], {}
-    for name, steps, branch in (("run", 6, {}), ("branch", 9, {"resume": "runs/tests/checkpoint/run", "branch": ANEW})):
-        noted, ema = Weights(), EMA(0.9, every_n_steps=4, device=device)
-        training = {"max_steps": steps} | options
-        fit(saves.make_config(experiment=name, callbacks=[noted, ema], training=training, **branch), saves.Saves)
-        seen.append(noted.found)
-        found = ema.averaged("model")
-    parent, branched = seen
-    average = parent[0]
-    for move, moved_to in enumerate([parent[4], branched[4], branched[8]]):
-        keep = min(0.9, (1 + move) / (10 + move))
-        average = {name: keep * average[name] + (1 - keep) * value for name, value in moved_to.items()}
-    for name, value in average.items():
-        torch.testing.assert_close(found[name], value)
 
 
 class ByTokens(saves.Saves):
@@ -237,18 +186,6 @@ def test_a_schedule_by_tokens_has_its_word_and_the_counters_theirs(
     assert len(again) == 4
 
 
-def test_new_limits_in_tokens_build_schedules_by_tokens_again() -> None:
-    config = saves.make_config(
-        experiment="limits", training={"max_tokens": 8, "val_every_n_epochs": None}, save_every_n_epochs=None
-    )
-    with ByTokens(config) as trainer:
-        trainer.fit()
-        trainer.set_limits(max_tokens=20)
-        trainer.fit()
-    expected = rates_by_tokens(20, range(0, 20, 2))
-    assert trainer.rates[5:] == pytest.approx(expected[5:])
-
-
 def simple(name: str, epochs: int, **options: Any) -> Trainer:
     x = torch.linspace(-1, 1, 16).reshape(8, 2)
     torch.manual_seed(0)
@@ -275,19 +212,6 @@ def test_the_history_of_a_branch_is_its_own_with_new_counters() -> None:
 
     assert history("anew", counters="new", data="new") == [(0, 2), (1, 4), (2, 6)]
     assert history("on") == [(0, 2), (1, 4), (2, 6)]
-    assert history("on_with_new_data", data="new") == [(0, 2), (1, 4), (2, 6)]
-
-
-def test_other_shapes_are_refused_with_the_fields_of_the_config_that_differ() -> None:
-    class Wide(Told):
-        def configure_models(self) -> None:
-            self.model = torch.nn.Linear(3, 2).double()
-
-    fit(make_config("run", n_epochs=1))
-    config = make_config("run", n_epochs=1)
-    config.learning_rate = 0.3
-    with pytest.raises(CheckpointError, match=r"The config differs from the checkpoint's: .*learning_rate: 0.1 -> 0.3"):
-        fit(config, Wide)
 
 
 def test_a_name_that_another_seed_has_used_is_refused_with_a_free_one() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
-from tests.api import DataError, DistributedDataLoader
-from tests.trainer.small import WIDTH, Config, Samples, Spread, fit, make_config
+from tests.api import DataError, DistributedDataLoader, World
+from tests.trainer.small import Config, Samples, Spread, fit, make_config, run_config, weights
 from tests.worlds import run_world
 
 STEPS = [4, 5, 6]
@@ -34,31 +35,17 @@ class Growing(Dataset[Any]):
         return self.data[index]
 
 
-class Records(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin):
-    """Notes the samples of each step, and stops where it is told."""
+class Records(Spread, dt.CheckpointMixin):
+    """Stops where it is told."""
 
     def __init__(self, config: Config, train: Any, stop_after: int | None = None) -> None:
-        super().__init__(config)
-        self.train_data, self.stop_after = train, stop_after
-        self.seen: list[list[int]] = []
-
-    def configure_models(self) -> None:
-        self.model = torch.nn.Linear(3, 1).double()
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def configure_dataloaders(self) -> tuple[Any, None]:
-        return self.train_data, None
+        super().__init__(config, train)
+        self.stop_after = stop_after
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        x, y, numbers = batch
-        self.seen.append(numbers.tolist())
-        self.backward((self.model(x) - y).square().mean())
-        self.step(self.model, self.optimizer)
         if self.global_step + 1 == self.stop_after:
             self.request_stop()
-        return {}
+        return super().training_step(batch, batch_idx)
 
 
 class Grows(Records):
@@ -88,20 +75,17 @@ class ReplacesOnce(Records):
             self.train_dataloader = DistributedDataLoader(Samples(8), 2)
 
 
-def config(**training: Any) -> Config:
-    return Config(
-        project="tests",
-        group="changing",
-        experiment="run",
-        device_parameters=dt.DeviceParameters(device="cpu"),
+def config(experiment: str = "run", **training: Any) -> Config:
+    return run_config(
+        experiment,
+        Config,
         training_parameters=dt.TrainingParameters(**({"n_epochs": 3} | training)),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, async_save=False),
     )
 
 
 def train(kind: type[Records], data: Any, stop_after: int | None = None, **training: Any) -> Records:
-    trainer = fit(kind(config(**training), data, stop_after))
-    return trainer
+    return fit(kind(config(**training), data, stop_after))
 
 
 def plain(data: Any) -> DataLoader[Any]:
@@ -116,7 +100,7 @@ class Unaware(Growing):
 
 @pytest.mark.pitfall(77)
 @pytest.mark.parametrize(("kind", "data"), [(Records, Growing), (Grows, Unaware), (Replaces, Unaware)])
-@pytest.mark.parametrize("stop_after", [2, 4, 6, 9, 12])
+@pytest.mark.parametrize("stop_after", [2, 4, 9])
 def test_changed_data_are_followed_and_resumed_exactly(
     kind: type[Records], data: type[Growing], stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +119,7 @@ def test_changed_data_are_followed_and_resumed_exactly(
     before = train(kind, plain(data()), stop_after)
     after = train(kind, plain(data()))
     assert before.seen + after.seen == whole.seen
-    torch.testing.assert_close(after.model.weight, whole.model.weight, rtol=0, atol=0)
+    assert all(torch.equal(value, weights(whole.model)[name]) for name, value in weights(after.model).items())
 
 
 @pytest.mark.pitfall(77)
@@ -147,7 +131,6 @@ def test_persistent_workers_see_the_dataset_of_their_pass() -> None:
 class OtherBatches(Records):
     def pre_epoch(self) -> None:
         if self.current_epoch == 1:
-            self.train_dataloader = plain(Samples(16))
             self.train_dataloader = DataLoader(Samples(16), 4)
 
 
@@ -188,10 +171,6 @@ class ReplacesOnOneRank(Records):
 
 
 def on_ranks() -> dict[str, Any]:
-    from unittest import mock
-
-    from dream_trainer.distributed.world import World
-
     found: dict[str, Any] = {}
     trainers = []
     with mock.patch.object(World, "fail", return_value=None):
@@ -201,9 +180,7 @@ def on_ranks() -> dict[str, Any]:
             (GrowsOnOneRank, Unaware),
             (ReplacesOnOneRank, Unaware),
         ):
-            parameters = config()
-            parameters.experiment = kind.__name__
-            trainer = kind(parameters, plain(data()))
+            trainer = kind(config(kind.__name__), plain(data()))
             trainers.append(trainer)
             try:
                 trainer.fit()
@@ -228,19 +205,12 @@ def test_ranks_follow_changed_data_together() -> None:
 
 
 def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    data = torch.utils.data.TensorDataset(torch.zeros(4, WIDTH, dtype=torch.float64), torch.zeros(4, 1).double())
-
     class Changes(Spread):
         def configure_dataloaders(self) -> Any:
-            return DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True), None
+            return DataLoader(Samples(4), batch_size=2, num_workers=1, persistent_workers=True), None
 
         def pre_epoch(self) -> None:
-            data.tensors[0].fill_(self.current_epoch)
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0]).sum())
-            self.step(self.model, self.optimizer)
-            return {}
+            self.train_dataloader.dataset.x.fill_(self.current_epoch)
 
     fit(Changes(make_config(n_epochs=1)))
     assert "what pre_epoch changes in it counts only if its length changes too" in caplog.text

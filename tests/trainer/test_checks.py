@@ -25,32 +25,23 @@ def step_without_index(self: Any, batch: Batch) -> dict[str, Any]:
     ("name", "written", "message"),
     [
         ("training_step", lambda self, batch: {}, "training_step(self, batch)"),
-        ("validation_step", step_without_index, "validation_step(self, batch)"),
-        ("predict_step", lambda self, batch: {}, "predict_step(self, batch)"),
         ("validation_step", torch.no_grad()(step_without_index), "validation_step(self, batch)"),
         ("training_step", lambda self, *, batch, batch_idx: {}, "training_step(self, *, batch, batch_idx)"),
         ("post_val_epoch", lambda self: None, "post_val_epoch(self)"),
-        ("post_epoch", lambda self, trainer: None, "post_epoch(self, trainer)"),
         ("on_log", lambda self, metrics: None, "on_log(self, metrics)"),
-        ("move_batch", lambda self, batch: batch, "move_batch(self, batch)"),
     ],
 )
 def test_a_hook_of_the_trainer_that_cannot_take_its_arguments_is_refused_when_the_trainer_is_built(
     name: str, written: Any, message: str
 ) -> None:
-    arguments = {
-        "post_val_epoch": "metrics",
-        "post_epoch": "",
-        "on_log": "metrics, step",
-        "move_batch": "batch, device",
-    }.get(name, "batch, batch_idx")
+    arguments = {"post_val_epoch": "metrics", "on_log": "metrics, step"}.get(name, "batch, batch_idx")
     mine = type("Mine", (Evaluates,), {name: written})
     with pytest.raises(HookError) as caught:
         mine(make_config(), batches(1))
     said = str(caught.value)
     assert said.startswith(f"Mine.{message} cannot ")
     assert f"({arguments})" in said
-    assert f"def {name}({', '.join(['self', *filter(None, [arguments])])})" in said
+    assert f"def {name}(self, {arguments})" in said
 
 
 @pytest.mark.parametrize(
@@ -82,12 +73,6 @@ def hands_on(function: Any) -> Any:
     return inner
 
 
-class Opaque:
-    """A method that is not a function."""
-
-    def __call__(self, *args: Any) -> None: ...
-
-
 def test_hooks_that_can_take_their_arguments_are_left_alone_however_they_are_written() -> None:
     class Lenient(Evaluates):
         @torch.no_grad()
@@ -102,25 +87,11 @@ def test_hooks_that_can_take_their_arguments_are_left_alone_however_they_are_wri
 
         def post_val_epoch(self, renamed: Any, **kwargs: Any) -> None: ...
 
-        @staticmethod
-        def post_epoch() -> None: ...
-
-        pre_epoch = Opaque()
-
     class Watches(dt.Callback):
         def post_epoch(self, trainer: Any = None) -> None: ...
 
         @classmethod
         def post_fit(cls, trainer: Any) -> None: ...
 
-    class Predicts:
-        """A base of the user's, which nothing of ours calls without EvalMixin."""
-
-        def predict_step(self, x: Any) -> Any: ...
-
-    class Unevaluated(Predicts, Alone):
-        def predict_step(self, x: Any, y: Any, z: Any) -> Any: ...
-
-    Unevaluated(make_config(), batches(1))
     trainer = fit(Lenient(make_config(n_epochs=1, callbacks=[Watches()]), batches(1), batches(1)))
     assert trainer.local_batches == 1

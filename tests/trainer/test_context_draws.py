@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import dream_trainer as dt
 from tests.api import DistributedDataLoader, in_backward
-from tests.trainer import meshes
 from tests.trainer.arithmetic import fill
 from tests.trainer.sequences import LENGTH, Block, Case, Model, Rows, Trained, config_of
 from tests.worlds import run_world
@@ -163,51 +161,3 @@ def test_a_loop_by_hand_that_draws_the_same_trains_the_same() -> None:
         assert second["norms"] == pytest.approx(norms, rel=1e-10)
         for metrics in first["metrics"]:  # the same numbers at each validation
             assert metrics["val/loss"] == pytest.approx(loss, rel=1e-10)
-
-
-# -- pipelines
-
-
-class Noting(meshes.Trained):
-    """Its blocks draw one number of torch's and one of Python's for each micro-batch."""
-
-    def configure_optimizers(self) -> None:
-        super().configure_optimizers()
-        self.noted: list[tuple[int, float, float]] = []
-        for block in self.model.blocks:
-            block.register_forward_pre_hook(lambda *_: self.note())
-
-    def note(self) -> None:
-        if self.training:
-            self.noted.append((self.global_step, float(torch.rand(())), random.random()))
-
-
-def note(case: meshes.Case, experiment: str, *steps: int) -> list[Any]:
-    """What blocks draw up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
-    found = []
-    for max_steps in steps:
-        config = replace(
-            meshes.config_of(case, experiment, max_steps=max_steps),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-        )
-        with Noting(config) as trainer:
-            trainer.fit()
-            found.append((trainer.world.stage_rank, trainer.noted))
-    return found
-
-
-def stop_and_go_on(case: meshes.Case) -> list[Any]:
-    return note(case, "unbroken", 3) + note(case, "broken", 2, 3)
-
-
-def test_stages_draw_their_own_numbers_and_ranks_of_a_sequence_the_same_also_in_a_run_that_goes_on() -> None:
-    case = meshes.Case(2, cp=2, schedule="ZBVZeroBubble", blocks=4)
-    ranks = run_world(stop_and_go_on, 4, case)
-    by_stage = {stage: [notes for (place, notes), *_ in ranks if place == stage] for stage in (0, 1)}
-    for first, second in by_stage.values():
-        assert first == second
-    assert not set(by_stage[0][0]) & set(by_stage[1][0])
-    for (_, unbroken), _, (_, resumed) in ranks:
-        # A run's first batch is sent ahead once more, to know its shapes.
-        last = [one for one in unbroken if one[0] == 2]
-        assert last == [one for one in resumed if one[0] == 2][-len(last) :]

@@ -20,7 +20,6 @@ from tests.api import (
     RanksDifferError,
     SequenceCut,
     SequenceParts,
-    UlyssesAttention,
     own_class,
 )
 from tests.trainer.sequences import Block, Case, Model, Trained, config_of
@@ -36,46 +35,34 @@ class RanksOfTwo(Ranks):
         return torch.stack((values, values + 1))
 
 
-def cut_of(ranks: int = 2, *, ulysses: bool = False) -> SequenceCut:
-    parts = SequenceParts(0, ranks, None, is_balanced=not ulysses)
+TOKENS = torch.zeros(3, 30)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "told"),
+    [
+        (
+            lambda cut: cut.cut(TOKENS),
+            DataError,
+            r"batch\['text'\]\['tokens'\] has 30 positions .* multiple of 4.* Use sequences of 28 or 32 positions",
+        ),
+        (lambda cut: cut.cut(torch.zeros(3, 5), dim=-1), DataError, "a tensor made in cut_batch has 5 positions along"),
+        (lambda cut: cut.cut(3), HookError, r"with int\. Cut tensors along the sequence"),
+        (lambda cut: cut.cut(torch.zeros(4)), HookError, r"with a tensor of shape \(4,\). Cut tensors"),
+        (lambda cut: None, HookError, "cut_batch cut nothing, and each of the 2 ranks would do the whole work"),
+        (
+            lambda cut: cut.cut(torch.zeros(3, 8)),
+            RanksDifferError,
+            r"that share sequences \(context_parallel\) have different batches",
+        ),
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_is_named_with_what_fits(mistake: Any, error: Any, told: str) -> None:
     world: Any = RanksOfTwo(0, 2, None, sample_copies=2)
-    return SequenceCut(UlyssesAttention(parts) if ulysses else GatheredAttention(parts), world)
-
-
-def test_a_length_that_ranks_cannot_share_is_named_with_its_field_and_what_fits() -> None:
-    cut, batch = cut_of(), {"text": {"tokens": torch.zeros(3, 30)}, "pairs": (torch.zeros(3, 2), torch.zeros(3, 8))}
-    cut.begin(batch)
-    told = r"batch\['text'\]\['tokens'\] has 30 positions along dimension 1, .* multiple of 4, twice context_parallel=2"
-    with pytest.raises(DataError, match=told + r"\. Use sequences of 28 or 32 positions"):
-        cut.cut(batch["text"]["tokens"])
-    with pytest.raises(DataError, match=r"batch\['pairs'\]\[0\] has 2 positions .* Use sequences of 4 positions"):
-        cut.cut(batch["pairs"][0])
-    with pytest.raises(DataError, match="a tensor made in cut_batch has 5 positions along dimension -1"):
-        cut.cut(torch.zeros(3, 5), dim=-1)
-    assert cut.cut(batch["pairs"][1]).shape == (3, 4)
-    ulysses = cut_of(3, ulysses=True)
-    ulysses.begin(batch)
-    with pytest.raises(DataError, match=r"has 8 positions .* a multiple of 3, context_parallel=3. Use .* 6 or 9"):
-        ulysses.cut(batch["pairs"][1])
-
-
-def test_what_is_no_sequence_is_not_cut() -> None:
-    cut = cut_of()
-    cut.begin([3, torch.zeros(4)])
-    with pytest.raises(HookError, match=r"cut\(batch\[0\], dim=1\) with int. Cut tensors along the sequence"):
-        cut.cut(3)  # type: ignore[arg-type]
-    with pytest.raises(HookError, match=r"with a tensor of shape \(4,\). Cut tensors"):
-        cut.cut(torch.zeros(4))
-    with pytest.raises(HookError, match="cut_batch cut nothing, and each of the 2 ranks would do the whole work"):
-        cut.end(None, is_training=True)
-
-
-def test_ranks_that_share_sequences_and_read_different_ones_are_told() -> None:
-    cut = cut_of()
-    cut.begin(None)
-    cut.cut(torch.zeros(3, 8))
-    with pytest.raises(RanksDifferError, match=r"that share sequences \(context_parallel\) have different batches"):
-        cut.end(None, is_training=True)
+    cut = SequenceCut(GatheredAttention(SequenceParts(0, 2, None, is_balanced=True)), world)
+    cut.begin({"text": {"tokens": TOKENS}})
+    with pytest.raises(error, match=told):
+        cut.end(mistake(cut), is_training=True)
 
 
 def test_what_the_trainer_or_its_config_lacks_is_named_when_it_is_built() -> None:
@@ -162,7 +149,12 @@ class Unweighted(Trained):
         return {"loss": 1.0}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+ORDINARY = ("own backward", "no weight", "no weight in validation")
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[] if name in ORDINARY else pytest.mark.slow) for name in MISTAKES]
+)
 def test_values_without_weights_end_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
     code = f"from tests.trainer.test_context_mistakes import make_mistake; make_mistake({mistake!r})"
     for status, text in run_ranks(code, 2, tmp_path):

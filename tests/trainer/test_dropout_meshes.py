@@ -1,8 +1,4 @@
-"""Random layers drop the same where ranks compute the same, and not where they have other samples, positions or layers.
-
-Those of pipelines are in test_pipeline_parallel.py, and those of what ranks of tensor parallelism have in parts in
-test_random_parts.py.
-"""
+"""Random layers drop the same where ranks compute the same, and not where they have other samples or positions."""
 
 from __future__ import annotations
 

@@ -1,60 +1,43 @@
-"""What a trainer promises at its edges: a step that is refused, a save before setup, where a closed trainer's files
-are, and a user's own `close`."""
+"""What a trainer promises at its edges: a step that is refused, a save before setup, a closed trainer's files."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
 from tests.api import HookError, StepError
-from tests.trainer.small import fit
+from tests.trainer.small import Batch, Spread, batches, make_config
 
 
-class Plateau(dt.DreamTrainer):
+class Plateau(Spread, dt.CheckpointMixin):
     """Gives `step` a scheduler that it refuses, in the window after `refused_after` steps."""
 
     refused_after: int | None = 3
     catches = False
 
-    def configure_models(self) -> None:
-        self.model = nn.Linear(2, 1)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.plateau = ReduceLROnPlateau(self.optimizer)
-
-    def configure_dataloaders(self) -> tuple[Any, None]:
-        return [(torch.ones(2, 2), torch.ones(2, 1))] * 6, None
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.backward(mse_loss(self.model(batch[0]), batch[1]))
         is_refused = self.global_step == self.refused_after
         try:
-            self.step(self.model, self.optimizer, self.plateau if is_refused else None)
+            self.step(self.model, self.optimizer, ReduceLROnPlateau(self.optimizer) if is_refused else None)
         except StepError:
             if not self.catches:
                 raise
         return {}
 
 
-def config(**fields: Any) -> dt.DreamTrainerConfig:
-    return dt.DreamTrainerConfig(
-        **{"project": "p", "group": "g", "experiment": "e"} | fields,
-        training_parameters=dt.TrainingParameters(n_epochs=1),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        logger_parameters=dt.LoggerParameters(loggers=()),
-    )
+def plateau() -> Plateau:
+    config = make_config(n_epochs=1)
+    config.checkpoint_parameters = dt.CheckpointParameters()
+    return Plateau(config, batches(6))
 
 
 def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> None:
-    with Plateau(config()) as trainer:
+    with plateau() as trainer:
         with pytest.raises(StepError, match="ReduceLROnPlateau needs a metric"):
             trainer.fit()
         assert [checkpoint.step for checkpoint in trainer.checkpoints()] == [3]
@@ -64,7 +47,7 @@ def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> 
 
 
 def test_a_window_whose_only_step_was_refused_is_not_counted() -> None:
-    trainer = Plateau(config())
+    trainer = plateau()
     trainer.catches = True
     with pytest.raises(StepError, match=r"ended with backward\(\) but no step\(\)"):
         trainer.fit()
@@ -74,63 +57,24 @@ def test_a_window_whose_only_step_was_refused_is_not_counted() -> None:
 
 def test_a_save_before_setup_is_an_error() -> None:
     with pytest.raises(StepError, match="before the trainer is set up"):
-        Plateau(config()).save_checkpoint()
+        plateau().save_checkpoint()
 
 
 def test_a_closed_trainers_files_stay_where_they_are() -> None:
-    first = config()
-    with Plateau(first) as trainer:
+    with plateau() as trainer:
         trainer.refused_after = None
         trainer.fit()
-    first.experiment = "another"
-    assert trainer.run_dir == Path("runs/p/g/e")
+    directory = trainer.run_dir
+    trainer.config.experiment = "another"
+    assert trainer.run_dir == directory
     assert [checkpoint.step for checkpoint in trainer.checkpoints()] == [6]
 
 
-def test_the_end_of_a_with_calls_a_users_own_close() -> None:
-    closed = []
-
-    class Mine(Plateau):
-        def close(self) -> None:
-            super().close()
-            closed.append(True)
-
-    with Mine(config()):
-        pass
-    assert closed == [True]
-
-
 @pytest.mark.pitfall(88)
-@pytest.mark.parametrize("name", ["warn_once", "changing_weights", "request_stop", "settle", "callback_is_due"])
+@pytest.mark.parametrize("name", ["warn_once", "request_stop"])
 def test_a_public_method_of_ours_is_not_replaced_by_one_that_does_not_call_it(name: str) -> None:
     def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
         return None
 
     with pytest.raises(HookError, match=rf"Mine\.{name} has a name that the framework uses"):
-        type("Mine", (Plateau,), {name: replacement})(config())
-
-
-def test_a_hook_without_its_mixin_is_told_which_mixin_calls_it(caplog: pytest.LogCaptureFixture) -> None:
-    class Predicts(dt.BaseTrainer):
-        def setup(self) -> None:
-            self.model = nn.Linear(2, 1)
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-        def configure_dataloaders(self) -> tuple[Any, None]:
-            return [torch.ones(2, 2)], None
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch).sum())
-            self.step(self.model, self.optimizer)
-            return {}
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(batch)
-
-    parameters = dt.TrainingParameters(n_epochs=1)
-    devices = dt.DeviceParameters(device="cpu")
-    base = dt.BaseTrainerConfig(
-        project="p", group="g", experiment="e", training_parameters=parameters, device_parameters=devices
-    )
-    fit(Predicts(base))
-    assert "nothing calls Predicts.predict_step: only EvalMixin does" in caplog.text
+        type("Mine", (Plateau,), {name: replacement})(make_config())

@@ -35,13 +35,6 @@ class Idle(Alone):
         return {}
 
 
-class Late(Alone):
-    """Its first step comes after some epochs, as with a replay buffer."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {} if self.local_batches < 150 else super().training_step(batch, batch_idx)
-
-
 def fit(kind: type[Alone], length: int = 8, **training: Any) -> dt.BaseTrainer:
     with kind(make_config(**training), DistributedDataLoader(Samples(length), 2)) as trainer:
         trainer.fit()
@@ -59,10 +52,6 @@ def test_a_run_that_never_steps_is_an_error_in_the_end(monkeypatch: pytest.Monke
     with pytest.raises(StepError, match="max_steps=3 never comes: 40 batches"):
         fit(Idle, max_steps=3)
     assert fit(Idle, n_epochs=12).local_batches == 48
-
-
-def test_a_first_step_may_come_late() -> None:
-    assert fit(Late, max_steps=3).local_batches == 153
 
 
 def test_an_order_that_yields_too_little_is_an_error() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
 from tests.api import World
-from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, make_config
+from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, fit, make_config
+from tests.trainer.test_joined_buffers import told
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
 
@@ -79,15 +79,15 @@ def run(cls: type, make: Callable[[], Any], sanity: int = 0) -> Any:
     config = make_config(n_epochs=2, num_sanity_val_steps=sanity)
     trainer = cls(config, loader(), loader(14))
     trainer.make = make
-    told = "trained"
+    outcome = "trained"
     with mock.patch.object(World, "fail", return_value=None):
         try:
             trainer.fit()
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
+            outcome = f"{type(error).__name__}: {error}"
     heard, rate, steps = trainer.heard, trainer.optimizer.param_groups[0]["lr"], trainer.global_step
     trainer.close()
-    return told, heard, rate, steps
+    return outcome, heard, rate, steps
 
 
 def run_all() -> list[Any]:
@@ -104,20 +104,20 @@ def test_a_metric_that_ranks_compute_alone_is_named_before_anyone_goes_by_it() -
     first, second = run_world(run_all, 2)
     mean = Samples(14).y.new_tensor(range(14)).mean().item()
     assert [one[0] for one in first] == [one[0] for one in second]
-    for index, (told, heard, _, steps) in enumerate(first):
+    for index, (outcome, heard, _, steps) in enumerate(first):
         other = second[index]
         if index in (2, 3, 6, 7):  # computed over all ranks
-            assert told == "trained"
+            assert outcome == "trained"
             assert heard == other[1]
             assert heard[0]["val/number"] == pytest.approx(mean, abs=1e-12)
             assert first[index][2:] == other[2:] == (0.05, 6)
         else:
-            assert told.startswith("RanksDifferError: ")
-            values = re.search(r"that: val/number \(([\d.]+) on rank 0; ([\d.]+) on rank 1\)\. ", told)
-            assert values is not None, told
+            assert outcome.startswith("RanksDifferError: ")
+            values = re.search(r"that: val/number \(([\d.]+) on rank 0; ([\d.]+) on rank 1\)\. ", outcome)
+            assert values is not None, outcome
             if index != 8:  # each rank has one half
                 assert sum(map(float, values.groups())) / 2 == pytest.approx(mean, abs=1e-12)
-            assert "sync_on_compute" in told
+            assert "sync_on_compute" in outcome
             assert heard == other[1] == []
             assert steps == (0 if index == 8 else 3)
 
@@ -131,17 +131,12 @@ class StepsByItself(Replicas, dt.CheckpointMixin):
 
 
 def rates() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dream_trainer").addHandler(handler)
     config = make_config(n_epochs=2)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=1)
     trainer = StepsByItself(config, loader(), loader(14))
     trainer.make = own
-    with trainer:
-        trainer.fit()
-    logging.getLogger("dream_trainer").removeHandler(handler)
+    with told() as lines:
+        fit(trainer)
     return [line for line in lines if "on a resume" in line]
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricCollection, SumMetric
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, EvalParameters, HookError, PerRankLoader
@@ -60,6 +61,9 @@ def test_named_loaders_are_validated_under_their_names() -> None:
         }
     ]
     assert trainer.val_name == ""
+    with Checked(make_config(), batches(2)) as trainer:
+        found = trainer.evaluate({"long": DataLoader(Samples(10), 4)})
+        assert found == {"val/long/loss": pytest.approx(mean_loss(trainer.model, batches(5)), rel=1e-12)}
 
 
 # -- best values
@@ -106,15 +110,6 @@ def test_a_metric_that_is_missing_or_only_nan_has_no_best_value_and_the_missing_
     assert said == "best_metrics names ['val/accuracy'], which the validation did not give. It gave ['val/loss']."
 
 
-def test_a_default_that_nobody_chose_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Counts(Checked):
-        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {"accuracy": 1.0}
-
-    fit(Counts(make_config(n_epochs=1), batches(1), batches(1)))
-    assert "best_metrics" not in caplog.text
-
-
 # -- evaluate
 
 
@@ -131,15 +126,6 @@ def test_evaluate_works_before_fit_and_alone_and_changes_nothing() -> None:
         trainer.fit()
         assert trainer.global_step == 2
         assert trainer.evaluate() == trainer.metrics[-1]
-
-
-def test_evaluate_between_two_trainings_leaves_training_as_it_was() -> None:
-    plain = fit(Checked(make_config(n_epochs=1), DataLoader(Samples(8), 2, shuffle=True), batches(1)))
-    with Checked(make_config(n_epochs=1), DataLoader(Samples(8), 2, shuffle=True), batches(1)) as trainer:
-        trainer.evaluate(batches(4))
-        trainer.fit()
-    assert trainer.seen == plain.seen
-    assert all(torch.equal(v, weights(plain.model)[n]) for n, v in weights(trainer.model).items())
 
 
 @pytest.mark.parametrize(
@@ -168,16 +154,6 @@ def test_a_loader_without_a_batch_is_said_once(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("the loader to predict gave no batch on any rank") == 1
 
 
-def test_evaluate_takes_named_loaders_and_names_their_metrics() -> None:
-    with Checked(make_config(n_epochs=1), batches(2), batches(3)) as trainer:
-        found = trainer.evaluate({"short": batches(1), "long": DataLoader(Samples(10), 4)})
-        assert found == {
-            "val/short/loss": pytest.approx(mean_loss(trainer.model, batches(1)), rel=1e-12),
-            "val/long/loss": pytest.approx(mean_loss(trainer.model, batches(5)), rel=1e-12),
-        }
-        assert trainer.evaluate({"only": batches(3)}) == {"val/only/loss": trainer.evaluate()["val/loss"]}
-
-
 # -- predict
 
 
@@ -204,7 +180,6 @@ def test_predict_gives_the_results_in_order_on_the_cpu() -> None:
 
 def sum_of_entries() -> Any:
     """A metric that keeps an entry for each sample, as ROUGEScore and MeanAveragePrecision do."""
-    from torchmetrics import Metric
 
     class SumOfEntries(Metric):
         def __init__(self) -> None:
@@ -224,7 +199,6 @@ class Measured(Validates):
     """The same measures by torchmetrics and by hand."""
 
     def configure_metrics(self) -> None:
-        from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
         from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
         from torchmetrics.regression import PearsonCorrCoef
 
@@ -251,119 +225,74 @@ class Measured(Validates):
         return self.model(batch[0])
 
 
-def test_a_metric_that_training_updates_is_as_it_was_after_a_validation_and_in_none_of_its_results() -> None:
-    from torchmetrics import SumMetric
-
+def test_a_metric_of_training_also_one_that_is_reset_in_each_epoch_is_none_of_validations() -> None:
     class Counting(Checked):
         def setup(self) -> None:
             super().setup()
-            self.trained, self.validated = SumMetric(), SumMetric()
-            self.totals: list[float] = []
+            self.trained, self.of_epoch, self.validated = SumMetric(), SumMetric(), SumMetric()
+            self.totals: list[tuple[float, float]] = []
 
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             self.trained.update(1.0)
+            self.of_epoch.update(1.0)
             return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             self.validated.update(1.0)
             return {}
 
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            super().post_val_epoch(metrics)
-            self.totals.append(float(self.trained.compute()))
-
-    config = make_config(n_epochs=2, val_every_n_steps=2, val_every_n_epochs=None)
-    trainer = fit(Counting(config, batches(4), batches(3)))
-    assert trainer.totals == [2, 4, 6, 8]
-    assert trainer.metrics == [{"val/validated": 3.0}] * 4
-
-
-def test_a_metric_of_training_that_is_reset_in_each_epoch_is_none_of_validations() -> None:
-    from torchmetrics import SumMetric
-
-    class Counting(Checked):
-        def setup(self) -> None:
-            super().setup()
-            self.of_epoch = SumMetric()
-            self.of_epochs: list[float] = []
-
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            self.of_epoch.update(1.0)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            return {}
-
         def post_epoch(self) -> None:
-            self.of_epochs.append(float(self.of_epoch.compute()))
+            self.totals.append((float(self.trained.compute()), float(self.of_epoch.compute())))
             self.of_epoch.reset()
 
-    trainer = fit(Counting(make_config(n_epochs=3), batches(4), batches(3)))
-    assert trainer.of_epochs == [4, 4, 4]
-    assert trainer.metrics == [{}] * 3
+    trainer = fit(Counting(make_config(n_epochs=3, val_every_n_steps=2), batches(4), batches(3)))
+    assert trainer.totals == [(4, 4), (8, 4), (12, 4)]
+    assert trainer.metrics == [{"val/validated": 3.0}] * 6
 
 
 def test_what_wraps_a_metric_is_validations_if_its_metric_is() -> None:
-    from torchmetrics import SumMetric
     from torchmetrics.classification import MulticlassAccuracy
-    from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, Running
+    from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
     class Wrapped(Checked):
         def setup(self) -> None:
             super().setup()
             self.by_class = ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["no", "yes"])
-            self.again = BootStrapper(MulticlassAccuracy(2), num_bootstraps=2, std=False)
             self.extremes = MinMaxMetric(MulticlassAccuracy(2))
-            self.last_two, self.of_training = Running(SumMetric(), window=2), Running(SumMetric(), window=2)
-            self.sums: list[float] = []
+            self.of_training = Running(SumMetric(), window=2)
             self.never = ClasswiseWrapper(MulticlassAccuracy(2, average=None), prefix="never_")
 
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             self.of_training.update(1.0)
             return super().training_step(batch, batch_idx)
 
-        def post_epoch(self) -> None:
-            self.sums.append(float(self.of_training.compute()))
-
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            self.last_two.update(1.0)
-            for metric in (self.by_class, self.again, self.extremes):
+            for metric in (self.by_class, self.extremes):
                 metric.update(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]))
             return {}
 
     trainer = fit(Wrapped(make_config(n_epochs=2, num_sanity_val_steps=1), batches(4), batches(3)))
-    for metrics in trainer.metrics[-2:]:
-        assert (metrics["val/multiclassaccuracy_no"], metrics["val/multiclassaccuracy_yes"]) == (0.5, 1.0)
-        assert (metrics["val/raw"], metrics["val/min"], metrics["val/max"]) == (0.75, 0.75, 0.75)
-        assert 0.0 <= metrics["val/mean"] <= 1.0
-        assert metrics["val/last_two"] == 2.0
-        assert "val/of_training" not in metrics
-        assert not any("never" in name for name in metrics)
-    assert trainer.sums == [2.0, 2.0]
+    accuracies = {"val/multiclassaccuracy_no": 0.5, "val/multiclassaccuracy_yes": 1.0}
+    extremes = {"val/raw": 0.75, "val/min": 0.75, "val/max": 0.75}
+    assert trainer.metrics[-2:] == [accuracies | extremes] * 2
+    assert trainer.of_training.compute() == 2.0
 
 
 def test_a_metric_that_training_and_validation_both_update_is_an_error() -> None:
-    from torchmetrics import SumMetric
-
     class Shared(Checked):
         def setup(self) -> None:
             super().setup()
             self.both = SumMetric()
 
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def move_batch(self, batch: Batch, device: torch.device) -> Batch:
             self.both.update(1.0)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            self.both.update(1.0)
-            return {}
+            return batch
 
     with pytest.raises(HookError, match="'both' is updated in training and in validation.*Give each its own"):
         fit(Shared(make_config(n_epochs=1), batches(4), batches(3)))
 
 
 def test_a_metric_of_several_numbers_and_names_that_are_taken_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    from torchmetrics import MeanAbsoluteError, MetricCollection
     from torchmetrics.classification import BinaryConfusionMatrix
 
     class Vector(Checked):
@@ -412,9 +341,8 @@ def measure() -> dict[str, Any]:
                 found[f"{name}/{size}/one"] = (one, trainer.metrics, None, None, weights(trainer.model))
     rank = int(os.environ["RANK"])
     mine = batches(3)[: rank + 1]
-    with ShardedMeasured(
-        make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2), PerRankLoader(mine)
-    ) as trainer:
+    train = DistributedDataLoader(Samples(12), 2)
+    with ShardedMeasured(make_config(n_epochs=1), train, PerRankLoader(mine)) as trainer:
         trainer.fit()
         found["unequal"] = (trainer.metrics, trainer.evaluate(), None, None, weights(trainer.model))
     return found
@@ -445,7 +373,6 @@ def by_hand(state: dict[str, torch.Tensor], numbers: list[int]) -> dict[str, flo
 @pytest.mark.pitfall(45)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metrics_are_exact_over_ranks_with_padding_batches_and_predictions_are_in_order(world_size: int) -> None:
-    pytest.importorskip("torchmetrics")
     results = run_world(measure, world_size)
     for case in results[0]:
         metrics, _, alone, predicted, state = results[0][case]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.small import run_ranks
-from tests.worlds import run_world
 
 PROGRAM = """
 import os
@@ -39,24 +38,3 @@ def test_an_exception_on_one_rank_after_fit_ends_the_job_and_names_the_cause(tmp
     assert "Traceback" not in consequence
     assert "the report's column" in text
     assert time.monotonic() - started < 40
-
-
-def twice() -> int:
-    from dream_trainer.data.loader import DistributedDataLoader
-    from tests.trainer.small import Samples, Spread, make_config
-
-    steps = 0
-    for _ in range(2):
-        try:
-            with Spread(make_config(n_epochs=1), DistributedDataLoader(Samples(8), 2)) as trainer:
-                trainer.fit()
-                steps += trainer.global_step
-                raise KeyError("on every rank")
-        except KeyError:
-            trainer.close()
-    return steps
-
-
-@pytest.mark.pitfall(82)
-def test_one_that_every_rank_has_is_the_programs_own() -> None:
-    assert run_world(twice, 2) == [4, 4]

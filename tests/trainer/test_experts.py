@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, _refuse_what_crosses_workers
+from tests.api import EMA, DistributedDataLoader, MoE
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.mixtures import (
     BATCH,
@@ -20,7 +19,6 @@ from tests.trainer.mixtures import (
     STEPS,
     WIDTH,
     Case,
-    Config,
     Model,
     Rows,
     Trained,
@@ -142,27 +140,6 @@ def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
             trainer.fit()
             states.append(everything(trainer))
     assert same_bits(*states)
-
-
-# -- what does not go together
-
-
-class Seldom(Trained, dt.LocalSGDMixin):
-    pass
-
-
-@dataclass(kw_only=True)
-class SeldomConfig(Config, dt.LocalSGDConfigMixin):
-    pass
-
-
-def test_workers_that_meet_seldom_do_not_balance() -> None:
-    config = config_of(Case())
-    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    trainer = Seldom(SeldomConfig(**values))
-    trainer.configure_models()
-    with pytest.raises(ConfigError, match=r"model\.blocks\.0\.moe balances its experts by the loads of all ranks"):
-        _refuse_what_crosses_workers(trainer._runtime)
 
 
 # -- in a pipeline

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 
-import dream_trainer as dt
 from tests.api import DataError, PerRankLoader
+from tests.trainer.small import WIDTH, Spread, fit, make_config
 from tests.worlds import run_world
-
-
-@dataclass
-class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin):
-    lengths: tuple[int, ...] = ()
 
 
 class Unsized:
@@ -28,29 +21,19 @@ class Unsized:
         self.n = n
 
     def __iter__(self) -> Any:
-        return (torch.full((1, 2), float(i)) for i in range(self.n))
+        return (torch.full((1, WIDTH), float(i), dtype=torch.float64) for i in range(self.n))
 
 
-class Uneven(dt.BaseTrainer, dt.SetupMixin):
-    config: Config
-
-    def configure_models(self) -> None:
-        self.model = nn.Linear(2, 1)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.windows: list[list[float]] = [[]]
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return PerRankLoader(Unsized(self.config.lengths[self.world.rank])), None
+class Uneven(Spread):
+    window: tuple[float, ...] = ()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, Any]:
-        loss = self.model(batch).mean()
-        self.backward(loss)
-        self.windows[-1].append(batch[0, 0].item())
+        self.backward(self.model(batch).mean())
+        self.window += (batch[0, 0].item(),)
         if not self.is_accumulating_gradients:
             self.step(self.model, self.optimizer)
-            self.windows.append([])
+            self.seen.append([*self.window])
+            self.window = ()
         return {}
 
 
@@ -63,41 +46,23 @@ def load_with_few_files() -> str:
     """Workers send each tensor as an open file, and a step's are all loaded before it is trained."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (150, most))
-
-    class Accumulates(Uneven):
-        def configure_dataloaders(self) -> tuple[Any, Any]:
-            return torch.utils.data.DataLoader(Files(), batch_size=1, num_workers=1), None
-
-    training = dt.TrainingParameters(max_steps=1, gradient_accumulation_steps=200)
-    config = Config(project="p", group="g", experiment="e", training_parameters=training)
-    with pytest.raises(DataError) as raised, Accumulates(config) as trainer:
-        trainer.fit()
+    data = torch.utils.data.DataLoader(Files(), batch_size=1, num_workers=1)
+    with pytest.raises(DataError) as raised:
+        fit(Uneven(make_config(max_steps=1, gradient_accumulation_steps=200), data))
     return str(raised.value)
 
 
 def test_too_many_open_files_name_the_accumulation_that_needs_them() -> None:
-    (message,) = run_world(in_directory, 1, load_with_few_files)
+    (message,) = run_world(load_with_few_files, 1)
     assert "200 micro-batches" in message
     assert "at most 150" in message
     assert "ulimit -n" in message
 
 
-def in_directory(function: Callable[[], str]) -> str:
-    return function()
-
-
 def train(lengths: tuple[int, ...], accumulation: int) -> dict[str, Any]:
-    config = Config(
-        project="p",
-        group="g",
-        experiment="e",
-        lengths=lengths,
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        training_parameters=dt.TrainingParameters(n_epochs=2, gradient_accumulation_steps=accumulation),
-    )
-    with Uneven(config) as trainer:
-        trainer.fit()
-        return {"windows": trainer.windows[:-1], "steps": trainer.global_step, "samples": trainer.samples_seen}
+    data = PerRankLoader(Unsized(lengths[int(os.environ["RANK"])]))
+    trainer = fit(Uneven(make_config(n_epochs=2, gradient_accumulation_steps=accumulation), data))
+    return {"windows": trainer.seen, "steps": trainer.global_step, "samples": trainer.samples_seen}
 
 
 def train_all(cases: list[tuple[tuple[int, ...], int]]) -> list[dict[str, Any]]:

@@ -1,7 +1,4 @@
-"""Frozen weights left out of checkpoints: a base under adapters, a teacher, and what is frozen for a while.
-
-Each run that goes on from such a checkpoint is compared, bit for bit, with one that was never interrupted.
-"""
+"""Frozen weights left out of checkpoints: runs that go on from such are, bit for bit, those never interrupted."""
 
 from __future__ import annotations
 
@@ -81,16 +78,7 @@ class Changed(Tuned):
     base = "other.safetensors"
 
 
-class Alone(Tuned):
-    def configure_models(self) -> None:
-        super().configure_models()
-        del self.teacher
-
-    def init_weights(self) -> None:
-        fill(self.model)
-
-
-KINDS = {kind.__name__: kind for kind in (Tuned, Followed, Thawed, Changed, Alone)}
+KINDS = {kind.__name__: kind for kind in (Tuned, Followed, Thawed, Changed)}
 
 
 def train(kind: str, experiment: str, steps: int, **checkpoint: Any) -> dict[str, Tensor]:
@@ -180,8 +168,3 @@ def test_a_base_that_changed_is_refused(directory: Any) -> None:
     message = str(refused.value)
     assert "1 of those 12 are not what this run has: models.model.0.0.0.layer.weight (float64 (3, 3) " in message
     assert str(Path("base.safetensors").resolve()) in message
-
-
-def test_a_model_without_what_was_left_out_is_refused(directory: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"6 of those 12 .*teacher.0.0.0.weight \(.* not here now"):
-        train("Alone", "alone", 6, resume="runs/tests/Tuned/cut/checkpoints/step_00000003")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +13,12 @@ import pytest
 import torch
 import torch.nn as nn
 from PIL import Image as Pillow
+from torchmetrics import MeanMetric
 
 import dream_trainer as dt
-from tests.api import ConfigError, Images, Logger, Media, Saver, Stamp, Text, read_jsonl
+from tests.api import ConfigError, Images, Logger, Media, Stamp, Text, read_jsonl
 from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history
+from tests.trainer.small import Alone, Config, batches
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -84,15 +84,8 @@ class Algorithm(dt.BaseTrainer, dt.LoggerMixin):
         return {"loss": x[0], "parts": {"half": x[0] / 2}, "logits": torch.zeros(3), "note": "text"}
 
 
-@dataclass(kw_only=True)
-class Config(dt.BaseTrainerConfig, dt.LoggerConfigMixin):
-    pass
-
-
-def make_config(
-    cls: type = Config, every: int = 1, loggers: tuple[Any, ...] = (), experiment: str = "e", **training: Any
-) -> Any:
-    return cls(
+def make_config(every: int = 1, loggers: tuple[Any, ...] = (), experiment: str = "e", **training: Any) -> Config:
+    return Config(
         project="p",
         group="g",
         experiment=experiment,
@@ -116,46 +109,10 @@ def mean(pairs: list[tuple[float, float]]) -> float:
 # -- values and weights
 
 
-@pytest.mark.pitfall(45)
-def test_the_default_weight_is_the_batch_size() -> None:
-    ((_, metrics),) = fit(Algorithm, make_config(every=100)).lines
-    by_size = mean([(0, 1), (1, 3), (2, 2), (3, 4)])
-    assert metrics == pytest.approx(
-        {
-            "before": by_size,
-            "after": by_size,
-            "own": 1.5,
-            "highest": 3,
-            "train/loss": by_size,
-            "train/parts/half": by_size / 2,
-        },
-        rel=1e-12,
-    )
-
-
 @pytest.mark.pitfall(3)
 @pytest.mark.pitfall(45)
-def test_the_default_weight_is_the_backward_weight_also_for_what_was_logged_before_it() -> None:
-    class Weighted(Algorithm):
-        weighted = True
-
-    ((_, metrics),) = fit(Weighted, make_config(every=100)).lines
-    by_tokens = mean([(0, 7), (1, 2), (2, 9), (3, 1)])
-    assert metrics == pytest.approx(
-        {
-            "before": by_tokens,
-            "after": by_tokens,
-            "own": 1.5,
-            "highest": 3,
-            "train/loss": by_tokens,
-            "train/parts/half": by_tokens / 2,
-        },
-        rel=1e-12,
-    )
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_events_log_with_the_weight_of_their_own_batch(weighted: bool) -> None:
+@pytest.mark.parametrize(("weighted", "weights"), [(False, [1, 3, 2, 4]), (True, [7, 2, 9, 1])])
+def test_the_default_weight_is_that_of_the_batchs_backward_or_its_size(weighted: bool, weights: list[int]) -> None:
     class Events(Algorithm):
         def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
             self.log("pre", batch[0][0])
@@ -165,10 +122,10 @@ def test_events_log_with_the_weight_of_their_own_batch(weighted: bool) -> None:
 
     Events.weighted = weighted
     ((_, metrics),) = fit(Events, make_config(every=100, gradient_accumulation_steps=2)).lines
-    weights = [7, 2, 9, 1] if weighted else [1, 3, 2, 4]
     expected = mean(list(zip(range(4), weights, strict=True)))
-    assert metrics["pre"] == pytest.approx(expected, rel=1e-12)
-    assert metrics["post"] == pytest.approx(expected, rel=1e-12)
+    names = ("pre", "before", "after", "post", "train/loss")
+    others = {"own": 1.5, "highest": 3, "train/parts/half": expected / 2}
+    assert metrics == pytest.approx(dict.fromkeys(names, expected) | others, rel=1e-12)
 
 
 def test_log_works_before_the_first_step_and_in_every_training_event() -> None:
@@ -207,79 +164,6 @@ def test_window_means_respect_weights_whenever_they_are_flushed(every: int) -> N
     assert memory.column("train/loss") == pytest.approx(expected, rel=1e-12)
 
 
-def test_windows_without_a_step_have_no_line_of_their_own() -> None:
-    class Rests(Algorithm):
-        batches: ClassVar[list[Any]] = [(torch.ones(1), 1)] * 6
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            if batch_idx in (2, 3):
-                self.log("rested", 1.0, weight=1, reduce="sum")
-                return {}
-            return super().training_step(batch, batch_idx)
-
-    memory = fit(Rests, make_config(every=2))
-    assert memory.steps == [2, 4]
-    assert memory.column("rested") == {4: 2.0}
-
-
-@pytest.mark.parametrize("name", Stamp._fields)
-def test_a_name_of_the_stamp_is_refused(name: str) -> None:
-    trainer = Algorithm(make_config())
-    with pytest.raises(ValueError, match=name):
-        trainer.log(name, 1.0)
-
-
-def test_what_is_no_scalar_is_refused_by_its_name() -> None:
-    trainer = Algorithm(make_config())
-    with pytest.raises(TypeError, match="'logits'"):
-        trainer.log("logits", torch.zeros(3))
-    for image in (torch.zeros(4, 3, 8, 8), torch.zeros(1, 1, 8, 8)):
-        with pytest.raises(ValueError, match=r"'seen' has shape \(\d, \d, 8, 8\).*log_images\('seen', images\)"):
-            trainer.log_image("seen", image)
-    with pytest.raises(TypeError, match="'note' is of type int"):
-        trainer.log_text("note", 3)  # type: ignore[arg-type]
-
-
-def test_a_metric_that_is_logged_by_hand_is_told_that_it_logs_itself() -> None:
-    from torchmetrics import MeanMetric
-
-    with pytest.raises(TypeError, match="'seen' is of type MeanMetric.*assigned to the trainer.*compute"):
-        Algorithm(make_config()).log("seen", MeanMetric())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("logs_a_number", [False, True])
-def test_a_result_of_tensors_alone_is_said_once_not_to_be_logged(
-    logs_a_number: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Returns(Validating):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0][:, None]).mean())
-            self.step(self.model, self.optimizer)
-            return self.result(batch[0])
-
-        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return self.result(batch)
-
-        def result(self, x: torch.Tensor) -> dict[str, Any]:
-            return {"losses": x.expand(5, len(x))} | ({"loss": x.mean()} if logs_a_number else {})
-
-    class Hears(Returns):
-        def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-            pass
-
-        def post_val_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-            pass
-
-    fit(Hears, make_config())
-    assert "returned" not in caplog.text
-    fit(Returns, make_config(n_epochs=2))
-    said = [line for line in caplog.messages if "returned is logged" in line]
-    steps = [] if logs_a_number else [("training_step", (5, 1)), ("validation_step", (5, 3))]
-    assert [line.split(". ")[0] for line in said] == [
-        f"nothing that {step} returned is logged: 'losses' is a tensor of shape {shape}" for step, shape in steps
-    ]
-
-
 @pytest.mark.pitfall(48)
 def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_evaluate_is_nothing(
     caplog: pytest.LogCaptureFixture,
@@ -295,7 +179,7 @@ def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_eva
             self.log("too early", 1.0)
 
     memory = Memory()
-    config = make_config(ShowsConfig, every=4, n_epochs=2, val_every_n_steps=1, num_sanity_val_steps=1)
+    config = make_config(every=4, n_epochs=2, val_every_n_steps=1, num_sanity_val_steps=1)
     with Logs(config, memory) as trainer:
         trainer.fit()
         trainer.evaluate()
@@ -305,6 +189,26 @@ def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_eva
     assert [step for step, name, _ in memory.media if name == "note"] == list(range(1, 9))
     ignored = [line for line in caplog.messages if "where nothing is logged" in line]
     assert ignored == ["log('too early') was called in a sanity validation, where nothing is logged: ignored."]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        *((lambda t, name=name: t.log(name, 1.0), ValueError, name) for name in Stamp._fields),
+        (lambda t: t.log("", 1.0), TypeError, "'' is not a name"),
+        (lambda t: t.log("logits", torch.zeros(3)), TypeError, "'logits'"),
+        (
+            lambda t: t.log_image("seen", torch.zeros(4, 3, 8, 8)),
+            ValueError,
+            r"'seen' has shape \(4, 3, 8, 8\).*log_images\('seen', images\)",
+        ),
+        (lambda t: t.log_text("note", 3), TypeError, "'note' is of type int"),
+        (lambda t: t.log("seen", MeanMetric()), TypeError, "'seen' is of type MeanMetric.*assigned to the trainer"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_by_its_name(call: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call(Algorithm(make_config()))
 
 
 # -- the step axis
@@ -322,6 +226,18 @@ class Validating(Algorithm):
         return {"loss": batch.mean()}
 
 
+def test_a_result_of_tensors_alone_is_said_once_not_to_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Returns(Validating):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.model(batch[0][:, None]).mean())
+            self.step(self.model, self.optimizer)
+            return {"losses": torch.zeros(5)}
+
+    fit(Returns, make_config(n_epochs=2))
+    (said,) = [line for line in caplog.messages if "returned is logged" in line]
+    assert said.startswith("nothing that training_step returned is logged: 'losses' is a tensor of shape (5,)")
+
+
 def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
     class Says(Validating):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -332,12 +248,6 @@ def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
 
     said, not_said = fit(Says, make_config()), fit(Validating, make_config(experiment="other"))
     assert [metrics for _, metrics in said.lines] == [metrics for _, metrics in not_said.lines]
-
-
-@pytest.mark.parametrize("name", [None, "", 3])
-def test_a_name_that_is_none_is_refused(name: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name!r} is not a name"):
-        Algorithm(make_config()).log(name, 1.0)
 
 
 @pytest.mark.pitfall(48)
@@ -358,39 +268,6 @@ def test_validation_is_the_mean_over_samples_and_logs_inside_it_are_validations(
     assert not any("tokens" in metrics or "val/tokens" in metrics for _, metrics in memory.lines[:-1])
 
 
-def test_listeners_get_the_same_numbers_as_loggers() -> None:
-    class Listens(Validating):
-        def on_log(self, metrics: dict[str, float], step: int) -> None:
-            heard.append((step, dict(metrics)))
-
-    heard: list[Any] = []
-    memory = fit(Listens, make_config(every=2))
-    assert heard == [(stamp.step, metrics) for stamp, metrics in memory.lines]
-
-
-def test_numbers_that_set_out_before_a_validation_are_written_before_it() -> None:
-    class Looks(Validating):
-        def pre_val_epoch(self) -> None:
-            seen.append((self.global_step, [step for step, _ in self.history_of("train/loss")]))
-
-    seen: list[Any] = []
-    fit(Looks, make_config(every=2, val_every_n_steps=2))
-    assert seen == [(2, [2]), (4, [2, 4])]
-
-
-def test_nothing_logged_writes_nothing() -> None:
-    class Silent(Algorithm):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0][:, None]).mean())
-            if not self.is_accumulating_gradients:
-                self.step(self.model, self.optimizer)
-            return {}
-
-    memory = fit(Silent, make_config(loggers=("jsonl",)))
-    assert memory.opened == []
-    assert {path.name for path in Path("runs").rglob("*") if path.is_file()} == {"config.json", "run.json"}
-
-
 # -- loggers
 
 
@@ -399,47 +276,37 @@ class Broken(Logger):
         self.where = where
         self.calls = 0
 
-    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        if self.where == "open":
+    def fail_at(self, place: str) -> None:
+        if self.where == place:
             raise OSError("no space left")
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        self.fail_at("open")
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         self.calls += 1
-        raise OSError("no space left")
+        self.fail_at("log")
+
+    def state_dict(self) -> dict[str, Any]:
+        self.fail_at("state_dict")
+        return {}
 
     def close(self) -> None:
-        if self.where == "close":
-            raise OSError("no space left")
+        self.fail_at("close")
 
 
-@pytest.mark.parametrize("where", ["open", "log", "close"])
+@pytest.mark.parametrize("where", ["open", "log", "state_dict", "close"])
 def test_a_logger_that_fails_is_reported_once_and_training_goes_on(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, memory = Broken(where), Memory()
-    with Algorithm(make_config(), broken, memory) as trainer:
+    with Resumable(make_config(max_steps=4), broken, memory) as trainer:
         trainer.fit()
-    assert trainer.global_step == 4
+        assert [manifest.step for manifest in trainer.checkpoints()] == [4]
     assert len(memory.lines) == 4
     assert broken.calls == (0 if where == "open" else 4)
-    reports = [record.getMessage() for record in caplog.records if "Broken failed" in record.getMessage()]
-    assert len(reports) == 1
-    assert "no space left" in reports[0]
-
-
-def test_a_logger_that_cannot_say_its_state_is_reported_and_training_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Stateless(Memory):
-        def state_dict(self) -> dict[str, Any]:
-            raise OSError("no connection")
-
-    config, memory = make_config(ResumableConfig, max_steps=2), Stateless()
-    with Resumable(config, memory) as trainer:
-        trainer.fit()
-    assert memory.column("train/loss").keys() == {1, 2}
-    assert [manifest.step for manifest in trainer.checkpoints()] == [2]
-    assert len([record for record in caplog.records if "no connection" in record.getMessage()]) == 1
+    (report,) = [text for text in caplog.messages if "Broken failed" in text]
+    assert "no space left" in report
 
 
 def test_a_strict_run_ends_with_the_loggers_exception() -> None:
@@ -475,30 +342,6 @@ def test_by_default_there_is_a_console_and_a_jsonl_file(capsys: pytest.CaptureFi
     assert "epoch 0 | step 4 | own 1.500 | train/loss 1.900" in capsys.readouterr().out
 
 
-def test_logger_parameters_survive_the_way_to_a_dict_and_the_command_line() -> None:
-    from dream_trainer.config import from_dict, parse, to_dict
-
-    config = make_config()
-    options = dt.WandbParameters(mode="offline", tags=("a", "b"))
-    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=7, strict=True, wandb=options)
-    further = replace(options, init_arguments={"notes": "why", "settings": {"silent": True}})
-    for parameters in (config.logger_parameters, replace(config.logger_parameters, wandb=further)):
-        plain = json.loads(json.dumps(to_dict(replace(config, logger_parameters=parameters))))
-        assert from_dict(Config, plain).logger_parameters == parameters
-    line = (
-        "--project p --group g --experiment e --logger-parameters.loggers jsonl "
-        "--logger-parameters.log-every-n-steps 7 --logger-parameters.strict "
-        "--logger-parameters.wandb.mode offline --logger-parameters.wandb.tags a b"
-    )
-    assert parse(Config, line.split()).logger_parameters == config.logger_parameters
-
-
-@pytest.mark.pitfall(51)
-def test_building_a_trainer_starts_no_logger() -> None:
-    Algorithm(make_config(loggers=("console", "jsonl", "csv", "tensorboard", "wandb", "images")))
-    assert not Path("runs").exists()
-
-
 # -- media
 
 
@@ -531,15 +374,12 @@ class Shows(Validating, dt.EvalMixin):
         self.log_text("epoch", "x")
 
 
-@dataclass(kw_only=True)
-class ShowsConfig(Config, dt.EvalConfigMixin):
-    pass
-
-
 @pytest.mark.pitfall(48)
-def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_outside_of_training() -> None:
+def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_outside_of_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     memory = Memory()
-    config = make_config(ShowsConfig, gradient_accumulation_steps=2, num_sanity_val_steps=1)
+    config = make_config(gradient_accumulation_steps=2, num_sanity_val_steps=1)
     with Shows(config, memory) as trainer:
         trainer.evaluate()
         trainer.fit()
@@ -561,33 +401,9 @@ def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_out
     assert [int(media.images[0].pixels[0, 0, 0]) for media in samples] == [round(i / 10 * 255) for i in range(4)]
     assert [media.images[0].caption for media in samples] == [f"batch {i}" for i in range(4)]
     assert memory.column("sanity") == memory.column("predicted") == {}
-
-
-def test_loggers_get_numbers_and_media_in_the_order_of_their_steps() -> None:
-    """W&B drops what has a step before its last."""
-    memory = Memory()
-    with Shows(make_config(ShowsConfig, n_epochs=2), memory) as trainer:
-        trainer.fit()
     assert memory.steps == sorted(memory.steps)
-    assert memory.column("train/loss").keys() == set(range(1, 9))
-    assert [step for step, name, _ in memory.media if name == "weights"] == list(range(1, 9))
-    assert [step for step, name, _ in memory.media if name == "epoch"] == [4, 8]
-
-
-def test_a_window_that_runs_again_shows_its_media_once() -> None:
-    class Retries(Shows):
-        failures = 0
-
-        def backward(self, loss: torch.Tensor, **options: Any) -> None:
-            is_bad = self.global_step == 1 and self.failures == 0
-            super().backward(loss * float("nan") if is_bad else loss, **options)
-            self.failures += is_bad
-
-    memory = Memory()
-    with Retries(make_config(ShowsConfig, nonfinite="retry"), memory) as trainer:
-        trainer.fit()
-    assert trainer.failures == 1
-    assert [step for step, name, _ in memory.media if name == "sample"] == [1, 2, 3, 4]
+    (report,) = [line for line in caplog.messages if "is written nowhere" in line]
+    assert "Text" in report
 
 
 def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
@@ -600,18 +416,12 @@ def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
             self.failures += is_bad
 
         def count(self, name: str) -> None:
-            self.log(name, 1.0, reduce="sum")
+            self.log(name, 1.0, weight=1.0, reduce="sum")
             self.log_text(name, "x")
 
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.log("batches", 1.0, weight=1.0, reduce="sum")
+            self.count("batches")
             return super().training_step(batch, batch_idx)
-
-        def pre_fit(self) -> None:
-            self.count("start")
-
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            self.count("validations")
 
         def post_epoch(self) -> None:
             self.count("epochs")
@@ -620,42 +430,20 @@ def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
     with Retries(make_config(every=100, nonfinite="retry", n_epochs=2), memory) as trainer:
         trainer.fit()
     assert trainer.failures == 1
-    assert sum(metrics.get("batches", 0) for _, metrics in memory.lines) == trainer.local_batches
-    for name, count in {"start": 1, "validations": 2, "epochs": 2}.items():
+    for name, count in {"batches": trainer.local_batches, "epochs": 2}.items():
         assert sum(metrics.get(name, 0) for _, metrics in memory.lines) == count
         assert len([True for _, shown, _ in memory.media if shown == name]) == count
 
 
-def test_media_that_no_logger_takes_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    with Shows(make_config(ShowsConfig, n_epochs=2), Memory()) as trainer:
-        trainer.fit()
-    reports = [record.getMessage() for record in caplog.records if "is written nowhere" in record.getMessage()]
-    assert len(reports) == 1
-    assert "Text" in reports[0]
-
-
 def test_without_the_mixin_media_do_nothing_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Bare(dt.BaseTrainer):
-        setup = Algorithm.setup
-        configure_dataloaders = Algorithm.configure_dataloaders
-        batches = Algorithm.batches
-
+    class Bare(Alone):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             self.log_image("x", torch.zeros(2, 2))
-            self.backward(self.model(batch[0][:, None]).mean())
-            self.step(self.model, self.optimizer)
-            return {}
+            return super().training_step(batch, batch_idx)
 
-    config = dt.BaseTrainerConfig(
-        project="p",
-        group="g",
-        experiment="e",
-        device_parameters=CPU,
-        training_parameters=dt.TrainingParameters(n_epochs=1),
-    )
-    with Bare(config) as trainer:
+    with Bare(make_config(), batches(2)) as trainer:
         trainer.fit()
-    assert len([record for record in caplog.records if "LoggerMixin" in record.getMessage()]) == 1
+    assert len([text for text in caplog.messages if "LoggerMixin" in text]) == 1
 
 
 # -- history
@@ -666,6 +454,7 @@ def test_the_history_is_every_line_also_without_a_logger() -> None:
         def post_fit(self) -> None:
             assert self.history
             assert self.history_of("may yet come") == []
+            self.log("end", 1.0)
 
     trainer = Looks(make_config(every=2, val_every_n_steps=2))
     assert trainer.history_of("val/loss") == []
@@ -676,35 +465,13 @@ def test_the_history_is_every_line_also_without_a_logger() -> None:
             (2, 4, 0),
             (4, 10, 0),
             (4, 10, 0),
+            (4, 10, 1),
         ]
+        assert trainer.history_of("end") == [(4, 1.0)]
         assert trainer.history_of("val/loss") == [(2, 4.0), (4, 4.0)]
         assert dict(trainer.history_of("train/loss")) == pytest.approx({2: 0.75, 4: 16 / 6})
         with pytest.raises(KeyError, match=r"no metric 'val/los' was logged; there are .*train/loss, .*val/loss"):
             trainer.history_of("val/los")
-
-
-def test_what_the_last_events_log_is_in_the_history_when_fit_returns() -> None:
-    class Ends(Validating):
-        def post_epoch(self) -> None:
-            self.log("epochs", self.current_epoch, reduce="last")
-
-        def post_fit(self) -> None:
-            self.log("end", 1.0)
-
-    with Ends(make_config(every=2, n_epochs=2)) as trainer:
-        trainer.fit()
-        lines = list(trainer.history)
-        assert trainer.history_of("epochs")[-1] == (8, 2.0)
-        assert trainer.history_of("end") == [(8, 1.0)]
-    assert list(trainer.history) == lines
-
-
-def test_a_validation_that_has_not_been_yet_has_no_values() -> None:
-    with Validating(make_config(every=2, val_every_n_epochs=3, n_epochs=1)) as trainer:
-        trainer.fit()
-        assert trainer.history_of("val/loss") == []
-        with pytest.raises(KeyError, match="no metric 'vall/loss' was logged"):
-            trainer.history_of("vall/loss")
 
 
 # -- restarts
@@ -729,72 +496,29 @@ class Resumable(Algorithm, dt.CheckpointMixin):
         return torch.utils.data.DataLoader(data, batch_size=4), None
 
 
-@dataclass(kw_only=True)
-class ResumableConfig(dt.BaseTrainerConfig, dt.LoggerConfigMixin, dt.CheckpointConfigMixin):
-    pass
-
-
-class TellsEpochs(Resumable):
-    def post_epoch(self) -> None:
-        self.log("epochs", float(self.current_epoch))
-        self.log("at step", float(self.global_step))
-
-
-@pytest.mark.parametrize("every", [1, 12, 20, 1000])
-@pytest.mark.parametrize("parts", [(3,), (1, 3), (2, 3)], ids=str)
-def test_what_an_epochs_end_logs_is_a_line_of_its_own_at_its_step(every: int, parts: tuple[int, ...]) -> None:
-    for n_epochs in parts:
-        with TellsEpochs(make_config(ResumableConfig, every=every, loggers=("jsonl",), n_epochs=n_epochs)) as trainer:
-            trainer.fit()
-    assert trainer.history_of("epochs") == [(12, 1.0), (24, 2.0), (36, 3.0)]
-    assert trainer.history_of("at step") == [(12, 12.0), (24, 24.0), (36, 36.0)]
-    steps = [line["step"] for line in trainer.history]
-    assert steps == sorted(steps)
-
-
 class Killed(Exception):
     pass
 
 
-def run_until(
-    stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch, loggers: tuple[Any, ...] = ("jsonl",)
-) -> Resumable:
+class Dies(Resumable):
+    stop: int | None = None
+
+    def post_train_step(self) -> None:
+        if self.global_step == self.stop:
+            raise Killed
+
+
+def run_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch, *loggers: Any) -> Resumable:
     """Trains 12 steps, saved every 4th, flushed every 3rd; dies after `stop` as if by SIGKILL: nothing is closed."""
     directory.mkdir(exist_ok=True)
     monkeypatch.chdir(directory)
-    config = make_config(ResumableConfig, every=3, loggers=loggers)
+    config = make_config(every=3, loggers=loggers)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=4)
-
-    class Dies(Resumable):
-        def post_train_step(self) -> None:
-            if self.global_step == stop:
-                raise Killed
-
     trainer = Dies(config)
-    if stop is None:
-        with trainer:
-            trainer.fit()
-    else:
-        with pytest.raises(Killed):
-            trainer.fit()
+    trainer.stop = stop
+    with pytest.raises(Killed) if stop else trainer:
+        trainer.fit()
     return trainer
-
-
-@pytest.mark.pitfall(44)
-@pytest.mark.pitfall(48)
-@pytest.mark.parametrize("stops", [(5,), (7,), (8,), (5, 9, 11)], ids=str)
-def test_a_killed_and_resumed_run_writes_the_same_curve_as_a_straight_one(
-    stops: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_until(None, tmp_path / "straight", monkeypatch)
-    for stop in (*stops, None):
-        run_until(stop, tmp_path / "resumed", monkeypatch)
-    straight, resumed = (
-        [record | {"time": 0} for record in read_jsonl(tmp_path / name / "runs/p/g/e/metrics.jsonl")]
-        for name in ("straight", "resumed")
-    )
-    assert [record["step"] for record in straight] == [3, 6, 9, 12]
-    assert resumed == straight  # bit for bit, windows that a checkpoint cut in two included
 
 
 @pytest.mark.pitfall(44)
@@ -808,10 +532,9 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_logger_and_in_its_histor
     for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "ERROR_REPORTING": "false"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()
-    run_until(None, tmp_path / "straight", monkeypatch)
-    every_logger = ("jsonl", "csv", "tensorboard", "wandb")
+    run_until(None, tmp_path / "straight", monkeypatch, "jsonl")
     for stop in (7, 11, None):
-        trainer = run_until(stop, tmp_path / "resumed", monkeypatch, every_logger)
+        trainer = run_until(stop, tmp_path / "resumed", monkeypatch, "jsonl", "csv", "tensorboard", "wandb")
         wandb.teardown()
     run_dir = tmp_path / "resumed/runs/p/g/e"
     straight = read_jsonl(tmp_path / "straight/runs/p/g/e/metrics.jsonl")
@@ -869,15 +592,10 @@ class Counting(Resumable, dt.EvalMixin):
             signal.raise_signal(signal.SIGTERM)
 
 
-@dataclass(kw_only=True)
-class CountingConfig(ResumableConfig, dt.EvalConfigMixin):
-    pass
-
-
 def counting(disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *extra: Logger) -> Counting:
     """Twelve steps with a line at each fifth, a validation at each fourth, and a checkpoint at each sixth."""
     monkeypatch.setattr(Counting, "disturbed", disturbed)
-    config = make_config(CountingConfig, every=5, loggers=("jsonl",), val_every_n_steps=4, val_every_n_epochs=None)
+    config = make_config(every=5, loggers=("jsonl",), val_every_n_steps=4, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=6, async_save=False)
     return Counting(config, *extra)
 
@@ -888,10 +606,8 @@ def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
     runs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for disturbed in runs:
-        with (
-            pytest.raises((Killed, KeyboardInterrupt, SystemExit)),
-            counting(disturbed, monkeypatch) as trainer,
-        ):
+        ends = pytest.raises((Killed, KeyboardInterrupt, SystemExit))
+        with ends, counting(disturbed, monkeypatch) as trainer:
             trainer.fit()
     with counting(None, monkeypatch) as trainer:
         trainer.fit()
@@ -905,158 +621,12 @@ def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
     assert history == lines
 
 
-class SavesItself(Counting):
-    """Saves at step 5, whose line is due at each fifth, and at step 12, the last one, whose line comes with the end."""
-
-    def post_train_step(self) -> None:
-        if self.global_step in (5, 12):
-            self.save_checkpoint()
-        super().post_train_step()
-
-
-def fit_saving(
-    disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *callbacks: dt.Callback, every: int, n_epochs: int = 1
-) -> SavesItself:
-    """One process of a run, to its end or until the disturbance."""
-    config = replace(counting(disturbed, monkeypatch).config, callbacks=dt.CallbackCollection(callbacks))
-    config.training_parameters = dt.TrainingParameters(n_epochs=n_epochs, val_every_n_epochs=None)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
-    trainer = SavesItself(config)
-    if disturbed is None:
-        with trainer:
-            trainer.fit()
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            trainer.fit()
-    return trainer
-
-
-@pytest.mark.pitfall(44)
-@pytest.mark.parametrize(("every", "edges"), [(5, [5, 10, 12, 15, 20, 24]), (1, list(range(1, 25)))])
-def test_each_value_counts_once_though_a_listener_saves_at_the_end_of_a_window(
-    every: int, edges: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for disturbed, n_epochs in (("kill", 1), (None, 1), (None, 2)):
-        trainer = fit_saving(disturbed, monkeypatch, n_epochs=n_epochs, every=every)
-    lines = read_jsonl("runs/p/g/e/metrics.jsonl")
-    expected = [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
-    assert [(line["step"], line["steps"]) for line in lines] == expected
-    assert trainer.history == lines
-
-
-@pytest.mark.pitfall(44)
-@pytest.mark.parametrize("stop", [4, 6])
-def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_saves_there(
-    stop: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At step 4; the first process dies in its midst, or two steps later."""
-
-    class Saves(Resumable):
-        def configure_dataloaders(self) -> tuple[Any, Any]:
-            return super().configure_dataloaders()[0], [torch.ones(1)]
-
-        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {}
-
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            self.log("before", self.global_step)
-            if self.global_step == 4 and not fits:
-                self.save_checkpoint()
-                if stop == 4:
-                    raise Killed
-            self.log("after", self.global_step)
-            if self.global_step == stop and not fits:
-                raise Killed
-
-    config = make_config(ResumableConfig, every=12, loggers=("jsonl",), val_every_n_steps=2, val_every_n_epochs=None)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    monkeypatch.setattr(Saver, "save_after_exception", lambda self, step: None)  # as if by SIGKILL
-    fits = False
-    with pytest.raises(Killed):
-        Saves(config).fit()
-    fits = True
-    with Saves(config) as trainer:
-        trainer.fit()
-    steps = [2, 4, 6, 8, 10, 12]
-    assert trainer.history_of("before") == [(step, step) for step in steps]
-    assert trainer.history_of("after") == [(step, step) for step in steps if (stop, step) != (4, 4)]
-    assert trainer.history == read_jsonl("runs/p/g/e/metrics.jsonl")
-
-
-@pytest.mark.parametrize("every", [5, 1])
-def test_what_is_logged_after_a_listener_saved_keeps_its_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Later(dt.Callback):
-        def post_train_step(self, trainer: Any) -> None:
-            if trainer.global_step in (5, 10, 12):
-                trainer.log("later", float(trainer.global_step), weight=1.0, reduce="last")
-
-    for disturbed in ("kill", None):
-        trainer = fit_saving(disturbed, monkeypatch, Later(), every=every)
-    lines = read_jsonl("runs/p/g/e/metrics.jsonl")
-    edges = [5, 10, 12] if every == 5 else list(range(1, 13))
-    assert [(line["step"], line["later"]) for line in lines if "later" in line] == [(5, 5), (10, 10), (12, 12)]
-    assert [line["step"] for line in lines if "steps" in line] == edges
-    assert trainer.history == lines
-
-
-class EndsAt(Resumable, dt.EvalMixin):
-    """Ends as it is told to; validates with one batch."""
-
-    ends: dict[int, BaseException | str]
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return super().configure_dataloaders()[0], [torch.ones(2)]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"loss": batch.mean()}
-
-    def post_train_step(self) -> None:
-        end = self.ends.get(self.global_step)
-        if end == "save":
-            self.save_checkpoint()
-        elif isinstance(end, BaseException):
-            raise end
-
-
-@pytest.mark.pitfall(44)
-@pytest.mark.parametrize(
-    "runs",
-    [
-        pytest.param([{4: ValueError("a bug")}, {6: KeyboardInterrupt()}, {}], id="a bug, then a kill"),
-        pytest.param([{4: "save", 6: KeyboardInterrupt()}, {}], id="a save of a listener, then a kill"),
-        pytest.param([{4: "save", 5: KeyboardInterrupt()}, {6: KeyboardInterrupt()}, {}], id="two kills"),
-    ],
-)
-def test_what_was_due_at_a_checkpoint_is_written_once_however_often_it_is_resumed(runs: list[dict[int, Any]]) -> None:
-    for ends in runs:
-        config = make_config(
-            CountingConfig,
-            every=2,
-            n_epochs=1,
-            loggers=("jsonl", "csv"),
-            val_every_n_steps=4,
-            val_every_n_epochs=None,
-        )
-        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-        trainer = EndsAt(config)
-        trainer.ends = ends
-        with contextlib.suppress(ValueError, KeyboardInterrupt):
-            trainer.fit()
-    lines = read_jsonl(config.run_dir / "metrics.jsonl")
-    assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
-    assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 12]
-    assert len(lines) == 9
-    assert trainer.history == lines
-    assert [int(row["step"]) for row in csv_rows(config.run_dir / "metrics.csv")] == [line["step"] for line in lines]
-
-
 def test_what_a_run_that_dies_has_logged_and_not_written_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Killed), counting("step", monkeypatch) as trainer:
         trainer.fit()
-    (said,) = [record.getMessage() for record in caplog.records if "when the run is resumed" in record.getMessage()]
+    (said,) = [text for text in caplog.messages if "when the run is resumed" in text]
     assert "step 7 | " in said
     assert said.endswith("| steps 2")
     assert [line["step"] for line in read_jsonl("runs/p/g/e/metrics.jsonl") if "steps" in line] == [5]
@@ -1076,46 +646,6 @@ def test_evaluating_a_run_that_was_killed_writes_nothing(monkeypatch: pytest.Mon
         assert trainer.global_step == 6
     assert memory.opened == []
     assert Path("runs/p/g/e/metrics.jsonl").read_bytes() == before
-
-
-def test_loading_a_checkpoint_forgets_what_was_logged_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory()
-    with counting(None, monkeypatch, memory) as trainer:
-        trainer.fit()
-        trainer.log("stray", 1.0)
-        trainer.log("stray, too", 1.0, weight=1.0)
-        trainer.log_text("stray", "x")
-        trainer.load_checkpoint(trainer.checkpoints()[-1].path)
-    assert memory.column("steps").keys() == {5, 10, 12}
-    assert memory.column("stray") == memory.column("stray, too") == {}
-    assert memory.media == []
-
-
-def test_a_run_that_branches_off_from_another_ones_checkpoint_is_another_wandb_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Keeps(Memory):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.number = number
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"number": self.number}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.number = state["number"]
-
-    def run(experiment: str, number: int, **resume: Any) -> int:
-        config = make_config(ResumableConfig, max_steps=number)
-        config.experiment, config.checkpoint_parameters = experiment, dt.CheckpointParameters(**resume)
-        logger = Keeps(number)
-        with Resumable(config, logger) as trainer:
-            trainer.fit()
-        return logger.number
-
-    assert run("first", 1) == 1
-    assert run("first", 2) == 1
-    assert run("second", 3, resume=str(tmp_path / "runs/p/g/first/checkpoints/step_00000002")) == 3
 
 
 # -- several ranks
@@ -1170,20 +700,13 @@ class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
     heard: ClassVar[list[Any]] = []
 
 
-@dataclass(kw_only=True)
-class DistributedConfig(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.LoggerConfigMixin):
-    pass
-
-
 def on_a_rank(directory: str) -> tuple[list[Any], list[Any]]:
     os.chdir(directory)
-    with Distributed(make_config(DistributedConfig, loggers=("jsonl", "images"), every=2)) as trainer:
+    with Distributed(make_config(loggers=("jsonl", "images"), every=2)) as trainer:
         trainer.fit()
     lines = [{key: value for key, value in line.items() if key != "time"} for line in trainer.history]
     assert [line["step"] for line in lines] == [step for step, _ in trainer.heard]
-    return [trainer.heard, lines], read_jsonl(
-        Path(directory) / "runs/p/g/e/metrics.jsonl"
-    ) if trainer.world.is_main else []
+    return [trainer.heard, lines], read_jsonl("runs/p/g/e/metrics.jsonl") if trainer.world.is_main else []
 
 
 @pytest.mark.pitfall(45)
@@ -1215,15 +738,10 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     assert (counts["counts"], counts["edges"], text["text"]) == ([3, 3], [0, 0.5, 1], "rank 0")
 
 
-def test_the_history_keeps_its_last_lines_and_the_file_has_the_rest() -> None:
-    config = make_config(every=1)
-    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1, history_lines=2)
+def test_the_history_keeps_its_last_lines() -> None:
+    config = make_config()
+    config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=1, history_lines=2)
     with Algorithm(config) as trainer:
         trainer.fit()
-    lines = read_jsonl(trainer.run_dir / "metrics.jsonl")
-    assert len(lines) == 4
     assert [line["step"] for line in trainer.history] == [3, 4]
-    assert trainer.history[-1]["step"] == 4
-    assert trainer.history[:1] == trainer.history[-2:-1] == [line for line in trainer.history if line["step"] == 3]
-    assert trainer.history is trainer.history
     assert trainer.history.dropped == 2

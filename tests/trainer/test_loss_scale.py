@@ -116,7 +116,7 @@ def test_weights_of_thousands_of_tokens_start_without_an_overflow_and_count_as_i
     with Trainer(config, CALM, weighted=1000) as trainer:
         trainer.fit()
         assert trainer.skipped_steps <= 1
-        expected = in_float32([1.0] * N_STEPS, skip=trainer.skipped_steps)
+        expected = in_float32(CALM, skip=trainer.skipped_steps)
         for name, weight in weights(trainer.model).items():
             assert torch.allclose(weight, expected[name], atol=1e-3)
 
@@ -138,11 +138,10 @@ def test_the_scale_doubles_after_many_windows_and_halves_once_for_several_bad_no
     assert again.state_dict() == scale.state_dict() == {"scale": INITIAL_SCALE, "windows": 0}
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("policy", ["raise", "retry"])
-def test_gradients_that_no_scale_mends_are_an_error(policy: str, fused: bool) -> None:
+def test_gradients_that_no_scale_mends_are_an_error(policy: str) -> None:
     config = make_config(devices=FP16, max_steps=60, train_batch_size=SIZE, nonfinite=policy, max_nonfinite=3)
-    trainer = Trainer(config, [math.nan] * 60, fused=fused)
+    trainer = Trainer(config, [math.nan] * 60)
     with pytest.raises(NonFiniteError):
         trainer.fit()
     trainer.close()

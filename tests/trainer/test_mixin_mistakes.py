@@ -22,36 +22,11 @@ class KeepsToo(dt.AbstractTrainer):
         return super()._mixin_state() | {"mine": 2}
 
 
-class LikeOurs(dt.AbstractTrainer):
-    def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"evaluation": 1}
-
-
-class KeepsALambda(dt.AbstractTrainer):
-    def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"mine": {"call": lambda: 1}}
-
-
-def refused(*mixins: type, error: type[Exception]) -> str:
-    trainer = type("Trainer", (Saves, *mixins), {})(make_config())
-    with pytest.raises(error) as found:
-        fit(trainer)
-    assert trainer.global_step == 0
-    assert trainer.seen == []
-    return str(found.value)
-
-
-def test_state_that_cannot_be_saved_is_found_before_the_first_step() -> None:
-    assert "mixins.mine.call: <class 'function'> cannot be kept in a checkpoint" in refused(
-        KeepsALambda, error=TypeError
-    )
-
-
 def test_two_mixins_with_one_key_are_both_named() -> None:
-    said = refused(Keeps, KeepsToo, error=HookError)
-    assert said.startswith("Keeps and KeepsToo both keep their state under the key 'mine' of _mixin_state")
-    said = refused(LikeOurs, error=HookError)
-    assert said.startswith("EvalMixin and LikeOurs both keep their state under the key 'evaluation'")
+    trainer = type("Trainer", (Saves, Keeps, KeepsToo), {})(make_config())
+    with pytest.raises(HookError, match="^Keeps and KeepsToo both keep their state under the key 'mine' of _mixin_sta"):
+        fit(trainer)
+    assert (trainer.global_step, trainer.seen) == (0, [])
 
 
 def test_a_hook_that_forgets_super_is_told_so() -> None:

@@ -49,9 +49,8 @@ def test_a_run_draws_what_the_mixture_says_and_logs_it(
     [
         ([(1, 2, 7), (2, 1, 8), (4, 2, STEPS)], 0),
         ([(2, 4, 14), (1, 1, 15), (1, 4, STEPS)], 2),
-        ([(4, 1, 16), (2, 2, STEPS)], 0),
     ],
-    ids=["1-2-4", "2-1-1 with workers", "4-2"],
+    ids=["1-2-4", "2-1-1 with workers"],
 )
 def test_stopped_and_resumed_on_other_ranks_each_step_has_the_same_samples(
     parts: list[tuple[int, int, int]], workers: int, tmp_path: Path, reference: Any
@@ -61,22 +60,14 @@ def test_stopped_and_resumed_on_other_ranks_each_step_has_the_same_samples(
     assert steps_in(tmp_path, max(ranks for ranks, _, _ in parts)) == reference[0]
 
 
-@pytest.mark.parametrize(("ranks", "dies_after", "workers"), [(1, 18, 2), (2, 11, 0)])
 def test_after_a_kill_the_steps_since_the_last_checkpoint_have_the_same_samples_again(
-    ranks: int, dies_after: int, workers: int, tmp_path: Path, reference: Any
+    tmp_path: Path, reference: Any
 ) -> None:
     with pytest.raises(RuntimeError, match="ranks ended without a result|failed"):
-        run_world(train, ranks, str(tmp_path), STEPS, 1, {"workers": workers, "dies_after": dies_after})
-    assert max(steps_in(tmp_path, ranks)) < dies_after + 1
-    run_world(train, ranks, str(tmp_path), STEPS, 2, {"workers": 0})
-    assert steps_in(tmp_path, ranks) == reference[0]
-
-
-def test_weights_of_a_step_whose_own_hook_raised_are_set_when_the_run_goes_on(tmp_path: Path, reference: Any) -> None:
-    with pytest.raises(RuntimeError, match="as asked"):
-        run_world(train, 1, str(tmp_path), STEPS, 1, {"workers": 0, "raises_after": CHANGED_AFTER})
-    run_world(train, 1, str(tmp_path), STEPS, 2, {"workers": 0})
-    assert steps_in(tmp_path, 1) == reference[0]
+        run_world(train, 2, str(tmp_path), STEPS, 1, {"workers": 0, "dies_after": 11})
+    assert max(steps_in(tmp_path, 2)) < 12
+    run_world(train, 2, str(tmp_path), STEPS, 2, {"workers": 0})
+    assert steps_in(tmp_path, 2) == reference[0]
 
 
 class Validated(Mixed):
@@ -117,17 +108,3 @@ def test_another_mixture_is_refused_on_resume_or_begins_there(tmp_path: Path, re
     found = steps_in(tmp_path, 2)
     assert {step: found[step] for step in range(8)} == {step: reference[0][step] for step in range(8)}
     assert all(found[step] != reference[0][step] for step in range(8, STEPS))
-
-
-def test_ranks_with_other_mixtures_are_an_error_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"exit code: \{0: 1, 1: 1\}"):
-        run_world(train_with_own_seed, 2, str(tmp_path))
-    for rank in range(2):
-        told = (tmp_path / f"stderr_{rank}.txt").read_text()
-        assert "training loader: order.mixture.seed (0 on rank 0; 1 on rank 1)" in told
-
-
-def train_with_own_seed(directory: str) -> Any:
-    import os
-
-    return train(directory, 2, 1, {"workers": 0, "mixture": {"seed": int(os.environ["RANK"])}})
