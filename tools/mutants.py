@@ -605,14 +605,14 @@ MUTANTS = [
         "dream_trainer/trainer/mixins/setup.py",
         '        refuse_different_modules(self.world, "models", models)\n',
         "",
-        "tests/trainer/test_rank_order.py",
+        "tests/trainer/test_rank_differences.py",
     ),
     Mutant(
         "optimizers have parameters in different orders",
         "dream_trainer/trainer/rank_differences.py",
         "    refuse_differences(runtime.world, order, _IN_ONE_ORDER, among=runtime.world.stage_rank)\n",
         "",
-        "tests/trainer/test_rank_order.py",
+        "tests/trainer/test_rank_differences.py",
     ),
     Mutant(
         "ranks end a validation with different values",
@@ -1326,7 +1326,7 @@ MUTANTS = [
         "dream_trainer/modules/cut_models.py",
         "    return model in _ties\n",
         "    return True\n",
-        "tests/trainer/test_pipeline_teachers.py",
+        "tests/trainer/test_pipeline_models.py -k kept",
     ),
     Mutant(
         "what losses change in buffers of whole models stays where the last stage is",
@@ -1368,7 +1368,7 @@ MUTANTS = [
         "dream_trainer/trainer/step/tied_gradients.py",
         "                dist.broadcast(local_tensor(buffer), source, group=self._stages)\n",
         "                pass\n",
-        "tests/trainer/test_pipeline_models.py -k through",
+        "tests/trainer/test_pipeline_small_models.py -k critic",
     ),
     Mutant(
         "copies of one model alone are added up where two are stepped",
@@ -1403,7 +1403,7 @@ MUTANTS = [
         "dream_trainer/compat/pytorch.py",
         "id(cast(Any, node).variable) in wanted",
         "node in wanted",
-        "tests/trainer/test_pipeline_models.py -k leave_out",
+        "tests/trainer/test_pipeline_models.py -k kept",
     ),
     Mutant(
         "two models in stages may share a parameter",
@@ -1417,7 +1417,7 @@ MUTANTS = [
         "dream_trainer/trainer/step/tied_gradients.py",
         "        if n_others:\n",
         "        if False:\n",
-        "tests/trainer/test_pipeline_ties.py -k FrozenLater",
+        "tests/trainer/test_pipeline_ties.py -k frozen_later",
     ),
     Mutant(
         "a stage's groups are of its own parameters alone",
@@ -1501,7 +1501,7 @@ MUTANTS = [
         "dream_trainer/trainer/pipeline.py",
         "            preserved_random_state(self._world.device),\n            torch.enable_grad(),\n",
         "            torch.enable_grad(),\n",
-        "tests/trainer/test_pipeline_parallel.py -k goes_on",
+        "tests/trainer/test_pipeline_meshes.py -k goes_on",
     ),
     Mutant(
         "the loss of a part without labels is not a number in a pipeline",
@@ -1571,7 +1571,7 @@ MUTANTS = [
         "dream_trainer/trainer/pipeline.py",
         'numbers_of_place(b"stage", self._world.stage_rank, self._world.device)',
         'numbers_of_place(b"stage", 0, self._world.device)',
-        "tests/trainer/test_pipeline_parallel.py -k goes_on",
+        "tests/trainer/test_pipeline_parallel.py -k stages_own",
     ),
     Mutant(
         "stages may compute something else than the model",

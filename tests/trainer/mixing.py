@@ -72,53 +72,10 @@ def by_hand(x: Tensor) -> Tensor:
     return joined(weights / weights.sum(-1, keepdim=True) @ v)
 
 
-def in_chunks(x: Tensor) -> Tensor:
-    q, k, v = projected(x)
-    return joined(torch.cat([(chunk @ k.mT).softmax(-1) @ v for chunk in q.split(5, -2)], -2))
-
-
-def by_baddbmm(x: Tensor) -> Tensor:
-    q, k, v = (one.flatten(0, 1) for one in projected(x))
-    attended = torch.baddbmm(x.new_zeros(()), (q @ k.mT).log_softmax(-1).exp(), v)
-    return joined(attended.unflatten(0, (-1, HEADS)))
-
-
-def by_einsum(x: Tensor) -> Tensor:
-    q, k, v = projected(x)
-    return joined(torch.einsum("... i j, ... j d -> ... i d", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v))
-
-
 def with_sinks(x: Tensor) -> Tensor:
     q, k, v = projected(x)
     k, v = (torch.cat([one.new_zeros(len(x), HEADS, 1, HEAD), one], -2) for one in (k, v))
     return joined(F.scaled_dot_product_attention(q, k, v))
-
-
-def with_a_class_token(x: Tensor) -> Tensor:
-    q, k, v = projected(torch.cat([x.new_zeros(len(x), 1, WIDTH), x], 1))
-    return joined(F.scaled_dot_product_attention(q, k, v))[:, 1:]
-
-
-def of_pooled_keys(x: Tensor) -> Tensor:
-    q, k, v = projected(x)
-    return joined(F.scaled_dot_product_attention(q, *(one.unflatten(-2, (-1, 2)).mean(-2) for one in (k, v))))
-
-
-def beside_memories(x: Tensor) -> Tensor:
-    q, k, v = projected(x)
-    memories = made(HEADS, 3, HEAD)
-    weights = torch.cat([q @ memories.mT, q @ k.mT], -1).softmax(-1)
-    return joined(weights[..., 3:] @ v)
-
-
-def in_segments(x: Tensor) -> Tensor:
-    segments = x[..., 0].argsort(1) % 2
-    index = segments[..., None].expand_as(x)
-    return x.new_zeros(len(x), 2, WIDTH).scatter_add(1, index, x).gather(1, index)
-
-
-def in_a_text(x: Tensor) -> Tensor:
-    return x.masked_scatter((x[..., :1] > 0).expand_as(x), made(4000))
 
 
 def layer(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -141,44 +98,20 @@ def batch_norm(x: Tensor) -> Tensor:
 
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "own softmax": by_hand,
-    "own softmax in chunks": in_chunks,
-    "own softmax by baddbmm": by_baddbmm,
-    "own softmax by einsum": by_einsum,
     "a kernel of aten": lambda x: joined(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*projected(x))[0]
     ),
     "linear attention": lambda x: joined((lambda q, k, v: q @ (k.mT @ v))(*projected(x))),
     "a matrix over positions": lambda x: made(x.shape[1], x.shape[1]) @ x,
     "sinks": with_sinks,
-    "a class token": with_a_class_token,
-    "pooled keys": of_pooled_keys,
-    "keys beside memories": beside_memories,
-    "neighbours": lambda x: F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0)),
     "the last position": lambda x: x + x[:, -1:],
-    "the last of each": lambda x: x + x[torch.arange(len(x)), torch.full((len(x),), -1)][:, None],
     "a table from its start": lambda x: x + made(LENGTH, WIDTH)[: x.shape[1]],
-    "counting": lambda x: x * torch.arange(x.shape[1])[:, None],
-    "even steps": lambda x: x * torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None],
     "a running sum": lambda x: x.cumsum(1),
-    "a running sum of aten": lambda x: torch.ops.aten.cumsum(x, 1),
-    "where it ends": lambda x: x * x[..., :1].argmax(1, keepdim=True),
-    "a norm of positions": lambda x: F.normalize(x, dim=1),
-    "a norm of both": lambda x: F.layer_norm(x, x.shape[1:]),
-    "a norm of groups": lambda x: F.group_norm(x.mT, 2).mT,
     "a norm of the batch": batch_norm,
     "a mean": lambda x: x - x.mean(1, keepdim=True),
-    "an extreme": lambda x: x / x.abs().amax((1, 2), keepdim=True),
-    "chosen positions": lambda x: x * (x >= x.topk(3, 1).values[:, -1:]),
-    "order": lambda x: x.sort(dim=1).values,
-    "fourier": lambda x: torch.fft.fft(torch.fft.fft(x), dim=1).real,
-    "pooling": lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT,
     "a convolution": lambda x: F.conv1d(x.mT, made(WIDTH, WIDTH, 3), padding=1).mT,
-    "a convolution of images": lambda x: F.conv2d(x[:, None], made(1, 1, 3, 3), padding=1)[:, 0],
     "a recurrence": layer(nn.GRU(WIDTH, WIDTH, batch_first=True)),
     "a layer of attention": layer(nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
-    "distances": lambda x: x * torch.cdist(x, x).sum(-1, keepdim=True),
-    "segments": in_segments,
-    "an image in a text": in_a_text,
     "attention in a Function": lambda x: joined(Again.apply(*projected(x))),
     "attention in a Function without a context": lambda x: joined(Fresh.apply(*projected(x))),
     "attention in a reentrant checkpoint": lambda x: joined(checkpoint(again, *projected(x), use_reentrant=True)),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 
@@ -38,21 +37,6 @@ class Lookahead(Optimizer):
         for slow, value in zip(self.slow, state_dict["slow"], strict=True):
             slow.copy_(value)
         self.count = state_dict["count"]
-
-
-class ByParameter(Lookahead):
-    """Hands out a dict whose keys are parameters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        slow = defaultdict(dict, {p: {"slow": s} for p, s in zip(parameters, self.slow, strict=True)})
-        return super().state_dict() | {"slow": slow}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        slow = state_dict["slow"]
-        assert isinstance(slow, defaultdict)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        super().load_state_dict(state_dict | {"slow": [slow[p]["slow"] for p in parameters]})
 
 
 class Around(Optimizer):
@@ -111,42 +95,14 @@ class Nested(Optimizer):
             first, (second, _) = state["moments"]
             first.lerp_(grad, 0.1)
             second.lerp_(first, 0.5)
-            parameter.add_(self.update(state, second), alpha=-0.1 / counts["steps"])
-
-    def update(self, state: dict[str, Any], second: Tensor) -> Tensor:
-        return second
-
-
-class Columns(Nested):
-    """A list of sums that are no parameter's shape, DTensors on shards."""
-
-    def update(self, state: dict[str, Any], second: Tensor) -> Tensor:
-        (column,) = state.setdefault("column", [_whole(second).mean(0).mul(0)])
-        column.add_(_whole(second).mean(0))
-        return second + 0.1 * _placed(column, second)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A DTensor that each rank has all of."""
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim) if _is_sharded(tensor) else tensor
-
-
-def _placed(vector: Tensor, like: Tensor) -> Tensor:
-    """`vector` for each row of `like`, placed as that."""
-    whole = vector.expand(like.shape)
-    return whole.redistribute(placements=like.placements) if isinstance(like, DTensor) else whole
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
+            parameter.add_(second, alpha=-0.1 / counts["steps"])
 
 
 class OfEachRank(Optimizer):
     """Second moments of rows and columns of what this rank has, in lists, as Shampoo and SOAP keep them."""
 
-    def __init__(self, parameters: Any, size: int = 0) -> None:
+    def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
-        self.size = size
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -159,7 +115,6 @@ class OfEachRank(Optimizer):
             if not state:
                 eye = [torch.eye(n, dtype=grad.dtype) for n in matrix.shape]
                 state["factors"], state["norms"] = eye, []
-                state["large"] = [torch.full((self.size, self.size), float(len(matrix)))] if self.size else []
             state["factors"][0].addmm_(matrix, matrix.T)
             state["factors"][1].addmm_(matrix.T, matrix)
             state["norms"].append(float(matrix.norm()))
@@ -179,16 +134,13 @@ Build = Callable[[nn.Module], Optimizer]
 
 EXACT: dict[str, Build] = {
     "lookahead": lambda model: Lookahead(adamw(model.parameters())),
-    "by parameter": lambda model: ByParameter(adamw(model.parameters())),
     "around": lambda model: Around(model.parameters()),
     "around and loads": lambda model: AroundAndLoads(model.parameters()),
     "counting": lambda model: Counting(model.parameters(), lr=0.1, momentum=0.9),
     "nested": lambda model: Nested(model.parameters()),
-    "columns": lambda model: Columns(model.parameters()),
 }
 """Optimizers that compute the same on any mesh."""
 
 OF_EACH_RANK: dict[str, Build] = {
     "of each rank": lambda model: OfEachRank(model.parameters()),
-    "large": lambda model: OfEachRank(model.parameters(), size=600),
 }

@@ -1,12 +1,11 @@
-"""NaN and infinite gradients: raise, skip and retry, alone and over ranks, with and without an optimizer that skips.
-
-Norms are read late, as on an accelerator, so that fused AdamW skips by itself; as on a CPU where a test says so.
-"""
+"""NaN and infinite gradients: raise, skip and retry, with norms read late as on an accelerator, except on_a_cpu."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-import dream_trainer as dt
 from dream_trainer.trainer.step import nonfinite
 from tests.api import DistributedDataLoader, NonFiniteError, PerRankLoader, StepError
 from tests.late_norms import norms_are_read_late
@@ -72,31 +70,20 @@ def train(make_optimizer: Any, poison: dict[int, tuple[float, int]], count: int 
 
 
 @pytest.mark.pitfall(14)
-@OPTIMIZERS
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_raise_names_the_step_as_loggers_do_and_leaves_the_weights_of_before_it_whatever_runs_after(
-    make_optimizer: Any, value: float
+@pytest.mark.parametrize(
+    ("make_optimizer", "is_late", "ended_at"), [(fused_adamw, True, 6), (fused_adamw, False, 3), (sgd, True, 3)]
+)
+def test_raise_names_the_step_and_leaves_the_weights_of_before_it_whatever_runs_after(
+    make_optimizer: Any, is_late: bool, ended_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not is_late:
+        monkeypatch.setattr(nonfinite, "reading_waits", READING_WAITS)
     trainer = Bad(make_config(n_epochs=1), batches(6), make_optimizer=make_optimizer)
-    trainer.poison = {3: (value, 1)}
+    trainer.poison = {3: (float("nan"), 1)}
     with pytest.raises(NonFiniteError, match=r"optimizer step 4 .*nonfinite=\"skip\""):
         trainer.fit()
-    data = batches(6)
-    assert_same_weights(weights(trainer.model), by_hand([[b] for b in data[:3]], make_optimizer=make_optimizer))
-
-
-@pytest.mark.pitfall(14)
-@pytest.mark.parametrize("late", [False, True])
-def test_on_a_cpu_raise_comes_in_the_step_itself_and_elsewhere_when_the_norms_are_read(
-    late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nonfinite, "reading_waits", (lambda device: True) if late else READING_WAITS)
-    trainer = Bad(make_config(n_epochs=1), batches(6), make_optimizer=fused_adamw)
-    trainer.poison = {3: (float("nan"), 1)}
-    with pytest.raises(NonFiniteError, match="optimizer step 4 "):
-        trainer.fit()
-    assert trainer.global_step == (6 if late else 3)
-    assert_same_weights(weights(trainer.model), by_hand([[b] for b in batches(6)[:3]], make_optimizer=fused_adamw))
+    assert trainer.global_step == ended_at
+    assert_same_weights(weights(trainer.model), by_hand([[b] for b in batches(6)[:3]], make_optimizer=make_optimizer))
 
 
 @pytest.mark.parametrize("policy", ["skip", "retry"])
@@ -109,28 +96,25 @@ def test_on_a_cpu_fused_optimizers_skip_and_retry_by_the_host(policy: str, monke
     assert (trainer.global_step, trainer.skipped_steps) == (6, 6 - len(trained))
 
 
-@pytest.mark.parametrize("limit", [1e-7, 1e-3, 0.1, 1.0, 1e4])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("limit", [1e-7, 0.1, 1e4])
 def test_clipping_is_bit_for_bit_the_same_whether_the_norm_is_read_at_once_or_late(
-    limit: float, accumulation: int, monkeypatch: pytest.MonkeyPatch
+    limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = []
     for reads in (READING_WAITS, lambda device: True):
         monkeypatch.setattr(nonfinite, "reading_waits", reads)
-        trainer = train(fused_adamw, {}, gradient_clip_val=limit, gradient_accumulation_steps=accumulation)
+        trainer = train(fused_adamw, {}, gradient_clip_val=limit, gradient_accumulation_steps=2)
         trained.append(weights(trainer.model))
     assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
 
-@OPTIMIZERS
-def test_raise_is_seen_before_a_validation(make_optimizer: Any) -> None:
+def test_raise_is_seen_before_a_validation() -> None:
     class Checked(Bad):
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             raise AssertionError("validated after a bad step")
 
-    trainer = Checked(
-        make_config(n_epochs=1, val_every_n_steps=3), batches(6), batches(1), make_optimizer=make_optimizer
-    )
+    config = make_config(n_epochs=1, val_every_n_steps=3)
+    trainer = Checked(config, batches(6), batches(1), make_optimizer=fused_adamw)
     trainer.poison = {1: (float("nan"), 1)}
     with pytest.raises(NonFiniteError, match="optimizer step 2 "):
         trainer.fit()
@@ -148,24 +132,25 @@ def test_skip_leaves_weights_and_state_untouched_and_counts(make_optimizer: Any)
     assert [bool(torch.isfinite(norm)) for norm in trainer.kept] == [True, False, True, True, False, True]
 
 
-@OPTIMIZERS
-def test_skip_works_on_whole_windows(make_optimizer: Any) -> None:
+def test_skip_works_on_whole_windows() -> None:
     poison = {2: (float("nan"), 1)}
-    trainer = train(make_optimizer, poison, count=7, nonfinite="skip", gradient_accumulation_steps=2)
+    trainer = train(fused_adamw, poison, count=7, nonfinite="skip", gradient_accumulation_steps=2)
     data = batches(7)
-    expected = by_hand([data[0:2], data[4:6], data[6:7]], make_optimizer=make_optimizer)
+    expected = by_hand([data[0:2], data[4:6], data[6:7]], make_optimizer=fused_adamw)
     assert_same_weights(weights(trainer.model), expected)
     assert (trainer.global_step, trainer.skipped_steps) == (4, 1)
 
 
-@OPTIMIZERS
-def test_skip_gives_up_after_too_many_in_a_row(make_optimizer: Any) -> None:
+def test_skip_and_retry_give_up_after_too_many_in_a_row() -> None:
     nan = float("nan")
     in_a_row = dict.fromkeys((1, 2, 3), (nan, 1))
     with pytest.raises(NonFiniteError, match="max_nonfinite=2"):
-        train(make_optimizer, in_a_row, nonfinite="skip", max_nonfinite=2)
+        train(fused_adamw, in_a_row, nonfinite="skip", max_nonfinite=2)
     apart = dict.fromkeys((0, 1, 3, 4), (nan, 1))
-    assert train(make_optimizer, apart, nonfinite="skip", max_nonfinite=2).skipped_steps == 4
+    assert train(fused_adamw, apart, nonfinite="skip", max_nonfinite=2).skipped_steps == 4
+    with pytest.raises(NonFiniteError, match="max_nonfinite=3"):
+        train(fused_adamw, {2: (nan, 99)}, nonfinite="retry", max_nonfinite=3)
+    assert train(fused_adamw, {2: (nan, 3)}, nonfinite="retry", max_nonfinite=3).global_step == 6
 
 
 @OPTIMIZERS
@@ -175,31 +160,6 @@ def test_retry_runs_the_window_again(make_optimizer: Any) -> None:
     expected = by_hand([data[0:2], data[2:4], data[4:6]], make_optimizer=make_optimizer)
     assert_same_weights(weights(trainer.model), expected)
     assert (trainer.global_step, trainer.local_batches, trainer.samples_seen) == (3, 6, 12)
-
-
-@OPTIMIZERS
-def test_retry_gives_up_at_its_limit(make_optimizer: Any) -> None:
-    with pytest.raises(NonFiniteError, match="max_nonfinite=3"):
-        train(make_optimizer, {2: (float("nan"), 99)}, nonfinite="retry", max_nonfinite=3)
-    assert train(make_optimizer, {2: (float("nan"), 3)}, nonfinite="retry", max_nonfinite=3).global_step == 6
-
-
-def test_a_retried_window_is_logged_once() -> None:
-    class Logs(Poisoned, Alone, dt.LoggerMixin):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            super().training_step(batch, batch_idx)
-            return {"value": 1.0 + batch_idx}
-
-        def on_log(self, metrics: dict[str, float], step: int) -> None:
-            logged.append(metrics["train/value"])
-
-    logged: list[float] = []
-    config = make_config(n_epochs=1, nonfinite="retry", gradient_accumulation_steps=2, log_every=1)
-    trainer = Logs(config, batches(2), make_optimizer=sgd)
-    trainer.poison = {1: (float("nan"), 2)}
-    with trainer:
-        trainer.fit()
-    assert logged == [1.5]
 
 
 def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
@@ -231,18 +191,10 @@ def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
 @pytest.mark.pitfall(14)
 @OPTIMIZERS
 @pytest.mark.parametrize("policy", ["raise", "skip", "retry"])
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_of_zero_is_no_error(make_optimizer: Any, policy: str, clip: float | None) -> None:
+def test_a_gradient_of_zero_is_no_error(make_optimizer: Any, policy: str) -> None:
     zero = {1: (0.0, 1)}
-    trainer = train(make_optimizer, zero, nonfinite=policy, max_nonfinite=0, gradient_clip_val=clip)
+    trainer = train(make_optimizer, zero, nonfinite=policy, max_nonfinite=0, gradient_clip_val=1.0)
     assert (trainer.global_step, trainer.skipped_steps) == (6, 0)
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-
-
-@OPTIMIZERS
-def test_the_norm_is_not_finite_though_clipping_is_on(make_optimizer: Any) -> None:
-    trainer = train(make_optimizer, {1: (float("inf"), 1)}, nonfinite="skip", gradient_clip_val=0.1)
-    assert trainer.skipped_steps == 1
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
@@ -267,8 +219,7 @@ def test_a_window_that_weighs_nothing_is_left_out_though_its_gradients_are_nan_a
 
 
 @pytest.mark.pitfall(14)
-@pytest.mark.parametrize("bad_step", [0, 1, 4])
-@pytest.mark.parametrize("first", [fused_adamw, sgd], ids=["fused AdamW first", "SGD first"])
+@pytest.mark.parametrize(("first", "bad_step"), [(fused_adamw, 0), (sgd, 4)], ids=["fused AdamW first", "SGD first"])
 def test_raise_lets_no_optimizer_train_on_after_a_bad_step_if_one_of_two_cannot_skip(first: Any, bad_step: int) -> None:
     class Pair(Alone):
         def setup(self) -> None:
@@ -304,77 +255,59 @@ class BadSharded(Poisoned, Sharded):
     poisoned_rank = 1
 
 
+ON_RANKS: list[tuple[Any, Any, str]] = [(BadSpread, fused_adamw, "skip"), (BadSpread, sgd, "retry")]
+ON_RANKS += [(BadSharded, sgd, "skip"), (BadSharded, fused_adamw, "retry")]
+
+
 @norms_are_read_late()
-def skip_and_retry() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for layout, cls in {"replicate": BadSpread, "fsdp": BadSharded}.items():
-        for kind, make_optimizer in {"adamw": fused_adamw, "sgd": sgd}.items():
-            for policy in ("skip", "retry"):
-                loader = DistributedDataLoader(Samples(16), 2)
-                trainer = cls(make_config(n_epochs=1, nonfinite=policy), loader, make_optimizer=make_optimizer)
-                trainer.poison = {1: (float("nan"), 1)}
-                with trainer:
-                    trainer.fit()
-                    found[f"{layout}/{kind}/{policy}"] = (
-                        weights(trainer.model),
-                        trainer.global_step,
-                        trainer.skipped_steps,
-                    )
+def skip_and_retry() -> list[Any]:
+    found: list[Any] = []
+    for cls, make_optimizer, policy in ON_RANKS:
+        loader = DistributedDataLoader(Samples(16), 2)
+        trainer = cls(make_config(n_epochs=1, nonfinite=policy), loader, make_optimizer=make_optimizer)
+        trainer.poison = {1: (float("nan"), 1)}
+        with trainer:
+            trainer.fit()
+            found.append((weights(trainer.model), trainer.global_step, trainer.skipped_steps))
     return found
 
 
 @pytest.mark.pitfall(14)
 def test_nan_on_one_rank_alone_is_decided_alike_on_all() -> None:
-    results = run_world(skip_and_retry, 2)
     data = batches(4, size=4)
-    for case in results[0]:
-        make_optimizer = fused_adamw if "adamw" in case else sgd
-        steps = [0, 2, 3] if case.endswith("skip") else [0, 1, 2, 3]
+    for (_, make_optimizer, policy), *ranks in zip(ON_RANKS, *run_world(skip_and_retry, 2), strict=True):
+        steps = [0, 2, 3] if policy == "skip" else [0, 1, 2, 3]
         expected = by_hand([[data[i]] for i in steps], make_optimizer=make_optimizer)
-        for rank in results:
-            found, step, skipped = rank[case]
-            assert (step, skipped) == (4, 4 - len(steps)), case
+        for found, step, skipped in ranks:
+            assert (step, skipped) == (4, 4 - len(steps))
             assert_same_weights(found, expected)
 
 
 @norms_are_read_late()
-def raises_on_both(layout: str, kind: str) -> None:
+def raises_on_both() -> None:
     """Run as a program on each rank: prints the weights' distance from those before the bad step, then fails."""
-    from tests.trainer.small import full
 
-    class Tells(BadSharded if layout == "fsdp" else BadSpread):  # type: ignore[misc]
+    class Tells(BadSharded):
         def on_exception(self, exc: BaseException) -> None:
             # Both ranks raise at the same step, so here a collective is safe, as it is not in general.
-            found = [full(p).detach() for p in self.model.parameters()]
+            found = weights(self.model).values()
             data = batches(4, size=4)
-            expected = by_hand([[data[0]]], make_optimizer=make_optimizer).parameters()
+            expected = by_hand([[data[0]]], make_optimizer=fused_adamw).parameters()
             print(max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)), file=sys.stderr)
 
-    import sys
-
-    make_optimizer = fused_adamw if kind == "adamw" else sgd
-    trainer = Tells(make_config(n_epochs=1), PerRankLoader(halves()), make_optimizer=make_optimizer)
+    trainer = Tells(make_config(n_epochs=1), PerRankLoader(halves()), make_optimizer=fused_adamw)
     trainer.poison = {1: (float("nan"), 1)}
     trainer.fit()
 
 
 def halves() -> list[Batch]:
-    """This rank's half of each of four batches of four samples."""
-    import os
-
     rows = slice(2, 4) if os.environ["RANK"] == "1" else slice(0, 2)
     return [(x[rows], y[rows], n[rows]) for x, y, n in batches(4, size=4)]
 
 
 @pytest.mark.pitfall(14)
-@pytest.mark.parametrize(
-    ("layout", "kind"), [("fsdp", "adamw"), pytest.param("replicate", "sgd", marks=pytest.mark.slow)]
-)
-def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(
-    layout: str, kind: str, tmp_path: Path
-) -> None:
-    code = f"from tests.trainer.test_nonfinite import raises_on_both; raises_on_both({layout!r}, {kind!r})"
-    ranks = run_ranks(code, 2, tmp_path)
+def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(tmp_path: Path) -> None:
+    ranks = run_ranks("from tests.trainer.test_nonfinite import raises_on_both; raises_on_both()", 2, tmp_path)
     text = "".join(error for _, error in ranks)
     assert [status for status, _ in ranks] == [1, 1], text
     assert "optimizer step 2 is nan" in text
@@ -409,7 +342,6 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             self.seen_samples, self.validated = SumMetric(), SumMetric()
             self.both = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
-            self.mean = self.both["mean"]
             self.by_epoch: list[tuple[float, ...]] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -438,13 +370,8 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
         with Counts(make_config(n_epochs=3, nonfinite="retry"), batches(4), batches(2)) as trainer:
             trainer.poison = poison
             trainer.fit()
-        seen_samples = trainer.seen_samples
-        assert trainer.both["mean"] is trainer.mean
-        assert float(seen_samples.compute()) == 24
+        assert float(trainer.seen_samples.compute()) == 24
         assert trainer.by_epoch == [(4, 1.5, 6), (4, 1.5, 6), (4, 1.5, 6)]
-        seen_samples.reset()
-        seen_samples.update(1)
-        assert float(seen_samples.compute()) == 1
         found.append(trainer.model.state_dict())
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name

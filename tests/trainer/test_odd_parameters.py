@@ -18,7 +18,7 @@ from tests.worlds import run_world
 
 
 class Scaled(nn.Module):
-    """As CLIP has it: a temperature without a dimension, at the root and in a block."""
+    """A temperature without a dimension, as CLIP has it, at the root and in a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,8 +110,6 @@ def test_an_embedding_that_renormalises_in_forward_is_refused_by_name_on_several
 
 
 class Normed(Scales):
-    """Validates with the statistics that training took."""
-
     def configure_models(self) -> None:
         self.model = nn.Sequential(nn.BatchNorm1d(WIDTH), network()).double()
         self.seen: list[Tensor] = []

@@ -36,7 +36,6 @@ class Loaded(Trained):
 
 
 def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
-    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one, and exports."""
     results = []
     for max_steps in steps:
         config = replace(

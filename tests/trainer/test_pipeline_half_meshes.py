@@ -16,17 +16,12 @@ from tests.worlds import run_world
 CASES = [Case(2, tp=2, schedule="ZBVZeroBubble", blocks=4, precision="fp16", poisoned=True, steps=3)]
 FURTHER = [
     Case(2, tp=2, precision="fp16", poisoned=True, steps=3),
-    Case(2, tp=2, schedule="Interleaved1F1B", blocks=4, precision="bf16"),
     Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", blocks=4, precision="bf16"),
     Case(2, dp=2, shard="auto", schedule="InterleavedZeroBubble", blocks=4, precision="fp16", poisoned=True),
-    Case(2, dp=2, ep=2, experts=True, schedule="Interleaved1F1B", blocks=4, precision="bf16", shard="auto"),
     Case(2, dp=2, ep=2, experts=True, schedule="DualPipeV", blocks=4, precision="bf16"),
-    Case(2, tp=2, precision="bf16"),
     Case(2, cp=2, precision="fp16", poisoned=True, clip=None),
     Case(2, tp=2, plan="layers", precision="bf16", recompute="full", accumulation=2),
     Case(2, cp=2, precision="bf16", attention="ulysses", packed=True),
-    Case(2, cp=2, precision="bf16", shard="auto", recompute="selective"),
-    Case(2, dp=2, ep=2, experts=True, precision="bf16"),
     Case(2, dp=2, ep=2, experts=True, precision="fp16", poisoned=True, shard="auto"),
     Case(2, cp=2, ep=2, experts=True, precision="fp16", poisoned=True),
 ]

@@ -46,8 +46,6 @@ class OfParts(Trained):
 
 
 class InAnotherOrder(OfParts):
-    """The last stage steps the head first."""
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, labels = batch
         self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count)

@@ -25,8 +25,6 @@ SHARDED = Case(2, dp=2, shard="auto", precision="bf16", clip=None)
 
 
 class Half(Trained):
-    """Notes what crosses ranks; may have gradients that are not finite."""
-
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
         if self.config.case == OVERFLOWING and self.model.embedding is not None:  # of one stage alone
@@ -58,7 +56,6 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
-    """The same training in one process, by plain PyTorch."""
     model, dtype = Model(case), torch.bfloat16 if case.precision == "bf16" else torch.float16
     model.load_state_dict(start, strict=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -10,12 +10,9 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dream_trainer as dt
 from tests.api import EMA, load_weights
-from tests.trainer import meshes
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_ranks
 from tests.trainer.stages import (
@@ -40,7 +37,6 @@ WORLD_4 += [Case(2, dp=2, tied=True, shard="auto", schedule="ZBVZeroBubble")]  #
 
 
 def train(cases: list[Case], experiment: str, steps: int) -> list[dict[str, Any]]:
-    """Trains up to `steps` optimizer steps, from the last checkpoint of the experiment; and notes what it loaded."""
     results = []
     for case in cases:
         config = replace(
@@ -141,14 +137,6 @@ def test_a_copy_that_a_stage_of_shards_leaves_out_is_trained_by_the_other() -> N
             torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10, msg=name)
 
 
-class FrozenOnce(Trained):
-    def configure_optimizers(self) -> None:
-        super().configure_optimizers()
-        if self.model.embedding is not None:
-            self.model.embedding.requires_grad_(False)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-
 class FrozenLater(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         if self.global_step == 1 and self.model.embedding is not None:
@@ -156,68 +144,15 @@ class FrozenLater(Trained):
         return super().training_step(batch, batch_idx)
 
 
-class OtherOrder(Trained):
-    def configure_optimizers(self) -> None:
-        super().configure_optimizers()
-        parameters = dict(self.model.named_parameters())
-        inner = [p for name, p in parameters.items() if name.startswith("blocks")]
-        outer = [p for name, p in parameters.items() if not name.startswith("blocks")]
-        self.optimizer, self.second = (torch.optim.SGD(part, lr=0.1) for part in (outer, inner))
-
-    def step(self, model: Any, optimizer: Any, scheduler: Any = None) -> Tensor:
-        order = [self.optimizer, self.second]
-        if self.model.head is not None:
-            order.reverse()
-        norms = [super(OtherOrder, self).step(model, one) for one in order]
-        return norms[0]
+def freeze_later() -> None:
+    FrozenLater(config_of(Case(2, tied=True))).fit()
 
 
-def refused(cls: type[Trained]) -> None:
-    cls(config_of(Case(2, tied=True))).fit()
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "FrozenLater",
-            "embedding.weight was frozen since its last step, and other stages of the pipeline have copies",
-        ),
-        pytest.param("FrozenOnce", "it is frozen in some of them. Freeze it under each", marks=pytest.mark.slow),
-        pytest.param("OtherOrder", "have called step() for other optimizers", marks=pytest.mark.slow),
-    ],
-)
-def test_copies_that_would_not_stay_equal_are_refused_on_all_ranks(tmp_path: Path, name: str, said: str) -> None:
-    code = f"from tests.trainer import test_pipeline_ties as ties; ties.refused(ties.{name})"
-    ranks = run_ranks(code, 2, tmp_path)
+def test_a_copy_that_is_frozen_later_in_one_stage_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    ranks = run_ranks("from tests.trainer.test_pipeline_ties import freeze_later; freeze_later()", 2, tmp_path)
     assert [status for status, _ in ranks] == [1, 1]
+    said = "embedding.weight was frozen since its last step, and other stages of the pipeline have copies"
     assert any(said in text for _, text in ranks)
-
-
-class SplitElsewhere(meshes.Trained):
-    """Tied ends, of which it splits one along rows and the other not at all."""
-
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.model.head.weight = self.model.embedding.weight
-
-    def apply_tensor_parallel(self, mesh: Any) -> None:
-        if self.model.embedding is not None:
-            parallelize_module(self.model.embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
-        for block in self.model.blocks:
-            parallelize_module(block, mesh, {"up": ColwiseParallel()})
-
-
-def split_elsewhere() -> None:
-    SplitElsewhere(meshes.config_of(meshes.Case(2, tp=2))).fit()
-
-
-@pytest.mark.slow
-def test_copies_that_are_split_otherwise_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    code = "from tests.trainer.test_pipeline_ties import split_elsewhere; split_elsewhere()"
-    ranks = run_ranks(code, 4, tmp_path)
-    assert [status for status, _ in ranks] == [1] * 4
-    assert any("Have apply_tensor_parallel split it alike under each of its names." in text for _, text in ranks)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tests.api import (
     GroupParameters,
     HookError,
     StageCheck,
-    check_stages,
     even_stages,
     keep_only,
     number_lists,
@@ -57,8 +56,6 @@ class UNet(nn.Module):
 
 
 class Handing(UNet):
-    """Hands them on."""
-
     def forward(self, x: Tensor, *skips: Tensor) -> Any:
         if self.enter is not None:
             x = self.enter(x)
@@ -68,16 +65,6 @@ class Handing(UNet):
         for layer in self.up:
             x, skips = layer(torch.cat((x, skips[-1]), dim=-1)).relu(), skips[:-1]
         return (x, *skips) if self.head is None else self.head(x)
-
-
-class HandsOnTooMuch(UNet):
-    def forward(self, x: Tensor) -> Any:
-        if self.enter is not None:
-            x = self.enter(x)
-        before = x
-        for layer in self.down:
-            x = layer(x)
-        return (x, before) if self.head is None else self.head(x)
 
 
 class Residual(UNet):
@@ -115,10 +102,6 @@ LACKS = {
         r"`x = layer.torch.cat.+skips.pop.+relu\(\)`. It is given a tensor of shape \[2, 8\] by "
         r"stage 0. What a later stage needs beside, such as one end of a skip connection, has to cross as well: r"
     ),
-    HandsOnTooMuch: (
-        r"stage 1 .* takes 2 positional arguments but 3 were given, at \S+models.py:\d+ `def forward\(self, x: Tensor\)"
-        r".* is given \(a tensor of shape \[2, 8\], a tensor of shape \[2, 8\]\) by stage 0"
-    ),
     Residual: (
         r"do not compute what the whole model does, but aten.add.Tensor of something that it does not, first in stage "
         r"0, at \S+models.py:\d+ `x = x \+ before`, where the whole model does aten.cat.*has to cross as well"
@@ -145,65 +128,6 @@ def test_a_list_of_layers_is_empty_where_others_hold_all_of_it() -> None:
     assert model.head is None
 
 
-def test_layers_keep_the_numbers_that_they_have_in_the_whole_model() -> None:
-    model = Model(Case())
-    whole = list(model.blocks)
-    stages = even_stages(model, whole, 2)
-    number_lists(model, stages)
-    assert model.blocks[1] is whole[1]
-    assert model.blocks[-1] is whole[4]
-    keep_only(model, stages[1])
-    assert model.blocks[3] is whole[3]
-    assert model.blocks[-1] is whole[4]
-    assert isinstance(model.blocks, nn.ModuleList)
-    assert list(model.blocks) == list(model.blocks[1:]) == whole[2:]
-    with pytest.raises(IndexError, match=r"blocks\[0\] is in stage 0 of the pipeline, and this rank has 2, 3, 4 of 5"):
-        _ = model.blocks[0]
-    with pytest.raises(IndexError, match="out of range"):
-        _ = model.blocks[5]
-
-
-class Shared(nn.Module):
-    """One layer, several times."""
-
-    def __init__(self, times: int = 4) -> None:
-        super().__init__()
-        self.enter, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 6)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * times)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.enter is not None:
-            x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x if self.head is None else self.head(x)
-
-
-HALVES = [["enter", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]
-
-
-def test_layers_of_one_set_of_weights_and_single_ones_are_named_as_such() -> None:
-    model = Shared()
-    with pytest.raises(
-        ConfigError, match=r"layers of Shared has 4 layers of which 1 are different modules: layers that "
-    ):
-        even_stages(model, [], 2)
-    in_turn = nn.Module()
-    one, other, act, end = nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)
-    in_turn.layers = nn.ModuleList([one, other, one, other])
-    with pytest.raises(ConfigError, match="layers of Module has 4 layers of which 2 are different modules"):
-        even_stages(in_turn, [one, other], 2)
-    in_turn.layers, in_turn.end = nn.ModuleList([one, other]), nn.Sequential(act, end, act, end)
-    assert even_stages(in_turn, [one, other], 2) == [["layers.0"], ["layers.1", "end"]]
-    check_stages(model, HALVES, 2)
-    StageCheck(model, HALVES).run(((torch.zeros(2, 6),), {}), pytest.fail)
-    with pytest.raises(ConfigError, match=r"no repeated blocks, which are two or more .*\(layers has 1 module\)"):
-        even_stages(Shared(1), [], 2)
-    with pytest.raises(ConfigError, match=r"has no repeated blocks, .*Sequential \(it has neither\)"):
-        even_stages(nn.Linear(2, 2), [], 2)
-
-
 # -- trained on two ranks, and by hand
 
 
@@ -218,19 +142,9 @@ class Numbers(torch.utils.data.Dataset):
         return self.x[index], self.y[index]
 
 
-@dataclass(kw_only=True)
-class Config(dt.DreamTrainerConfig):
-    kind: type[nn.Module] = field(default=Handing)
-
-
 class OfUsers(dt.DreamTrainer):
-    config: Config
-
     def configure_models(self) -> None:
-        self.model = self.config.kind()
-
-    def pipeline_stages(self, model: nn.Module, n_stages: int) -> Any:
-        return HALVES if self.config.kind is Shared else super().pipeline_stages(model, n_stages)
+        self.model = Handing()
 
     def configure_dataloaders(self) -> tuple[Any, None]:
         return DistributedDataLoader(Numbers(), 8), None
@@ -246,34 +160,26 @@ class OfUsers(dt.DreamTrainer):
         return {"loss": loss}
 
 
-def train_models_of_users(directory: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def train_handing(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     os.chdir(directory)
-    results = []
-    for kind in (Handing, Shared):
-        base = config_of(Case(2, clip=None))
-        shown = ("project", "group", "experiment", "device_parameters", "pipeline_parallel_parameters")
-        shown += ("training_parameters", "checkpoint_parameters", "logger_parameters")
-        with OfUsers(Config(kind=kind, **{name: getattr(base, name) for name in shown})) as trainer:
-            trainer.fit()
-            results.append((trainer.initial, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}))
-    return results
+    with OfUsers(config_of(Case(2, clip=None))) as trainer:
+        trainer.fit()
+        return trainer.initial, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
 
 
-def test_skips_that_cross_and_shared_layers_are_trained_as_in_one_process(on_two_ranks: list[Any]) -> None:
-    for kind, ranks in zip((Handing, Shared), zip(*(models for models, *_ in on_two_ranks), strict=True), strict=True):
-        model = kind()
-        names = {name: name.replace("layers.2", "layers.0") for _, weights in ranks for name in weights}
-        model.load_state_dict({names[n]: v for start, _ in ranks for n, v in start.items()}, strict=False)
-        optimizer, data = torch.optim.AdamW(model.parameters(), lr=1e-2), Numbers()
-        for x, y in zip(data.x.split(8), data.y.split(8), strict=True):
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        expected = dict(model.named_parameters())
-        assert {names[name] for name in names} == expected.keys()
-        for _, weights in ranks:
-            for name, weight in weights.items():
-                torch.testing.assert_close(weight, expected[names[name]].detach(), rtol=1e-11, atol=1e-11, msg=name)
+def test_skips_that_cross_are_trained_as_in_one_process(on_two_ranks: list[Any]) -> None:
+    ranks = [handing for handing, *_ in on_two_ranks]
+    model = Handing()
+    model.load_state_dict(united([start for start, _ in ranks]), strict=False)
+    optimizer, data = torch.optim.AdamW(model.parameters(), lr=1e-2), Numbers()
+    for x, y in zip(data.x.split(8), data.y.split(8), strict=True):
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = united([weights for _, weights in ranks])
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-11, atol=1e-11, msg=name)
 
 
 # -- optimizers by name and by depth
@@ -285,7 +191,6 @@ OPTIMIZER = dt.OptimizerParameters(lr=1e-2, weight_decay=0.1, layer_decay=0.5, g
 
 
 def rate_of(name: str) -> tuple[float, float]:
-    """Learning rate and weight decay, as `parameter_groups` says."""
     decay = 0.0 if name.endswith("bias") or "norm" in name else 0.1
     if name.startswith("head."):
         return 3e-3, decay
@@ -311,7 +216,6 @@ class ByDepth(Trained):
 
 
 def train_by_depth(cases: list[tuple[int, int]], directory: str) -> list[dict[str, Any]]:
-    """Trains to the number of steps with each number of stages, one run that goes on from checkpoints."""
     os.chdir(directory)
     results = []
     for stages, steps in cases:
@@ -327,24 +231,7 @@ def train_by_depth(cases: list[tuple[int, int]], directory: str) -> list[dict[st
     return results
 
 
-class FrozenForAStep(Trained):
-    """Tied ends, which are frozen in its second step, by all of their names."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        for layer in (self.model.embedding, self.model.head):
-            if layer is not None:
-                layer.weight.requires_grad_(self.global_step != 1)
-        return super().training_step(batch, batch_idx)
-
-
-def train_frozen_for_a_step() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with FrozenForAStep(config_of(Case(2, tied=True), val_every_n_epochs=None)) as trainer:
-        trainer.fit()
-        return trainer.initial, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-
-
 def summed(scores: Tensor, labels: Tensor) -> Tensor:
-    """The mean over labels that count; 0 without one."""
     total = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / count(labels).clamp(min=1)
 
@@ -363,20 +250,17 @@ def train_once_without_labels() -> list[float]:
         return trainer.norms
 
 
-def train_all(directory: str) -> tuple[Any, Any, Any, Any]:
-    models = train_models_of_users(directory)
-    by_depth = train_by_depth([(2, 1), (2, 2), (2, 3)], directory)
-    return models, by_depth, train_once_without_labels(), train_frozen_for_a_step()
+def train_all(directory: str) -> tuple[Any, Any, Any]:
+    return train_handing(directory), train_by_depth([(2, 1), (2, 2), (2, 3)], directory), train_once_without_labels()
 
 
 def test_a_batch_without_labels_has_the_loss_and_norm_0_in_stages(on_two_ranks: list[Any]) -> None:
-    for losses_and_norms in (without for _, _, without, _ in on_two_ranks):
+    for losses_and_norms in (without for *_, without in on_two_ranks):
         assert [bool(number) for number in losses_and_norms] == [True] * 2 + [False] * 2 + [True] * (2 * STEPS - 4)
         assert torch.tensor(losses_and_norms).isfinite().all()
 
 
 def by_hand(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Trains on one device, and gives the number of each step when it is done."""
     data = Rows(BATCH * STEPS)
     for step in range(STEPS):
         rows = slice(BATCH * step, BATCH * step + BATCH)
@@ -388,17 +272,6 @@ def by_hand(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[int]:
         optimizer.step()
         optimizer.zero_grad()
         yield step
-
-
-def test_tied_ends_may_be_frozen_and_trained_again_in_all_stages_at_once(on_two_ranks: list[Any]) -> None:
-    by_rank = [frozen for *_, frozen in on_two_ranks]
-    model = Model(Case(tied=True))
-    model.load_state_dict({name: value for start, _ in by_rank for name, value in start.items()}, strict=False)
-    for step in by_hand(model, torch.optim.AdamW(model.parameters(), lr=1e-2)):
-        model.head.weight.requires_grad_(step != 0)
-    for _, weights in by_rank:
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-10, atol=1e-10, msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad
 from torch.nn.functional import linear, mse_loss
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, StepError
+from tests.api import DistributedDataLoader, StepError
 from tests.trainer.small import BY_BLOCKS, make_config, weights
 from tests.worlds import run_world
 
@@ -302,39 +302,3 @@ def test_a_loss_of_shards_alone_is_refused_before_weights_move() -> None:
     for message, are_equal in run_world(of_shards_alone, 2):
         assert "model.0.weight" in message
         assert are_equal
-
-
-def unlike(kind: str) -> nn.Module:
-    if kind == "scripted":
-        return nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 1)).double()
-    model = nn.Sequential(nn.Conv2d(2, 2, 2), nn.Conv2d(2, 2, 2)).double()
-    return model.to(memory_format=torch.channels_last)
-
-
-def of_unlike_weights() -> list[str]:
-    found = []
-    for kind in ("scripted", "channels last"):
-        config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
-        trainer = Unlike(config, "forward")
-        trainer.kind = kind
-        try:
-            trainer.launch_and_resume()
-        except ConfigError as error:
-            found.append(str(error))
-        trainer.close()
-    return found
-
-
-class Unlike(Plain):
-    kind = ""
-
-    def configure_models(self) -> None:
-        self.model = unlike(self.kind)
-
-
-def test_weights_that_no_block_can_hold_are_refused_by_their_names() -> None:
-    for scripted, channels_last in run_world(of_unlike_weights, 2):
-        assert "0.weight" in scripted
-        assert "TorchScript" in scripted
-        assert "0.weight" in channels_last
-        assert "min_group_mib" in channels_last

@@ -6,27 +6,27 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
+import torchmetrics
 from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, PerRankLoader, RanksDifferError, World
-from tests.trainer.small import Samples, Spread, Validates, batches, fit, fused_adamw, make_config, sgd
+from tests.trainer.small import Samples, Sharded, Spread, Validates, batches, fit, make_config, network
 from tests.worlds import run_world
 
 ROWS = torch.arange(36.0).view(12, 3).double()
 
 
 class Rows(Dataset[Any]):
-    """Chosen rows of one table, as a user's own dataset has them."""
-
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
 
@@ -74,15 +74,11 @@ def loader(length: int = 12, size: int = 2) -> DistributedDataLoader:
 
 
 def wrong(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
-    """Trainers that ranks build differently, by what must be named."""
     mine = Rows(list(range(12))[rank::2])
     shuffled = random.Random(rank).sample(range(12), 12)
     return {
         r"seed \(7 on rank 0; 8 on rank 1\)": lambda: Spread(make_config(seed=7 + rank, n_epochs=1), loader()),
         r"training_parameters.max_steps \(3 .*; 4 ": lambda: Spread(config(max_steps=3 + rank), loader()),
-        r"training_parameters.gradient_accumulation_steps": lambda: Spread(
-            config(gradient_accumulation_steps=1 + rank), loader()
-        ),
         r"training loader: batch size \(2 .*; 3 ": lambda: Spread(config(), loader(12, 2 + rank)),
         r"training loader: samples \(12 .*; 10 .*split": lambda: Spread(config(), loader(12 - 2 * rank)),
         r"training loader: kind \(.*DistributedDataLoader on rank 0; .*PerRankLoader": lambda: Spread(
@@ -91,15 +87,10 @@ def wrong(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
         r"validation loaders .* on rank 0; none on rank 1": lambda: Validated(
             config(), loader(), {} if rank else loader()
         ),
-        r"validation loader: samples \(4 .*; 6 ": lambda: Validated(config(), loader(), loader(4 + 2 * rank)),
         r"optimizer 'optimizer', group 0: lr \(0.1 .*; 0.2 ": lambda: Spread(
             config(), loader(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1 * (1 + rank))
         ),
-        r"optimizer 'optimizer': class \(SGD on rank 0; AdamW on rank 1": lambda: Spread(
-            config(), loader(), make_optimizer=[sgd, fused_adamw][rank]
-        ),
         r"scheduler 'schedule': T_max \(10 .*; 11 ": lambda: Scheduled(config(), loader()),
-        r"sample 0 of the dataset of training \(Rows\).*split": lambda: Spread(config(), DataLoader(mine, 1)),
         r"of the dataset of training \(Rows\) is another one on rank 1 than on rank 0": lambda: Spread(
             config(), DataLoader(Rows(shuffled), 2, num_workers=1, multiprocessing_context="fork")
         ),
@@ -128,8 +119,6 @@ class CountsRows(dt.Callback):
 
 
 class KeepsState(Spread, dt.CheckpointMixin):
-    """Its trainer, its mixin and its callback keep values of one rank where those of all are asked for."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"level": 3, "loss": self.losses[-1] if self.losses else 0.0}
 
@@ -177,10 +166,8 @@ def test_state_that_only_rank_0_would_keep_is_named_once() -> None:
 
 
 def right(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
-    """Trainers whose ranks differ in what is theirs."""
     own = [dt.Callback()] if rank else []
     return {
-        "augmentation": lambda: Spare(config(), DataLoader(Noisy(list(range(12)), rank), 2)),
         "augmentation in workers": lambda: Spare(
             config(), DataLoader(Noisy(list(range(12)), rank), 2, num_workers=1, multiprocessing_context="fork")
         ),
@@ -188,12 +175,76 @@ def right(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
     }
 
 
-def try_each() -> tuple[dict[str, str], dict[str, str]]:
+NAMES = [f"name{number}" for number in range(6)]
+LAYERS = dict(zip(NAMES, (nn.Tanh, nn.GELU, nn.SiLU, nn.ReLU, nn.Sigmoid, nn.Softsign), strict=True))
+Parts = list[tuple[str, nn.Module]]
+
+
+def ordered(rank: int) -> list[str]:
+    """As a set of strings, whose order each process has for itself."""
+    return NAMES[::-1] if rank else NAMES
+
+
+class Mixed(nn.Module):
+    def __init__(self, parts: Parts, buffers: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.body, self.parts = network(), nn.ModuleDict(parts)
+        for name in buffers:
+            self.register_buffer(name, torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return self.body(x)
+
+
+class OneMetricEach(Spread, dt.EvalMixin):
+    def configure_metrics(self) -> None:
+        for name in ordered(self.world.rank):
+            setattr(self, name, torchmetrics.MeanMetric())
+
+
+def misordered(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
+    order = ordered(rank)
+
+    def of(make: Callable[[], nn.Module], base: type = Spread) -> Callable[[], Any]:
+        cls = type("Made", (base,), {"configure_models": lambda self: setattr(self, "model", make())})
+        return lambda: cls(config(), loader())
+
+    def optimized(groups: Callable[[list[nn.Parameter]], Any]) -> Callable[[], Any]:
+        def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            parameters = list(model.parameters())
+            return torch.optim.SGD(groups([parameters[int(name[4:])] for name in order]), lr=0.1)
+
+        return lambda: Spread(config(), loader(), make_optimizer=make_optimizer)
+
+    def linears() -> Parts:
+        return [(name, nn.Linear(3, 3).double()) for name in order]
+
+    part = r"parts\.name\d\.weight float64 \[3, 3\]"
+    return {
+        rf"parameter 6 of self\.model \({part} on rank 0; {part} on rank 1\).*sorted": of(lambda: Mixed(linears())),
+        rf"parameter \d of self\.model \({part} on rank 0; {part} on rank 1\)": of(lambda: Mixed(linears()), Sharded),
+        r"module \d+ of self\.model \(parts\.\d: \w+ on rank 0; parts\.\d: \w+ on": of(
+            lambda: Mixed([(str(index), LAYERS[name]()) for index, name in enumerate(order)])
+        ),
+        r"buffer 0 of self\.model \(name\d float64 \[3\] on rank 0; name\d .* on rank 1\)": of(
+            lambda: Mixed([], order)
+        ),
+        r"optimizer 'optimizer', group 0, parameter \d \(model\.[\w.]+ on rank 0; model\.": optimized(list),
+        r"optimizer 'optimizer', group \d, parameter 0 \(model\.[\w.]+ on rank 0; model\.": optimized(
+            lambda parameters: [{"params": [parameter]} for parameter in parameters]
+        ),
+        r"metrics \(name\d, name\d.* on rank 0; name\d": lambda: OneMetricEach(config(), loader()),
+    }
+
+
+def try_each() -> tuple[dict[str, str], ...]:
     rank = int(os.environ["RANK"])
-    found: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    found: tuple[dict[str, str], ...] = ({}, {}, {})
     trainers = []
     with mock.patch.object(World, "fail", return_value=None):
-        for told, kinds in zip(found, (wrong(rank), right(rank)), strict=True):
+        for told, kinds in zip(found, (wrong(rank), misordered(rank), right(rank)), strict=True):
             for name, make in kinds.items():
                 trainer = make()
                 trainers.append(trainer)
@@ -207,14 +258,30 @@ def try_each() -> tuple[dict[str, str], dict[str, str]]:
     return found
 
 
-@pytest.mark.pitfall(72)
-def test_what_must_be_equal_is_compared_before_the_first_step() -> None:
-    (told, may), (other, _) = run_world(try_each, 2)
+@pytest.fixture(scope="module")
+def told() -> list[tuple[dict[str, str], ...]]:
+    """What each rank heard of trainers that are wrong, misordered and right."""
+    return run_world(try_each, 2)
+
+
+def assert_named_on_all(told: dict[str, str], other: dict[str, str]) -> None:
     assert told == other
     for pattern, message in told.items():
         assert message.startswith(RanksDifferError.__name__), f"{pattern}: {message}"
         assert re.search(pattern, message), f"{pattern}: {message}"
-    assert set(may.values()) == {"trained"}
+
+
+@pytest.mark.pitfall(72)
+def test_what_must_be_equal_is_compared_before_the_first_step(told: list[tuple[dict[str, str], ...]]) -> None:
+    assert_named_on_all(*(of_rank[0] for of_rank in told))
+    assert set(told[0][2].values()) == {"trained"}
+
+
+@pytest.mark.pitfall(89)
+def test_what_ranks_build_in_different_orders_is_named_before_the_first_step(
+    told: list[tuple[dict[str, str], ...]],
+) -> None:
+    assert_named_on_all(*(of_rank[1] for of_rank in told))
 
 
 class Planned(Spread):

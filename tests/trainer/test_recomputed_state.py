@@ -103,7 +103,6 @@ def config_of(mode: str, **devices: Any) -> dt.DreamTrainerConfig:
 
 
 def by_hand() -> dict[str, Tensor]:
-    """A plain loop over the same batches."""
     model = initial()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = samples()
@@ -137,31 +136,6 @@ def test_state_that_forwards_change_moves_once_on_every_mesh(n_ranks: int) -> No
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.allclose(found[name], value, rtol=0, atol=1e-10), name
-
-
-class Ragged(nn.Module):
-    """Keeps other shapes for backward from its tenth run on, which it counts in a list outside of it."""
-
-    def __init__(self, runs: list[int]) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.rows = lambda: runs.append(0) or 1 + (len(runs) > 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up(x)[: self.rows()]).mean(0, keepdim=True) + x
-
-
-def test_a_block_that_does_something_else_is_an_error_with_its_name() -> None:
-    class Odd(Trained):
-        def configure_models(self) -> None:
-            super().configure_models()
-            runs: list[int] = []
-            self.model.blocks = nn.ModuleList(Ragged(runs).double() for _ in range(2))
-
-        load_pretrained = dt.DreamTrainer.load_pretrained
-
-    with pytest.raises(StepError, match=r"model.blocks.0 \(Ragged\) does something else .* outside of the block"):
-        Odd(config_of("full")).fit()
 
 
 def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error() -> None:

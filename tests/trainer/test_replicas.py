@@ -25,28 +25,17 @@ SIZE, STEPS = 4, 6
 
 
 class Scene(nn.Module):
-    """Convolutions whose memory is in channels-last order, beside a scalar."""
+    """Convolutions whose memory is in channels-last order, beside a scalar and complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 2))
         self.scale = nn.Parameter(torch.ones(()))
+        self.waves = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
         self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.convolutions(x).mean((2, 3)).sum(1, keepdim=True) * self.scale
-
-
-class Waves(nn.Module):
-    """Complex numbers beside real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waves = nn.Parameter(torch.zeros(WIDTH, dtype=torch.complex128))
-        self.scale = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale * self.waves.sin()).abs().sum(1, keepdim=True)
+        return self.convolutions(x).mean((2, 3)).sum(1, keepdim=True) * self.scale + self.waves.sin().real.sum()
 
 
 def images(count: int, size: int) -> list[Batch]:
@@ -56,9 +45,13 @@ def images(count: int, size: int) -> list[Batch]:
     return list(zip(x.split(size), x.mean((1, 2, 3))[:, None].split(size), numbers.split(size), strict=True))
 
 
-class Painter(Spread):
-    """Spread, with another model; its micro-batches weigh what `weigh` says."""
+@torch.no_grad()
+def fill_evenly(model: nn.Module) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.copy_(torch.linspace(-0.3, 0.4, parameter.numel()).view(parameter.shape) + 0.01 * index)
 
+
+class Painter(Spread):
     weigh: Any = staticmethod(lambda batch: None)
     make_model: Any = staticmethod(network)
 
@@ -66,12 +59,10 @@ class Painter(Spread):
         self.model = self.make_model()
 
     def init_weights(self) -> None:
-        with torch.no_grad():
-            for index, parameter in enumerate(self.model.parameters()):
-                parameter.copy_(torch.linspace(-0.3, 0.4, parameter.numel()).view(parameter.shape) + 0.01 * index)
+        fill_evenly(self.model)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        dtype = next(p.dtype for p in self.model.parameters() if not p.is_complex())
+        dtype = next(self.model.parameters()).dtype
         loss = mse_loss(self.model(batch[0].to(dtype)).to(dtype), batch[1].to(dtype))
         self.backward(loss, weight=self.weigh(batch))
         if not self.is_accumulating_gradients:
@@ -110,23 +101,35 @@ def tokens_of(batch: Batch) -> float:
     return float(2**24 + 1 + int(batch[2][0]) % 3)
 
 
-def tokens_on_the_device(batch: Batch) -> Tensor:
-    return torch.tensor(tokens_of(batch), dtype=torch.float64)
-
-
 CASES: dict[str, dict[str, Any]] = {
-    "channels last": {"data": images(2 * STEPS, SIZE), "make_model": Scene},
-    "complex": {"data": batches(2 * STEPS), "make_model": Waves, "make_optimizer": sgd},
+    "channels last, complex": {"data": images(2 * STEPS, SIZE), "make_model": Scene, "make_optimizer": sgd},
     "float64": {"data": batches(2 * STEPS)},
     "bf16": {"data": batches(2 * STEPS), "devices": replace(CPU, precision="bf16"), "make_model": small_network},
     "weighted": {"data": batches(2 * STEPS), "weigh": tokens_of},
-    "weighted by tensors": {"data": batches(2 * STEPS), "weigh": tokens_on_the_device},
     "weighted float32": {"data": batches(2 * STEPS), "weigh": tokens_of, "make_model": small_network},
 }
 
 
+def by_ddp() -> dict[str, Any]:
+    """The loop of PyTorch's documentation, on the data of the case "float64"."""
+    torch.distributed.init_process_group("gloo")
+    model = network()
+    fill_evenly(model)
+    wrapped, optimizer, rank = DistributedDataParallel(model), fused_adamw(model), int(os.environ["RANK"])
+    norms = []
+    for x, y, _ in batches(2 * STEPS)[rank::2]:
+        mse_loss(wrapped(x), y).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"weights": weights(model), "norms": norms}
+    del wrapped  # freed after the group, it hangs now and then
+    torch.distributed.destroy_process_group()
+    return found
+
+
 def train_all() -> dict[str, Any]:
-    found = {name: train(**case) for name, case in CASES.items()}
+    found = {name: train(**case) for name, case in CASES.items()} | {"ddp": by_ddp()}
     buckets.BUCKET_BYTES = 40  # so that there are as many buckets as parameters
     found["many buckets"] = train(**CASES["weighted float32"])
     return found
@@ -149,13 +152,20 @@ def test_two_replicas_make_the_steps_of_one_process(
     """To the bit, as far as the mean of two numbers is: under bf16 too, where both compute by autocast."""
     is_exact = not name.startswith("weighted")  # there the two processes round at other places
     tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-6, "atol": 1e-7}
-    if name in ("weighted", "weighted by tensors"):
+    if name == "weighted":
         tolerance = {"rtol": 1e-12, "atol": 1e-13}
     for rank in ranks:
         assert rank[name]["norms"] == pytest.approx(alone[name]["norms"], rel=1e-12 if "float32" not in name else 1e-5)
         for key, value in alone[name]["weights"].items():
             torch.testing.assert_close(rank[name]["weights"][key], value, **tolerance)
             assert torch.equal(rank[name]["weights"][key], ranks[0][name]["weights"][key])
+
+
+def test_replicas_train_as_distributed_data_parallel_does(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["float64"]["norms"] == pytest.approx(rank["ddp"]["norms"], rel=1e-14)
+        for key, value in rank["ddp"]["weights"].items():
+            torch.testing.assert_close(rank["float64"]["weights"][key], value, rtol=1e-14, atol=1e-15)
 
 
 def test_how_gradients_are_cut_into_buckets_changes_no_bit(ranks: list[dict[str, Any]]) -> None:
@@ -165,8 +175,6 @@ def test_how_gradients_are_cut_into_buckets_changes_no_bit(ranks: list[dict[str,
 
 
 class Weighing(Spread):
-    """Sums weights by buckets of each type."""
-
     def pre_fit(self) -> None:
         self.totals: dict[torch.dtype, list[float]] = {}
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -231,32 +239,19 @@ def test_gradients_that_leave_within_backward_are_the_same_bits() -> None:
         assert late["sent"] == [[]] * 2 * STEPS
 
 
-class Unfreezes(Painter):
-    """Trains its first block from the third step on."""
+class Thaws(Painter):
+    """Trains its first block in two steps only, by an optimizer that has had it from the start."""
 
     def configure_optimizers(self) -> None:
         self.model[0][0].requires_grad_(False)
-        self.optimizer = fused_adamw_of(p for p in self.model.parameters() if p.requires_grad)
-
-    def post_train_step(self) -> None:
-        if self.global_step == 2:
-            self.model[0][0].requires_grad_(True)
-            self.optimizer.add_param_group({"params": list(self.model[0][0].parameters())})
-
-
-class Thaws(Unfreezes):
-    """The same, with an optimizer that has had the block from the start."""
-
-    def configure_optimizers(self) -> None:
-        self.model[0][0].requires_grad_(False)
-        self.optimizer = fused_adamw_of(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=True)
 
     def post_train_step(self) -> None:
         self.model[0][0].requires_grad_(self.global_step in (2, 3))
 
 
 class Toggles(Thaws):
-    """Frozen and unfrozen within the micro-batch, as turns of two networks often are."""
+    """Freezes and unfreezes it within the micro-batch, as turns of two networks often do."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.model[0][0].requires_grad_(batch_idx % 4 > 0)
@@ -268,47 +263,33 @@ class Toggles(Thaws):
         pass
 
 
-def fused_adamw_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, fused=True)
-
-
-def unfreeze(name: str) -> list[dict[str, Any]]:
+def thaw() -> list[list[dict[str, Any]]]:
     buckets.BUCKET_BYTES = ONE_EACH
-    cls = {"Unfreezes": Unfreezes, "Thaws": Thaws, "Toggles": Toggles}[name]
-    found = []
-    for devices in (CPU, OVERLAPPED):
-        data = PerRankLoader(batches(2 * STEPS)[int(os.environ["RANK"]) :: 2])
-        with cls(make_config(devices=devices, n_epochs=1), data) as trainer:
-            trainer.fit()
-            found.append({"weights": weights(trainer.model), "norms": trainer.norms})
+    found: list[list[dict[str, Any]]] = []
+    for cls in (Thaws, Toggles):
+        found.append([])
+        for devices in (CPU, OVERLAPPED):
+            data = PerRankLoader(batches(2 * STEPS)[int(os.environ["RANK"]) :: 2])
+            with cls(make_config(devices=devices, n_epochs=1), data) as trainer:
+                trainer.fit()
+                found[-1].append({"weights": weights(trainer.model), "norms": trainer.norms})
     return found
 
 
-@pytest.mark.parametrize("name", ["Unfreezes", "Thaws", "Toggles"])
-def test_parameters_that_are_trained_later_leave_within_backward_too(name: str) -> None:
-    for late, early in run_world(unfreeze, 2, name):
-        assert early["norms"] == late["norms"]
-        assert all(torch.equal(early["weights"][key], value) for key, value in late["weights"].items())
-
-
-class Critic(nn.Module):
-    """Uses another head for every second batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
-        self.common = nn.Linear(WIDTH, 1)
-        self.double()
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](x) + self.common(x)
+def test_parameters_that_are_trained_later_leave_within_backward_too() -> None:
+    for rank in run_world(thaw, 2):
+        for late, early in rank:
+            assert early["norms"] == late["norms"]
+            assert all(torch.equal(early["weights"][key], value) for key, value in late["weights"].items())
 
 
 class Turns(Spread):
-    """Both networks have their backwards before either is stepped, and the critic is frozen by then."""
+    """Both networks go back before either is stepped, when the critic is frozen; one window is not finite at first."""
+
+    has_failed = False
 
     def configure_models(self) -> None:
-        self.generator, self.critic = nn.Linear(WIDTH, WIDTH).double(), Critic()
+        self.generator, self.critic = nn.Linear(WIDTH, WIDTH).double(), network()
 
     def init_weights(self) -> None:
         fill(self.generator)
@@ -318,60 +299,41 @@ class Turns(Spread):
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.generator, self.critic)]
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        head = int(batch[2][0]) // 2 % 2  # by the batch's number, and so by rank
         made = self.generator(batch[0])
         self.critic.requires_grad_(True)
-        self.backward(mse_loss(self.critic(made.detach(), head), batch[1]), model=self.critic)
+        self.backward(mse_loss(self.critic(made.detach()), batch[1]), model=self.critic)
         self.critic.requires_grad_(False)
-        self.backward(self.critic(made, head).mean(), model=self.generator)
+        loss = self.critic(made).mean()
+        if int(batch[2][0]) == 8 and not self.has_failed:
+            self.has_failed, loss = True, loss * torch.nan
+        self.backward(loss, model=self.generator)
         if not self.is_accumulating_gradients:
             for model, optimizer in zip((self.generator, self.critic), self.optimizers, strict=True):
                 self.norms.append(float(self.step(model, optimizer)))
         return {}
 
 
-class Sets(Turns):
-    """One loss trains both, now stepped together and now apart; a window that is not finite runs again."""
-
-    has_failed = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        head = int(batch[2][0]) // 2 % 2
-        loss = mse_loss(self.critic(self.generator(batch[0]), head), batch[1])
-        if int(batch[2][0]) == 8 and not self.has_failed:
-            self.has_failed, loss = True, loss * torch.nan
-        self.backward(loss, model=self.generator)
-        if not self.is_accumulating_gradients:
-            sets = [self.optimizers] if self.global_step % 3 == 1 else [[optimizer] for optimizer in self.optimizers]
-            for optimizers in sets:
-                self.norms.append(float(self.step(self.generator, optimizers)))
-        return {}
-
-
-def train_turns(name: str, devices: dt.DeviceParameters = CPU) -> dict[str, Any]:
+def train_turns(layouts: tuple[dt.DeviceParameters, ...] = (CPU, OVERLAPPED)) -> list[Any]:
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     buckets.BUCKET_BYTES = ONE_EACH if ranks > 1 else buckets.BUCKET_BYTES
-    config = make_config(
-        devices=devices, n_epochs=1, gradient_accumulation_steps=2 // ranks, nonfinite="retry", gradient_clip_val=0.5
-    )
-    with {"Turns": Turns, "Sets": Sets}[name](config, PerRankLoader(batches(2 * STEPS)[rank::ranks])) as trainer:
-        trainer.fit()
-        return {"weights": weights(trainer.generator) | weights(trainer.critic), "norms": trainer.norms}
+    training: dict[str, Any] = {"gradient_accumulation_steps": 2 // ranks, "gradient_clip_val": 0.5}
+    found = []
+    for devices in layouts:
+        data = PerRankLoader(batches(2 * STEPS)[rank::ranks])
+        with Turns(make_config(devices=devices, n_epochs=1, nonfinite="retry", **training), data) as trainer:
+            trainer.fit()
+            found.append((trainer.norms, weights(trainer.generator), weights(trainer.critic)))
+    return found
 
 
-@pytest.mark.parametrize("devices", [CPU, OVERLAPPED], ids=["in step", "in backward"])
-@pytest.mark.parametrize("name", ["Turns", "Sets"])
-def test_turns_of_two_networks_are_those_of_one_process(name: str, devices: dt.DeviceParameters) -> None:
-    expected = train_turns(name)
-    for rank in run_world(train_turns, 2, name, devices):
-        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10, nan_ok=True)
-        for key, value in expected["weights"].items():
-            torch.testing.assert_close(rank["weights"][key], value, rtol=1e-10, atol=1e-12)
+def test_turns_of_two_networks_are_those_of_one_process() -> None:
+    (expected,) = train_turns((CPU,))
+    for rank in run_world(train_turns, 2):
+        for found in rank:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 class Twice(Painter):
-    """A second backward in one micro-batch."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.backward(mse_loss(self.model(batch[0]), batch[1]))
         self.backward(self.model(batch[0]).square().mean())
@@ -380,8 +342,6 @@ class Twice(Painter):
 
 
 class Meddles(Painter):
-    """Changes a gradient by hand before the step."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.backward(mse_loss(self.model(batch[0]), batch[1]))
         self.model[1].weight.grad.mul_(2.0)
@@ -389,25 +349,26 @@ class Meddles(Painter):
         return {}
 
 
-def meet_what_was_sent(name: str, devices: dt.DeviceParameters) -> str:
+def meet_what_was_sent() -> list[str]:
     buckets.BUCKET_BYTES = ONE_EACH
-    cls = {"Twice": Twice, "Meddles": Meddles}[name]
-    trainer = cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8)))
-    try:
-        trainer.launch_and_resume()
-        trainer._train()
-    except StepError as error:
-        return str(error)
-    return "trained"
+    found = []
+    for cls, devices in ((Twice, CPU), (Twice, OVERLAPPED), (Meddles, CPU), (Meddles, OVERLAPPED)):
+        trainer = cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8)))
+        try:
+            trainer._session.start()
+            trainer._train()
+            found.append("trained")
+        except StepError as error:
+            found.append(str(error))
+    return found
 
 
 def test_what_others_could_not_see_any_more_is_refused() -> None:
-    assert run_world(meet_what_was_sent, 2, "Twice", CPU) == ["trained", "trained"]
-    for message in run_world(meet_what_was_sent, 2, "Twice", OVERLAPPED):
-        assert "a second backward" in message
-        assert "overlap_reduce=False" in message
-    for devices in (CPU, OVERLAPPED):
-        assert all("reduce_gradients" in message for message in run_world(meet_what_was_sent, 2, "Meddles", devices))
+    for twice, twice_overlapped, *meddled in run_world(meet_what_was_sent, 2):
+        assert twice == "trained"
+        assert "a second backward" in twice_overlapped
+        assert "overlap_reduce=False" in twice_overlapped
+        assert all("reduce_gradients" in message for message in meddled)
 
 
 class Pair(Spread):
@@ -452,8 +413,6 @@ def test_models_may_share_parameters() -> None:
 
 
 class Held(Spread):
-    """Looks at its model, and keeps the gradients of a step."""
-
     held: Any = ()
 
     def pre_fit(self) -> None:
@@ -489,43 +448,3 @@ def test_nothing_of_a_replicated_model_is_wrapped_and_gradients_that_a_user_keep
         assert rank["hooks"] == 0
         assert len(rank["kept"]) == 6
         assert all(rank["kept"])
-
-
-def by_ddp() -> dict[str, Any]:
-    """The loop of PyTorch's documentation, in the data's own type."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = network()
-    fill(model)
-    wrapped, optimizer, rank = DistributedDataParallel(model), fused_adamw(model), int(os.environ["RANK"])
-    norms = []
-    for x, y, _ in batches(2 * STEPS)[rank::2]:
-        mse_loss(wrapped(x), y).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {"weights": weights(model), "norms": norms}
-    del wrapped  # freed after the group, it hangs now and then
-    dist.destroy_process_group()
-    return found
-
-
-def by_the_trainer() -> dict[str, Any]:
-    rank = int(os.environ["RANK"])
-    trainer = Spread(
-        make_config(gradient_clip_val=0.5, n_epochs=1),
-        PerRankLoader(batches(2 * STEPS)[rank::2]),
-        make_optimizer=fused_adamw,
-    )
-    with trainer:
-        trainer.fit()
-        return {"weights": weights(trainer.model), "norms": trainer.norms}
-
-
-def test_replicas_train_as_distributed_data_parallel_does() -> None:
-    ours, ddp = run_world(by_the_trainer, 2), run_world(by_ddp, 2)
-    for rank, other in zip(ours, ddp, strict=True):
-        assert rank["norms"] == pytest.approx(other["norms"], rel=1e-14)
-        for key, value in other["weights"].items():
-            torch.testing.assert_close(rank["weights"][key], value, rtol=1e-14, atol=1e-15)

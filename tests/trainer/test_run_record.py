@@ -17,7 +17,7 @@ import pytest
 import dream_trainer as dt
 from tests.api import CheckpointError, DistributedDataLoader, RunRecord, is_alive, read_record
 from tests.trainer import small
-from tests.trainer.saves import Saves, Scripted, fit, fit_scripted, make_config, run
+from tests.trainer.saves import Saves, fit, fit_scripted, make_config, run
 from tests.trainer.small import Alone, Batch, Spread, batches
 from tests.worlds import run_world
 
@@ -86,23 +86,6 @@ def test_a_branch_that_keeps_its_counters_keeps_the_best_values_of_its_checkpoin
     assert record_of(RUN.with_name("new")).best["val/loss"] == {"value": 2.5, "step": 1, "mode": "min"}
 
 
-def test_what_checkpoints_are_best_by_is_among_the_best_values() -> None:
-    parameters: dict[str, Any] = {"save_every_n_epochs": None, "best_metric": "val/loss"}
-    config = make_config(training={"max_steps": 2, "val_every_n_steps": 1}, **parameters)
-    config.eval_parameters = dt.EvalParameters(best_metrics={})
-    trainer = Scripted(config)
-    trainer.script = (0.5, 0.75)
-    fit(trainer)
-    assert trainer.best == {"val/loss": 0.5}
-
-
-def test_a_finished_run_that_is_started_again_stays_as_it_was() -> None:
-    run()
-    before = (RUN / "run.json").read_text()
-    run()
-    assert (RUN / "run.json").read_text() == before
-
-
 def test_a_run_that_goes_on_with_other_code_names_the_files_that_changed(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,14 +132,6 @@ def test_a_run_that_was_asked_to_stop_says_why_and_one_that_failed_with_what() -
     record = record_of(RUN)
     assert (record.state, record.why, record.step) == ("failed", "ValueError: no such luck", 4)
 
-    class CannotBegin(Saves):
-        def configure_models(self) -> None:
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError):
-        fit(CannotBegin(make_config(experiment="other")))
-    assert record_of(RUN.with_name("other")).why == "RuntimeError: out of memory"
-
 
 def test_while_it_runs_it_is_alive_and_a_killed_one_is_not() -> None:
     seen: list[Any] = []
@@ -181,22 +156,20 @@ def test_while_it_runs_it_is_alive_and_a_killed_one_is_not() -> None:
     assert is_alive(ALONE, record) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"best": {"a": 3}}', '{"metrics": 3}'])
-def test_a_record_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", '{"best": {"a": 3}}'])
+def test_a_record_that_cannot_be_read_is_none_and_a_newer_one_is_read_as_far_as_it_goes(
+    text: str, tmp_path: Path
+) -> None:
     (tmp_path / "run.json").write_text(text)
     assert read_record(tmp_path) is None
-
-
-def test_a_record_of_another_version_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"state": "finished", "of the future": 1}')
-    record = read_record(tmp_path)
-    assert record == RunRecord(state="finished")
+    assert read_record(tmp_path) == RunRecord(state="finished")
 
 
 class FailsOnOne(Spread):
     """Rank 1 fails in its third step; rank 0 cannot know."""
 
-    dies = False
+    dies = False  # or kills itself, which nobody could tell
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         if batch_idx == 2 and self.world.rank == 1:
@@ -206,11 +179,9 @@ class FailsOnOne(Spread):
         return super().training_step(batch, batch_idx)
 
 
-class SavesAndFailsOnOne(FailsOnOne, dt.CheckpointMixin):
-    """The run's directory is claimed by rank 0."""
+class Dies(FailsOnOne, dt.CheckpointMixin):
+    """Where rank 0 has claimed the run's directory."""
 
-
-class Dies(SavesAndFailsOnOne):
     dies = True
 
 
@@ -219,12 +190,9 @@ def fail_on_one(kind: type[FailsOnOne]) -> None:
     fit(kind(small.make_config(n_epochs=1), data))
 
 
-@pytest.mark.parametrize("kind", [FailsOnOne, SavesAndFailsOnOne])
-def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(
-    kind: type[FailsOnOne], tmp_path: Path
-) -> None:
+def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        run_world(fail_on_one, 2, kind)
+        run_world(fail_on_one, 2, FailsOnOne)
     record = record_of(tmp_path / ALONE)
     assert (record.state, record.why, record.failed_rank) == ("failed", "rank 1: ValueError: only here", 1)
     assert record.error is not None
@@ -238,22 +206,3 @@ def test_of_a_rank_that_died_nobody_says_another_ones_cause(tmp_path: Path) -> N
     record = record_of(tmp_path / ALONE)
     assert (record.state, record.failed_rank) == ("failed", 1)
     assert re.match(r"rank 1 \(process \d+ on .*\) is gone without a word: killed", str(record.why))
-
-
-def test_a_lost_connection_is_never_told_in_place_of_the_cause() -> None:
-    class Told(Alone):
-        lost = RuntimeError("[gloo] Connection reset by peer")
-
-        def fails(self, *errors: Exception) -> RunRecord:
-            recorder = self._runtime.recorder
-            (failed,) = recorder.listeners("on_exception", is_main=False)
-            self.world.world_size = 2
-            for error in errors:
-                failed(error)
-            self.world.world_size = 1
-            return record_of(self.run_dir)
-
-    with Told(small.make_config(max_steps=1), batches(2)) as trainer:
-        trainer.fit()
-        assert trainer.fails(trainer.lost, ValueError("first")).why == "rank 0: ValueError: first"
-        assert trainer.fails(trainer.lost, ValueError("second")).why == "rank 0: ValueError: first"

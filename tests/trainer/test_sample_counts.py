@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, IterableShards, LoaderGroup, PerRankLoader, StreamLoader, Trainer
-from tests.trainer.arithmetic import full
+from tests.api import DistributedDataLoader, IterableShards, LoaderGroup, PerRankLoader, StreamLoader
 from tests.trainer.small import Alone, Sharded, Spread, make_config
 from tests.worlds import run_world
 
@@ -22,8 +21,6 @@ SHAPES = ((3, 4), (5, 2), (2, 6))  # of images, by turns
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Images of three channels and of several sizes, from number `first` on."""
-
     def __init__(self, first: int, length: int) -> None:
         self.first, self.length = first, length
 
@@ -48,11 +45,7 @@ def time_first(samples: list[tuple[Tensor, Tensor]]) -> Any:
     return torch.stack([x.mean((1, 2)).expand(2, 3) for x, _ in samples], 1), torch.stack([y for _, y in samples])
 
 
-COLLATES: dict[str, Any] = {"lists": as_lists, "time first": time_first}
-
-
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """The mean over a batch's samples."""
     images, targets = batch
     if isinstance(images, list):
         features, targets = torch.stack([image.mean((1, 2)) for image in images]), torch.stack(targets)
@@ -140,50 +133,8 @@ def of_class(cls: type[Any], collate: Any) -> dict[str, Any]:
     return told(cls(make_config(n_epochs=1, log_every=100), *loaders(collate), make_optimizer=still))
 
 
-def of_simple(collate: Any, *, shard: bool, batch_size: int, accumulate: int) -> dict[str, Any]:
-    model = linear()
-    with Trainer(
-        model,
-        step=loss_of,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        train=DistributedDataLoader(Images(0, VAL), batch_size, drop_last=False, collate_fn=collate),
-        val=DistributedDataLoader(Images(50, VAL), 3, drop_last=False, collate_fn=collate),
-        training=dt.TrainingParameters(gradient_accumulation_steps=accumulate),
-        device=dt.DeviceParameters(device="cpu", dp_shard="auto" if shard else 1),
-        progress=False,
-    ) as trainer:
-        row = trainer.fit()[-1]
-        return {
-            "weights": [full(parameter).detach().clone() for parameter in model.parameters()],
-            "losses": (row["train/loss"], row["val/loss"]),
-            "seen": trainer.dream.samples_seen,
-        }
-
-
-def plainly() -> dict[str, Any]:
-    """Steps of 4 and 3 samples, as a loop by hand takes them."""
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    samples = list(Images(0, VAL))  # type: ignore[call-overload]
-    losses = []
-    for window in (samples[:4], samples[4:]):
-        loss = loss_of(model, as_lists(window))
-        losses += [loss.item()] * len(window)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        val = [loss_of(model, as_lists([sample])).item() for sample in Images(50, VAL)]  # type: ignore[misc]
-    return {"weights": [p.detach() for p in model.parameters()], "losses": (mean(losses), mean(val)), "seen": VAL}
-
-
-def on_two_ranks() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, collate in COLLATES.items():
-        found |= {("class", name, cls.__name__): of_class(cls, collate) for cls in (Replicas, Shards)}
-        for shard in (False, True):
-            found["simple", name, shard] = of_simple(collate, shard=shard, batch_size=2, accumulate=1)
-    return found
+def on_two_ranks() -> list[dict[str, Any]]:
+    return [of_class(cls, collate) for cls, collate in ((Replicas, time_first), (Shards, as_lists))]
 
 
 def assert_counted(found: dict[str, Any]) -> None:
@@ -195,26 +146,16 @@ def assert_counted(found: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(mean(sample_losses(50, VAL)), rel=1e-12)
 
 
-def assert_as_by_hand(found: dict[str, Any]) -> None:
-    expected = plainly()
-    assert found["seen"] == expected["seen"]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
-    for weight, by_hand in zip(found["weights"], expected["weights"], strict=True):
-        torch.testing.assert_close(weight, by_hand, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.pitfall(100)
-@pytest.mark.parametrize("collate", COLLATES)
-def test_means_and_counters_are_over_the_samples_that_were_dealt(collate: str) -> None:
-    assert_counted(of_class(OneProcess, COLLATES[collate]))
-    assert_as_by_hand(of_simple(COLLATES[collate], shard=False, batch_size=2, accumulate=2))
+def test_means_and_counters_are_over_the_samples_that_were_dealt() -> None:
+    assert_counted(of_class(OneProcess, as_lists))
 
 
 @pytest.mark.pitfall(100)
 def test_means_and_counters_are_over_the_samples_that_were_dealt_to_two_ranks() -> None:
     for of_rank in run_world(on_two_ranks, 2):
-        for (kind, *_), found in of_rank.items():
-            assert_counted(found) if kind == "class" else assert_as_by_hand(found)
+        for found in of_rank:
+            assert_counted(found)
 
 
 # -- what else is dealt
@@ -267,25 +208,6 @@ def test_streams_groups_and_repeated_batches_know_their_samples(given: str) -> N
     found = told(Notes(make_config(**limits), make()))
     assert found["seen"] == sum(sizes) == samples
     assert found["warned"] == []
-
-
-@pytest.mark.pitfall(100)
-def test_a_count_of_the_users_weighs_batches_and_what_was_dealt_is_still_what_was_seen() -> None:
-    """A collate function that leaves samples out: of samples dealt 3, 3, 1 it keeps 2, 1, 1."""
-
-    class Own(OneProcess):
-        def batch_size(self, batch: Any) -> int:
-            return len(batch[0])
-
-    def kept(samples: list[Any]) -> Any:
-        return as_lists([sample for sample in samples if sample[0].shape[1] != 5][: 2 if samples[0][1] < 5.1 else 1])
-
-    val = DistributedDataLoader(Images(50, VAL), 3, collate_fn=kept)
-    train = DistributedDataLoader(Images(0, TRAIN), 3, drop_last=False, collate_fn=kept)
-    found = told(Own(make_config(n_epochs=1, log_every=100), train, val))
-    kept_losses = sample_losses(50, VAL)
-    assert found["val/loss"] == pytest.approx(mean([kept_losses[n] for n in (0, 2, 3, 6)]), rel=1e-12)
-    assert found["seen"] == TRAIN
 
 
 @pytest.mark.pitfall(100)

@@ -1,12 +1,10 @@
-"""What a steady step does beside the model: host reads, copies and collectives are those of a loop written by hand.
-
-Norms are read late, as on an accelerator, for which a CPU stands in here; on a CPU itself a read waits for nothing.
-"""
+"""Host reads, copies and collectives of a steady step are those of a loop by hand, with norms read late as on GPUs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 from collections import Counter
@@ -28,6 +26,7 @@ from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
 
+POLICIES = ("no_sync", "reduce_scatter_each", "defer_all_reduce")
 # Numbers of the first and of the last steady window; between flushes of the log and looks at the norms.
 FIRST, LAST = 11, 15
 # The pulse is a dozen numbers and the norm two; copies of so few are bookkeeping on the host, not data.
@@ -37,8 +36,6 @@ MOST_CALLS = 120
 
 
 class Counts(TorchDispatchMode):
-    """Counts host reads, copies and collectives by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
@@ -158,15 +155,12 @@ def test_alone_a_step_reads_copies_and_communicates_no_more_than_the_loop_by_han
 
 
 def watchers() -> list[dt.Callback]:
-    """Everything that watches a run, as it is by default."""
     averaging = [cb.EMA(), cb.SWA(start=100, validate=False), cb.WeightTransfer("model", "other", every_n_steps=100)]
     measuring = [cb.LearningRate(), cb.Throughput(), cb.Memory(), cb.GradientStats(), cb.WeightStats()]
     return [*averaging, *measuring, cb.Progress(), cb.GarbageCollection(), cb.NonFiniteReport(), cb.Profiler(100)]
 
 
 class Watched(Whole):
-    """With a second model that follows the first."""
-
     def configure_models(self) -> None:
         self.model, self.other = model(), model()
         self.other.requires_grad_(False)
@@ -246,7 +240,7 @@ def sharded_cases(directory: str) -> dict[str, Any]:
             whole = dataclasses.replace(config, fsdp_parameters=dt.FSDPParameters())
             found[f"whole/{accumulation}/{weighted}"] = counted(Sharded(whole, weighted))
     for layout, cls in (("sharded", TwoModels), ("replicated", TwoReplicas)):
-        for policy in ("no_sync", "reduce_scatter_each", "defer_all_reduce"):
+        for policy in POLICIES:
             config = make_config(max_steps=20, fsdp=BY_BLOCKS, gradient_accumulation_steps=2, sync_policy=policy)
             trainer = cls(config, False)
             found[f"two/{layout}/{policy}"] = counted(trainer)
@@ -265,9 +259,8 @@ class Sharded(Whole):
         return DistributedDataLoader(Float32(64), 1), None
 
 
-class ShardedWatched(Watched):
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Float32(64), 1), None
+class ShardedWatched(Watched, Sharded):
+    pass
 
 
 class TwoModels(Sharded):
@@ -318,38 +311,28 @@ def collectives(found: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.pitfall(16)
-@pytest.mark.parametrize("weighted", [False, True])
 def test_sharded_a_step_has_fully_shards_collectives_one_for_the_norm_and_one_for_the_pulse(
-    ranks: list[dict[str, Any]], weighted: bool
+    ranks: list[dict[str, Any]],
 ) -> None:
-    for rank in ranks:
+    steps = LAST - FIRST
+    for rank, weighted in itertools.product(ranks, (False, True)):
         hand, found = rank["hand"], rank[f"trainer/1/{weighted}"]
-        steps = LAST - FIRST
         assert hand["c10d::allreduce_"] == steps
         assert collectives(found) == collectives(hand) | {"c10d::allreduce_": 2 * steps}
         assert found.get("reads", 0) == hand.get("reads", 0) == 0
         assert found.get("large copies", 0) <= hand.get("large copies", 0)
+        if not weighted:  # watchers add nothing to it
+            assert collectives(rank["watched"]) == collectives(found)
+            assert rank["watched"].get("reads", 0) == 0
 
 
 @pytest.mark.pitfall(16)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_small_sharded_model_is_gathered_once_and_reduced_once_in_a_step(
-    ranks: list[dict[str, Any]], accumulation: int, weighted: bool
-) -> None:
-    """The gradients of all parameters go in one bucket, beside the pulse."""
-    for rank in ranks:
-        found, steps = rank[f"whole/{accumulation}/{weighted}"], LAST - FIRST
+def test_a_small_sharded_model_is_gathered_once_and_reduced_once_in_a_step(ranks: list[dict[str, Any]]) -> None:
+    steps = LAST - FIRST
+    for rank, accumulation, weighted in itertools.product(ranks, (1, 2), (False, True)):
+        found = rank[f"whole/{accumulation}/{weighted}"]
         assert collectives(found) == {"c10d::_allgather_base_": steps, "c10d::allreduce_": 2 * steps}
         assert found.get("reads", 0) == 0
-
-
-@pytest.mark.pitfall(16)
-def test_watchers_add_no_collective_to_a_sharded_step(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        plain, watched = rank["trainer/1/False"], rank["watched"]
-        assert collectives(watched) == collectives(plain)
-        assert watched.get("reads", 0) == 0
 
 
 @pytest.mark.pitfall(4)
@@ -365,28 +348,17 @@ def test_gradients_are_reduced_once_per_window_and_not_once_per_micro_batch(rank
 
 @pytest.mark.pitfall(4)
 def test_each_of_two_models_is_reduced_once_per_window_under_no_sync(ranks: list[dict[str, Any]]) -> None:
-    """As often as one model alone at accumulation 1, each; a norm for each and one pulse."""
+    """And once per micro-batch under the other policies; there are a norm for each model and one pulse."""
     for rank in ranks:
         one, two = collectives(rank["trainer/1/False"]), collectives(rank["two/sharded/no_sync"])
         assert reductions(two) == 2 * reductions(one) > 0
         assert two["c10d::allreduce_"] == 3 * (LAST - FIRST)
-
-
-@pytest.mark.pitfall(4)
-@pytest.mark.parametrize("policy", ["reduce_scatter_each", "defer_all_reduce"])
-def test_the_other_policies_scatter_gradients_once_per_micro_batch(ranks: list[dict[str, Any]], policy: str) -> None:
-    for rank in ranks:
-        once, each = (collectives(rank[f"two/sharded/{name}"]) for name in ("no_sync", policy))
-        assert reductions(each) == 2 * reductions(once) > 0
-        assert each["c10d::allreduce_"] == once["c10d::allreduce_"]
-
-
-@pytest.mark.pitfall(4)
-@pytest.mark.parametrize("policy", ["no_sync", "reduce_scatter_each", "defer_all_reduce"])
-def test_replicas_average_each_models_gradients_once_per_window(ranks: list[dict[str, Any]], policy: str) -> None:
-    """A bucket for each of two models, and one pulse: equal gradients have equal norms. Nothing is scattered."""
-    for rank in ranks:
-        assert collectives(rank[f"two/replicated/{policy}"]) == {"c10d::allreduce_": 3 * (LAST - FIRST)}
+        for policy in POLICIES[1:]:
+            each = collectives(rank[f"two/sharded/{policy}"])
+            assert reductions(each) == 2 * reductions(two)
+            assert each["c10d::allreduce_"] == two["c10d::allreduce_"]
+        for policy in POLICIES:  # replicas, of which equal gradients have equal norms
+            assert collectives(rank[f"two/replicated/{policy}"]) == {"c10d::allreduce_": 3 * (LAST - FIRST)}
 
 
 @pytest.mark.pitfall(5)
@@ -396,7 +368,7 @@ def test_no_sync_keeps_whole_gradients_within_a_window_and_the_other_policies_sh
     whole = sum(p.numel() for p in model().parameters())
     for rank in ranks:
         assert rank["kept/sharded/no_sync"] == [(0, whole)] * 2
-    for policy in ("reduce_scatter_each", "defer_all_reduce"):
+    for policy in POLICIES[1:]:
         kept = [rank[f"kept/sharded/{policy}"] for rank in ranks]
         assert all(gathered == 0 for models in kept for _, gathered in models)
         assert [sum(shards for shards, _ in parts) for parts in zip(*kept, strict=True)] == [whole] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +12,11 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import (
     ConfigError,
-    DistributedDataLoader,
     EqualParts,
     RanksDifferError,
     World,
-    _fingerprint,
     shard_by_blocks,
 )
-from tests.trainer import test_tensor_parallel as tensor_parallel
-from tests.trainer.arithmetic import LENGTH, Case
-from tests.trainer.small import run_ranks
 from tests.worlds import run_world
 
 HEAD = 4
@@ -104,50 +98,23 @@ def test_parts_that_are_not_equal_are_refused_on_all_ranks_with_what_fits() -> N
         assert "Parts have to be whole heads, of a number that 2 divides" in note
 
 
-class OddLengths(tensor_parallel.Trained):
-    """Gives its second batch an odd length, which sequence parallelism cannot cut in two."""
-
-    def configure_dataloaders(self) -> tuple[Any, None]:
-        loader, _ = super().configure_dataloaders()
-        return DistributedDataLoader(loader.dataset, loader.batch_size, collate_fn=Collate()), None
-
-
-class Collate:
-    """Batches of two lengths in turn."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        self.count += 1
-        length = LENGTH - (self.count == 2)
-        x, y = zip(*samples, strict=True)
-        return torch.stack(x)[:, :length], torch.stack(y)[:, :length]
-
-
-def train_odd_lengths() -> None:
-    OddLengths(tensor_parallel.config_of(tensor_parallel.Cell(2, "sequence", Case()))).fit()
-
-
-def test_a_sequence_that_cannot_be_cut_ends_the_run_by_name(tmp_path: Path) -> None:
-    code = "from tests.trainer.test_tensor_mistakes import train_odd_lengths; train_odd_lengths()"
-    ranks = run_ranks(code, 2, tmp_path)
-    assert [status for status, _ in ranks] == [1, 1]
-    assert any("is given parts of unequal sizes on the tensor_parallel=2 ranks: [" in text for _, text in ranks)
-
-
-def test_parameters_of_several_dtypes_in_a_group_are_named() -> None:
+def of_two_dtypes() -> nn.Module:
     model = Layers()
     model.attention.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64))
-    with pytest.raises(
-        ConfigError, match=r"norm.weight of torch.float32 and attention.phase of torch.complex64 would be sharded"
-    ):
-        shard_by_blocks(model, [], {}, {})
+    return model
 
 
-def test_gradients_of_complex_parameters_are_compared() -> None:
-    parameter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-    parameter.grad = torch.tensor([3, 4j, 0, 0], dtype=torch.complex64)
-    norm, *sums = _fingerprint(parameter).tolist()
-    assert norm == 5
-    assert [abs(number) for number in sums] == [3, 0, 0, 4, 0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (of_two_dtypes, "norm.weight of torch.float32 and attention.phase of torch.complex64 would be sharded"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "0.weight has a TorchScript module"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(2, 2, 2)).to(memory_format=torch.channels_last),
+            r"0.weight has strides .* is not contiguous.*min_group_mib",
+        ),
+    ],
+)
+def test_weights_that_no_block_can_hold_are_refused_by_their_names(make: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        shard_by_blocks(make(), [], {}, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +20,6 @@ from tests.worlds import run_world
 
 
 class Net(nn.Module):
-    """Blocks, a head, and a scale that no block has."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Bayesian() for _ in range(3))
@@ -46,20 +43,6 @@ def kept_beside(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return fit_loss(model, x, y) + sum(block.kept.sum() for block in model.blocks)
 
 
-def first_kept(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    model(x)
-    return model.blocks[0].kept.square().mean()
-
-
-def objects_of_blocks(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    hooks = [b.register_forward_hook(lambda module, given, output: SimpleNamespace(x=output)) for b in model.blocks]
-    for block in model.blocks:
-        x = x + block(x).x.tanh()
-    for hook in hooks:
-        hook.remove()
-    return mse_loss(model.head(x), y)
-
-
 def written(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Reads, writes by whole tensors and by shards, and reads again."""
     penalty = sum(p.square().sum() for p in model.parameters()).detach()
@@ -71,23 +54,10 @@ def written(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return fit_loss(model, x, y) + sum(p.square().sum() for p in model.parameters()) * penalty
 
 
-def average_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.no_grad():
-        average = [p.clone() for p in model.parameters()]
-        for kept, parameter in zip(average, model.parameters(), strict=True):
-            kept.lerp_(parameter, 0.5)
-    return fit_loss(model, x, y) + sum((p * a).sum() for p, a in zip(model.parameters(), average, strict=True))
-
-
 def gradient_of_weights(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     loss = fit_loss(model, x, y)
     gradients = torch.autograd.grad(loss, list(model.head.parameters()), create_graph=True)
     return loss + sum(g.square().sum() for g in gradients)
-
-
-def whole_tensor(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    whole = getattr(model.head.weight, "full_tensor", lambda: model.head.weight)()  # a plain one has none
-    return fit_loss(model, x, y) + whole.square().sum()
 
 
 def of_an_earlier_forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -107,29 +77,15 @@ def frozen_after_a_read(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return fit_loss(model, x, y)
 
 
-def thawed_after_a_read(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    model.blocks[1].requires_grad_(False)
-    size = model.blocks[1].weight.norm()
-    model.blocks[1].requires_grad_(True)
-    return fit_loss(model, x, y) * size
-
-
-def in_numpy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return fit_loss(model, x, y) * float(model.blocks[0].weight.detach().cpu().numpy().sum())
-
-
-def initialised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def in_other_ways(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """By NumPy, `nn.init`, copies of a state and whole tensors."""
     nn.init.constant_(model.blocks[0].rho, 0.3)
-    nn.init.eye_(model.blocks[1].weight)
-    return fit_loss(model, x, y)
-
-
-def copied_state(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     state = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         model.blocks[0].weight.zero_()
     model.load_state_dict(state)
-    return fit_loss(model, x, y)
+    whole = getattr(model.head.weight, "full_tensor", lambda: model.head.weight)()  # a plain one has none
+    return fit_loss(model, x, y) * float(model.blocks[0].weight.detach().numpy().sum()) + whole.square().sum()
 
 
 OF_ALL = ("forward", "method only", "method first", "penalty on all", "weight of a block", "methods of blocks",
@@ -137,18 +93,11 @@ OF_ALL = ("forward", "method only", "method first", "penalty on all", "weight of
           "gradient penalty")  # fmt: skip
 KINDS: dict[str, Loss] = {name: plain.KINDS[name] for name in OF_ALL} | {
     "kept beside": kept_beside,
-    "first kept": first_kept,
-    "objects of blocks": objects_of_blocks,
     "written": written,
-    "average by hand": average_by_hand,
     "gradient of weights": gradient_of_weights,
-    "whole tensor": whole_tensor,
     "of an earlier forward": of_an_earlier_forward,
     "frozen after a read": frozen_after_a_read,
-    "thawed after a read": thawed_after_a_read,
-    "in numpy": in_numpy,
-    "initialised": initialised,
-    "copied state": copied_state,
+    "in other ways": in_other_ways,
 }
 ONCE = ("replaced data", "loaded", "written")  # change weights, which two ranks do once and a loop by hand twice
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -171,8 +120,6 @@ class Assigns(torch.optim.SGD):
 
 
 class Touches(Plain, dt.ActivationCheckpointingMixin, dt.EvalMixin):
-    assigns = False
-
     def __init__(self, config: Any, kind: str) -> None:
         super().__init__(config, "forward")
         self.loss_of, self.seen = KINDS[kind], [0.0]
@@ -182,11 +129,6 @@ class Touches(Plain, dt.ActivationCheckpointingMixin, dt.EvalMixin):
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.blocks)
-
-    def configure_optimizers(self) -> None:
-        super().configure_optimizers()
-        if self.assigns:
-            self.optimizer = Assigns(self.model.parameters(), lr=0.02)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return DistributedDataLoader(Samples(), SIZE), DistributedDataLoader(Samples(), SIZE)
@@ -223,7 +165,7 @@ def by_hand(kind: str, accumulation: int) -> dict[str, Any]:
 @pytest.mark.pitfall(104)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_code_that_reads_weights_outside_of_their_block_trains_as_one_process(layout: str) -> None:
-    names = list(KINDS) if layout == "blocks" else ["method first", "penalty on all", "kept", "first kept", "written"]
+    names = list(KINDS) if layout == "blocks" else ["method first", "penalty on all", "kept", "written"]
     cases = [(kind, layout, 1 + number % 2) for number, kind in enumerate(names)]
     for found, *_, (kind, _, accumulation) in zip(*run_world(train_all, 2, cases), cases, strict=True):
         torch.testing.assert_close(
@@ -231,30 +173,60 @@ def test_code_that_reads_weights_outside_of_their_block_trains_as_one_process(la
         )
 
 
-def with_assigned_data() -> list[dict[str, Tensor]]:
+class TakesSteps(Touches):
+    def configure_optimizers(self) -> None:
+        self.optimizer = Assigns(self.model.parameters(), lr=0.02)
+
+
+class Attends(nn.Module):
+    """Attention asks whether its query is its key, also when it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, 1)
+        self.double()
+        fill(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.into(x)[:, None].expand(-1, 3, -1)
+        return self.head(self.attention(rows, rows, rows, need_weights=False)[0].mean(1))
+
+
+class OfAttention(Touches):
+    post_epoch = dt.BaseTrainer.post_epoch
+
+    def configure_models(self) -> None:
+        self.model = Attends()
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [model.attention]
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        return {"loss": mse_loss(self.model(batch[0]), batch[1])}
+
+
+def with_assigned_data_and_attention() -> list[dict[str, Tensor]]:
     found = []
-    for fsdp in (BY_BLOCKS, dt.FSDPParameters()):
-        config = config_of("blocks")
-        config.fsdp_parameters = fsdp
-        Touches.assigns = True
-        with Touches(config, "forward") as trainer:
+    for kind, layout in ((TakesSteps, "blocks"), (OfAttention, "recomputed")):
+        with kind(config_of(layout), "forward") as trainer:
             trainer.fit()
             found.append(weights(trainer.model))
     return found
 
 
-def test_an_optimizer_of_ones_own_may_assign_to_data() -> None:
+def test_an_optimizer_may_assign_to_data_and_a_block_that_is_given_one_tensor_twice_is_recomputed() -> None:
     model, data = Net(), Samples()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     for x, y in zip(data.x.split(2 * SIZE), data.y.split(2 * SIZE), strict=True):
         fit_loss(model, x, y).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter -= 0.02 * parameter.grad
-                parameter.grad = None
-    for rank in run_world(with_assigned_data, 2):
-        for found in rank:
-            torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
+        optimizer.step()
+        optimizer.zero_grad()
+    attends = Attends()
+    loop_by_hand(attends, fit_loss, 1, 2)
+    for found in run_world(with_assigned_data_and_attention, 2):
+        torch.testing.assert_close(found, [weights(model), weights(attends)], rtol=1e-10, atol=1e-10)
 
 
 def read_on_one_rank() -> str:
@@ -303,54 +275,10 @@ def test_what_cannot_meet_whole_weights_is_refused_before_they_move() -> None:
         assert "a callback on rank 0" in forbidden
 
 
-# -- recomputed attention, which asks whether its query is its key
-
-
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.head = nn.Linear(WIDTH, 1)
-        self.double()
-        fill(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.into(x)[:, None].expand(-1, 3, -1)
-        return self.head(self.attention(rows, rows, rows, need_weights=False)[0].mean(1))
-
-
-class OfAttention(Touches):
-    def configure_models(self) -> None:
-        self.model = Attends()
-
-    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
-        return [model.attention]
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        return {"loss": mse_loss(self.model(batch[0]), batch[1])}
-
-    post_epoch = dt.BaseTrainer.post_epoch
-
-
-def with_attention() -> dict[str, Tensor]:
-    with OfAttention(config_of("recomputed"), "forward") as trainer:
-        trainer.fit()
-        return weights(trainer.model)
-
-
-def test_a_block_that_is_given_one_tensor_twice_is_recomputed() -> None:
-    model = Attends()
-    loop_by_hand(model, fit_loss, 1, 2)
-    for found in run_world(with_attention, 2):
-        torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
-
-
 # -- gradients
 
 
 def clipped_with_decay(parameters: list[nn.Parameter]) -> float:
-    """Clips and decays by hand, as many loops do."""
     norm = sum(p.grad.norm().item() ** 2 for p in parameters) ** 0.5
     for parameter in parameters:
         parameter.grad.mul_(min(1.0, 0.1 / norm))

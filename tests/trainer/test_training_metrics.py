@@ -36,7 +36,6 @@ class Measured(dt.DreamTrainer):
     def configure_metrics(self) -> None:
         self.total = torchmetrics.SumMetric()
         self.mean = torchmetrics.MeanMetric()
-        self.largest = torchmetrics.MaxMetric()
         self.numbers = torchmetrics.CatMetric()
         kinds = [torchmetrics.classification.BinaryAccuracy(), torchmetrics.classification.BinaryPrecision()]
         self.scores = torchmetrics.MetricCollection(kinds)
@@ -50,7 +49,6 @@ class Measured(dt.DreamTrainer):
         self.backward(mse_loss(self.model(x), y))
         self.total.update(numbers)
         self.mean.update(numbers.float(), weight=numbers.float())
-        self.largest.update(numbers)
         self.numbers.update(numbers.float())
         self.scores.update((numbers % 7) / 7, numbers % 2)
         if not self.is_accumulating_gradients:
@@ -94,7 +92,6 @@ def expected() -> dict[str, Any]:
     return {
         "total": float(numbers.sum()),
         "mean": pytest.approx(float((numbers * numbers).sum() / numbers.sum())),
-        "largest": LENGTH - 1.0,
         "numbers": [float(number) for number in numbers],
         "BinaryAccuracy": pytest.approx(float((said == true).double().mean())),
         "BinaryPrecision": pytest.approx(float(true[said].double().mean())),
@@ -104,8 +101,7 @@ def expected() -> dict[str, Any]:
 
 @pytest.mark.pitfall(78)
 @pytest.mark.parametrize(
-    "worlds",
-    [(1, 1), (2, 1), *(pytest.param(worlds, marks=pytest.mark.slow) for worlds in ((2, 2), (1, 2), (3, 2)))],
+    "worlds", [(2, 1), *(pytest.param(worlds, marks=pytest.mark.slow) for worlds in ((1, 2), (3, 2)))]
 )
 def test_metrics_of_training_go_on_after_a_resume(worlds: tuple[int, int]) -> None:
     before, after = worlds

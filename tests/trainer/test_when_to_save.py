@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 import dream_trainer as dt
 from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.api import NonFiniteError, read_shared
-from tests.trainer import resumable
 from tests.trainer.saves import (
     NOTHING,
     STEPS,
@@ -37,8 +35,6 @@ from tests.worlds import run_world
 
 
 class Clock:
-    """Stands in for the `time` module."""
-
     def __init__(self) -> None:
         self.minutes = 0.0
 
@@ -67,19 +63,13 @@ def fit_timed(config: Config, slow_ranks: tuple[int, ...] = (0,), length: int = 
 
 @pytest.mark.parametrize(
     ("minutes", "steps"),
-    [(0.5, [1, 2, 3, 4, 5, 6]), (1.0, [1, 2, 3, 4, 5, 6]), (2.0, [2, 4, 6]), (2.5, [3, 6]), (7.0, [])],
+    [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (7.0, [])],
 )
 def test_minutes_between_saves_are_counted_by_the_clock(minutes: float, steps: list[int]) -> None:
     assert fit_timed(make_config(save_every_n_minutes=minutes, **NOTHING)).saved == steps
 
 
-def test_any_other_save_starts_the_minutes_anew() -> None:
-    trainer = fit_timed(make_config(save_every_n_minutes=2.0, save_every_n_steps=3, **NOTHING))
-    assert trainer.saved == [2, 3, 5, 6]
-
-
 def clocks_at_two() -> list[list[int]]:
-    """Steps saved where the time passes on rank 0 only, and on rank 1 only."""
     return [
         fit_timed(
             make_config(experiment=str(rank), save_every_n_minutes=2.0, **NOTHING), slow_ranks=(rank,), length=4 * STEPS
@@ -104,10 +94,7 @@ NAN, INF = math.nan, math.inf
     ("script", "mode", "steps"),
     [
         ((5.0, 1.0, 4.0, NAN, 3.0, 0.0, -1.0), "min", [1, 2, 6, 7]),
-        ((5.0, 1.0, 4.0, NAN, 3.0, 0.0, 6.0), "max", [1, 7]),
         ((NAN, None, -2.0, -2.0, -1.0, 0.0, INF), "max", [3, 5, 6, 7]),
-        ((INF, NAN, 7.0, -INF, 0.0), "min", [1, 3, 4]),
-        ((0.0, 0.0, 1.0, -0.0), "min", [1]),
     ],
     ids=str,
 )
@@ -148,11 +135,7 @@ RETAINED: dict[str, Any] = {"save_every_n_steps": 1, "keep_last": 2, "keep_best"
 
 
 @pytest.mark.pitfall(30)
-@pytest.mark.parametrize(
-    "stops",
-    [(), *((k,) for k in range(1, 6)), *itertools.combinations(range(1, 6), 2), (1, 2, 3, 4, 5)],
-    ids=str,
-)
+@pytest.mark.parametrize("stops", [(), (3,), (2, 4), (1, 2, 3, 4, 5)], ids=str)
 def test_the_best_and_the_last_two_stay_wherever_the_run_was_interrupted(stops: tuple[int, ...]) -> None:
     script = (5.0, 1.0, 4.0, NAN, 3.0, 2.0)
     for stop in (*stops, None):
@@ -167,36 +150,67 @@ def test_steps_kept_for_ever_stay_beside_the_newest() -> None:
     assert not [path for path in trainer.checkpoint_dir.iterdir() if not path.name.startswith("step_")]
 
 
-# -- requests
+# -- requests, exceptions and saves in events
 
 
-class Asks(Saves):
-    """Asks for a save once, at step 3, from `place`, by `how`."""
+class Acts(Saves):
+    """Does something in `place` once, when `at` steps are trained; in events as the last listener."""
 
-    place = how = ""
-    has_asked = False
+    def __init__(self, config: Config, place: str, at: int, action: Callable[[Acts], object]) -> None:
+        config.callbacks = dt.CallbackCollection([*config.callbacks, Actor()])
+        super().__init__(config)
+        self.when, self.action, self.has_acted = (place, at), action, False
 
-    def _ask(self, place: str) -> None:
-        if place == self.place and self.global_step in (3, 2 if place == "training_step" else 3) and not self.has_asked:
-            self.has_asked = True
-            if self.how == "signal":
-                os.kill(os.getpid(), signal.SIGUSR1)
-            else:
-                self.request_save()
+    def act_in(self, place: str) -> None:
+        if (place, self.global_step) == self.when and not self.has_acted:
+            self.has_acted = True
+            self.action(self)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self._ask("training_step")
+        if not self.is_accumulating_gradients:  # in the midst of a window, if it has several batches
+            self.act_in("training_step")
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self._ask("validation_step")
+        if batch_idx == 1:
+            self.act_in("validation_step")
         return super().validation_step(batch, batch_idx)
 
-    def post_val_epoch(self, metrics: dict[str, float]) -> None:
-        self._ask("post_val_epoch")
 
-    def post_train_step(self) -> None:
-        self._ask("post_train_step")
+class Actor(dt.Callback):
+    order = 1000
+
+    def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        trainer.act_in("pre_train_batch")
+
+    def post_train_step(self, trainer: Any) -> None:
+        trainer.act_in("post_train_step")
+
+    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
+        trainer.act_in("post_val_epoch")
+
+    def post_epoch(self, trainer: Any) -> None:
+        trainer.act_in("post_epoch")
+
+
+def acts(place: str, at: int, action: Callable[[Any], object], **checkpoint: Any) -> Acts:
+    return Acts(make_config(training=VALIDATING, callbacks=[Validated()], **checkpoint), place, at, action)
+
+
+def signal_usr1(trainer: Any) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def request(trainer: Any) -> None:
+    trainer.request_save()
+
+
+def save(trainer: Any) -> None:
+    trainer.save_checkpoint()
+
+
+def fail(trainer: Any) -> None:
+    raise KeyError("broken")
 
 
 @pytest.fixture
@@ -207,76 +221,41 @@ def straight() -> Saves:
     return trainer
 
 
-@pytest.mark.parametrize("how", ["signal", "request"])
-@pytest.mark.parametrize("place", ["training_step", "post_train_step", "validation_step", "post_val_epoch"])
+@pytest.mark.pitfall(6)
+@pytest.mark.parametrize(
+    ("place", "at", "action", "saved"),
+    [
+        ("training_step", 2, signal_usr1, 3),
+        ("post_train_step", 3, request, 3),
+        ("validation_step", 3, signal_usr1, 3),
+        ("post_val_epoch", 3, request, 3),
+        *(("post_train_step", step, save, step) for step in (3, 6)),  # which know of what comes after them
+        *(("post_val_epoch", 6, save, 6), ("post_epoch", 6, save, 6)),
+    ],
+)
 def test_a_save_asked_for_anywhere_is_made_at_that_step_and_the_run_goes_on(
-    place: str, how: str, straight: Saves
+    place: str, at: int, action: Any, saved: int, straight: Saves
 ) -> None:
-    trainer = Asks(make_config(training=VALIDATING, callbacks=[Validated()], **NOTHING))
-    trainer.place, trainer.how = place, how
-    fit(trainer)
-    assert set(trainer.saved) == set(steps_of(trainer)) == {3}
+    trainer = fit(acts(place, at, action, **NOTHING))
+    assert set(trainer.saved) == set(steps_of(trainer)) == {saved}
     assert_as(straight, trainer)
-    resumed = run(training=VALIDATING, callbacks=[Validated()])
-    assert resumed.loaded == ["step_00000003"]
+    resumed = run(training=VALIDATING, callbacks=[Validated()], **NOTHING)
+    assert resumed.loaded == [f"step_{saved:08d}"]
     assert_as(straight, resumed)
-
-
-# -- exceptions
-
-
-class Breaks(Saves):
-    """Raises in `place`, when `at` steps are trained; in events as the last listener."""
-
-    def __init__(self, config: Config, place: str, at: int) -> None:
-        config.callbacks = dt.CallbackCollection([*config.callbacks, Breaker()])
-        super().__init__(config)
-        self.place, self.at = place, at
-
-    def break_at(self, place: str) -> None:
-        if (place, self.global_step) == (self.place, self.at):
-            raise KeyError(f"broken in {place}")
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        if not self.is_accumulating_gradients:  # in the midst of a window, if it has several batches
-            self.break_at("training_step")
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        if batch_idx == 1:
-            self.break_at("validation_step")
-        return super().validation_step(batch, batch_idx)
-
-
-class Breaker(dt.Callback):
-    order = 1000
-
-    def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
-        trainer.break_at("pre_train_batch")
-
-    def post_train_step(self, trainer: Any) -> None:
-        trainer.break_at("post_train_step")
-
-    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
-        trainer.break_at("post_val_epoch")
-
-    def post_epoch(self, trainer: Any) -> None:
-        trainer.break_at("post_epoch")
 
 
 @pytest.mark.parametrize(
     ("place", "at"),
     [
-        *((place, at) for place in ("pre_train_batch", "training_step", "post_train_step") for at in (3, 4, 6)),
-        *((place, at) for place in ("validation_step", "post_val_epoch") for at in (3, 6, 9, 12)),
-        *(("post_epoch", at) for at in (6, 12)),
+        *(("pre_train_batch", 6), ("training_step", 4), ("post_train_step", 3)),
+        *(("validation_step", 3), ("post_val_epoch", 6), ("post_epoch", 12)),
     ],
 )
 def test_an_exception_anywhere_ends_a_run_of_one_rank_with_its_last_step_saved(
     place: str, at: int, straight: Saves
 ) -> None:
-    trainer = Breaks(make_config(training=VALIDATING, callbacks=[Validated()], **NOTHING), place, at)
-    with pytest.raises(KeyError, match=f"broken in {place}"):
+    trainer = acts(place, at, fail, **NOTHING)
+    with pytest.raises(KeyError, match="broken"):
         fit(trainer)
     assert trainer.saved == steps_of(trainer) == [at]
     resumed = run(training=VALIDATING, callbacks=[Validated()], **NOTHING)
@@ -289,7 +268,7 @@ def test_an_exception_anywhere_ends_a_run_of_one_rank_with_its_last_step_saved(
 def test_an_exception_in_the_midst_of_a_window_leaves_nothing_of_it() -> None:
     training = VALIDATING | {"gradient_accumulation_steps": 2}
     expected = run(experiment="straight", training=training, callbacks=[Validated()])
-    trainer = Breaks(make_config(training=training, callbacks=[Validated()], **NOTHING), "training_step", 4)
+    trainer = Acts(make_config(training=training, callbacks=[Validated()], **NOTHING), "training_step", 4, fail)
     with pytest.raises(KeyError):
         fit(trainer)
     (manifest,) = trainer.checkpoints()
@@ -301,97 +280,13 @@ def test_an_exception_in_the_midst_of_a_window_leaves_nothing_of_it() -> None:
     assert resumed.seen == expected.seen[8:]
 
 
-class BreaksOnce(resumable.Resumable):
-    """Raises in the second micro-batch of the window after step 2, unless it was resumed."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        if self.global_step == 2 and not self.is_accumulating_gradients and not self.loaded:
-            raise KeyError("broken")
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.pitfall(44)
-def test_what_a_window_logged_before_an_exception_in_it_is_not_counted_twice() -> None:
-    lines = []
-    for experiment, kind in (("straight", resumable.Resumable), ("run", BreaksOnce), ("run", BreaksOnce)):
-        own = {"workers": 0, "random_layers": False, "noise": 0.0}
-        config = resumable.make_config(experiment, log_every=4, own=own, max_steps=4, n_epochs=None)
-        with contextlib.suppress(KeyError), kind(config) as trainer:
-            trainer.fit()
-        if kind is resumable.Resumable or trainer.global_step == 4:  # what broke off wrote nothing yet
-            lines.append([line for line in resumable.log_lines(config.run_dir) if "train/loss" in line])
-    straight, resumed = lines
-    assert [line["step"] for line in straight] == [4]
-    assert resumed[-1]["train/loss"] == straight[0]["train/loss"]
-    assert resumed[-1]["step"] == 4
-
-
-class SavesNow(dt.Callback):
-    """Calls `save_checkpoint` in `place` after step `at`, as the last listener."""
-
-    order = 1000
-
-    def __init__(self, place: str, at: int) -> None:
-        self._where = place, at
-
-    def save(self, trainer: Any, place: str) -> None:
-        if (place, trainer.global_step) == self._where:
-            trainer.save_checkpoint()
-
-    def post_train_step(self, trainer: Any) -> None:
-        self.save(trainer, "post_train_step")
-
-    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
-        self.save(trainer, "post_val_epoch")
-
-    def post_epoch(self, trainer: Any) -> None:
-        self.save(trainer, "post_epoch")
-
-
-@pytest.mark.pitfall(6)
-@pytest.mark.parametrize(
-    ("place", "at"),
-    [("post_train_step", 3), ("post_train_step", 6), ("post_val_epoch", 3), ("post_val_epoch", 6), ("post_epoch", 6)],
-)
-def test_a_checkpoint_made_in_an_event_knows_what_comes_after_it(place: str, at: int, straight: Saves) -> None:
-    """A validation, or the end of the epoch."""
-    callbacks = [Validated(), SavesNow(place, at)]
-    trainer = run(training=VALIDATING, callbacks=callbacks, **NOTHING)
-    assert trainer.saved == steps_of(trainer) == [at]
-    assert_as(straight, trainer)
-    resumed = run(training=VALIDATING, callbacks=[Validated()], **NOTHING)
-    assert resumed.loaded == [f"step_{at:08d}"]
-    assert_as(straight, resumed)
-
-
-def test_a_save_that_is_due_replaces_the_one_of_an_event_at_its_step(straight: Saves) -> None:
-    trainer = run(training=VALIDATING, callbacks=[SavesNow("post_train_step", 6)])
-    assert trainer.saved == [6, 6, 12]
-    progress = read_shared(trainer.checkpoint_dir / "step_00000006")["progress"]
-    assert (progress["current_epoch"], progress["owed"]) == (1, None)
-    assert trainer.checkpoints()[0].metrics == straight.checkpoints()[0].metrics != {}
-
-
-def test_weights_that_are_no_longer_those_of_a_step_are_not_saved() -> None:
-    class HalfWay(Saves):
-        def post_optimizer_step(self, model: Any, optimizer: Any) -> None:
-            if self.global_step == 3:
-                raise KeyError("half-way")
-
-    trainer = HalfWay(make_config(save_every_n_steps=2))
-    with pytest.raises(KeyError, match="half-way"):
-        fit(trainer)
-    assert steps_of(trainer) == [2]
-
-
-@pytest.mark.parametrize("async_save", [True, False])
-def test_after_a_nonfinite_gradient_nothing_is_saved(async_save: bool) -> None:
+def test_after_a_nonfinite_gradient_nothing_is_saved() -> None:
     class Explodes(Saves):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             x, y, numbers = batch
             return super().training_step((x, y * (NAN if self.global_step == 3 else 1.0), numbers), batch_idx)
 
-    trainer = Explodes(make_config(save_every_n_steps=2, async_save=async_save))
+    trainer = Explodes(make_config(save_every_n_steps=2))
     with pytest.raises(NonFiniteError):
         fit(trainer)
     assert steps_of(trainer) == [2]

@@ -89,17 +89,6 @@ class Trained(Sharded, dt.CheckpointMixin):
                 parameter.data.clamp_(-0.2, 0.2)
         return {}
 
-    def post_train_step(self) -> None:
-        if self.kind == "averages in a step":
-            for parameter in self.model.parameters():
-                parameter.data.mul_(0.9)
-            self.look_at_averages()
-
-    def pre_epoch(self) -> None:
-        if self.kind == "frozen list":
-            for parameter in self.kept:
-                parameter.requires_grad_(self.current_epoch % 2 == 1)
-
     def post_epoch(self) -> None:
         if self.kind == "averages in an event":
             self.look_at_averages()
@@ -117,8 +106,8 @@ class Trained(Sharded, dt.CheckpointMixin):
 
 
 KINDS = [
-    *("average of clamped", "averages in a step", "averages in an event", "saved in an event", "weights in an event"),
-    *("kept list", "frozen list", "state of the constructor", "an optimizer's lists"),
+    *("average of clamped", "averages in an event", "saved in an event", "weights in an event"),
+    *("kept list", "state of the constructor", "an optimizer's lists"),
 ]
 
 

@@ -98,7 +98,6 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
 
 
 def numbers(value: Any) -> Any:
-    """With tolerance for rounding."""
     if isinstance(value, dict):
         return {
             key: numbers(item) if key != "val/mean" else pytest.approx(item, rel=1e-6) for key, item in value.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, HookError, StepError
-from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, fit, make_config, network, run_ranks, weights
+from tests.api import ConfigError, DistributedDataLoader, HookError, StepError
+from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, make_config, network, weights
 from tests.worlds import run_world
+
+NEWER = pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
 
 
 def loader() -> Any:
@@ -102,39 +103,6 @@ def test_saving_and_counting_run_on_one_rank_alone_and_gathered_weights_are_plai
     assert all(torch.equal(saved[name], value) for name, value in results[1]["state"].items())
 
 
-def gathered_under_bf16() -> list[Any]:
-    devices = dt.DeviceParameters(device="cpu", precision="bf16")
-    config = make_config(max_steps=1, devices=devices)
-
-    class Half(Saves):
-        def configure_models(self) -> None:
-            self.model = Model()
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            loss = self.model(batch[0].float()).square().mean()
-            self.backward(loss)
-            self.step(self.model, self.optimizer)
-            return {}
-
-    with Half(config, loader()) as trainer:
-        trainer.fit()
-        exact = {name: p.full_tensor().detach().clone() for name, p in trainer.model.named_parameters()}
-        with trainer.gathered(trainer.model):
-            inside = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-            trainer.model(torch.ones(1, 3))  # without autocast it computes in float32
-            with trainer.autocast():
-                half = trainer.model(torch.ones(1, 3))
-        return [exact, inside, half]
-
-
-@pytest.mark.pitfall(83)
-def test_gathered_weights_have_full_precision_under_bf16() -> None:
-    for exact, inside, _ in run_world(gathered_under_bf16, 2):
-        for name, value in exact.items():
-            assert inside[name].dtype == torch.float32
-            assert torch.equal(inside[name], value)
-
-
 # -- models built in the constructor
 
 
@@ -187,6 +155,10 @@ class CollectsEarly(Sharded):
         self.optimizer = torch.optim.SGD(self.collected, lr=0.1)
 
 
+class InSharedMemory(Sharded):
+    """By a config that only GPUs can follow."""
+
+
 class Stranger(Sharded):
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
@@ -195,10 +167,11 @@ class Stranger(Sharded):
 
 
 def refused(kind: type[Sharded]) -> str:
-    trainer = kind(make_config(max_steps=1), loader())
+    memory = dt.FSDPParameters(symmetric_memory=True) if kind is InSharedMemory else None
+    trainer = kind(make_config(max_steps=1, fsdp=memory), loader())
     try:
-        trainer.launch_and_resume()
-    except HookError as error:
+        trainer._session.start()
+    except (ConfigError, HookError) as error:
         return str(error)
     finally:
         trainer.close()
@@ -211,6 +184,7 @@ def refused(kind: type[Sharded]) -> str:
     [
         (CollectsEarly, ["self.optimizer", "model.0.0.0.weight", "configure_optimizers"]),
         (Stranger, ["self.second", "shape (2,)", "no model of the trainer"]),
+        pytest.param(InSharedMemory, ["the device is 'cpu'. It needs GPUs that read each other's"], marks=NEWER),
     ],
 )
 def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
@@ -218,25 +192,6 @@ def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
 ) -> None:
     for said in run_world(refused, 2, kind):
         assert all(word in said for word in words), said
-
-
-def test_an_optimizer_under_two_names_counts_once() -> None:
-
-    class Twice(Spread):
-        def configure_optimizers(self) -> None:
-            super().configure_optimizers()
-            self.again = self.optimizer
-            self.all_of_them = [self.optimizer]
-
-    with Twice(make_config(max_steps=1), loader()) as trainer:
-        trainer.fit()
-        assert list(trainer.named_optimizers()) == ["optimizer"]
-
-
-def test_one_rank_alone_names_a_model_that_was_built_in_the_constructor(caplog: pytest.LogCaptureFixture) -> None:
-    config = make_config(max_steps=1)
-    fit(BuiltEarly(replace(config), loader()))
-    assert "self.model was built before configure_models" in caplog.text
 
 
 # -- what newer PyTorch gives shards
@@ -266,7 +221,7 @@ def on_ranks() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
+@NEWER
 def test_weights_are_the_same_and_each_copy_reduces_in_a_group_of_its_own() -> None:
     for rank, (plain, found) in enumerate(run_world(on_ranks, 4)):
         assert found["losses"] == plain["losses"]
@@ -274,28 +229,3 @@ def test_weights_are_the_same_and_each_copy_reduces_in_a_group_of_its_own() -> N
         assert plain["collectives"] == []
         assert found["collectives"][0] >= 3 * 3  # two blocks and the rest, in each step
         assert found["ranks"] == [[0, 1] if rank < 2 else [2, 3]]
-
-
-def in_shared_memory() -> None:
-    parameters = dt.FSDPParameters(symmetric_memory=True)
-    config = dataclasses.replace(
-        make_config(max_steps=1, devices=dt.DeviceParameters(device="cpu")), fsdp_parameters=parameters
-    )
-    Sharded(config, DistributedDataLoader(Samples(24), 2)).fit()
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
-def test_memory_that_devices_cannot_share_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    code = "from tests.trainer.test_whole_weights import in_shared_memory; in_shared_memory()"
-    for status, text in run_ranks(code, 2, tmp_path):
-        assert status == 1
-        assert (
-            "fsdp_parameters.symmetric_memory=True: the device is 'cpu'. It needs GPUs that read each other's" in text
-        )
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
-def test_pytorch_has_what_asks_for_shared_memory() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    assert callable(FSDPModule.set_symm_mem_for_comm)
