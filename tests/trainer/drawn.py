@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
 from tests.trainer.arithmetic import fill, full
-from tests.trainer.small import Config as SmallConfig
-from tests.trainer.small import network, run_config
+from tests.trainer.small import Config as SmallConfig, network, run_config
 
 WIDTH, SEED = 3, 7
 DEALT = ("own", "plain")

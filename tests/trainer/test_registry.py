@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from dream_trainer.trainer import mixins
-from tests.api import ConfigError, Cooperation, HookError
+from tests.api import ConfigError, HookError, MixinHooks
 from tests.trainer.small import Alone, Spread, batches, make_config
 from tests.trainer.test_names import Everything, everything_config
 

@@ -355,7 +355,7 @@ def meet_what_was_sent() -> list[str]:
     for cls, devices in ((Twice, CPU), (Twice, OVERLAPPED), (Meddles, CPU), (Meddles, OVERLAPPED)):
         trainer = cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8)))
         try:
-            trainer._session.start()
+            trainer.launch_and_resume()
             trainer._train()
             found.append("trained")
         except StepError as error:

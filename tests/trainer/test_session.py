@@ -24,8 +24,16 @@ from tests.api import (
     seed_cpu,
     undisturbed_cpu_state,
 )
-from tests.trainer.small import Alone, Validates, assert_same_weights, batches, by_hand, fit, make_config
-from tests.trainer.small import weights as weights_of
+from tests.trainer.small import (
+    Alone,
+    Validates,
+    assert_same_weights,
+    batches,
+    by_hand,
+    fit,
+    make_config,
+    weights as weights_of,
+)
 
 
 class Evaluates(Validates, Alone, dt.EvalMixin):

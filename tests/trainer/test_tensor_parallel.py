@@ -216,7 +216,7 @@ def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:
 def refused(kind: type[Trained]) -> str:
     trainer = kind(config_of(WORLD_2[0]))
     with pytest.raises((ConfigError, HookError)) as error:
-        trainer._session.start()
+        trainer.launch_and_resume()
     trainer.close()
     return str(error.value)
 

@@ -245,7 +245,7 @@ FOUND: dict[str, tuple[type[Trained], Case, str]] = {
 
 def first_error(kind: type[Trained], case: Case) -> str:
     trainer = kind(comparing(of_sequences(case)))
-    trainer._session.start()
+    trainer.launch_and_resume()
     with pytest.raises(StepError) as error:
         trainer._train()
     return str(error.value)

@@ -170,7 +170,7 @@ def refused(kind: type[Sharded]) -> str:
     memory = dt.FSDPParameters(symmetric_memory=True) if kind is InSharedMemory else None
     trainer = kind(make_config(max_steps=1, fsdp=memory), loader())
     try:
-        trainer._session.start()
+        trainer.launch_and_resume()
     except (ConfigError, HookError) as error:
         return str(error)
     finally:

@@ -331,7 +331,8 @@ def names_of_ours(cls: Any) -> dict[str, type]:
     names: dict[str, type] = {
         name: part for part in parts for name in vars(part) if not name.startswith(("__", f"_{part.__name__}__"))
     }
-    return names | dict.fromkeys(_ATTRIBUTES, parts[-1])
+    names.update(dict.fromkeys(_ATTRIBUTES, parts[-1]))
+    return names
 
 
 def _taken(theirs: str, name: str, ours: type) -> HookError:
