@@ -27,6 +27,7 @@ ROOMS = [
     "config",
     "distributed",
     "modules",
+    "parallel",
     "data",
     "meta",
     "optim",
@@ -218,7 +219,8 @@ def loaded_at_run_time(package: str) -> dict[str, str]:
     """The map that a package's `__init__` gives to `lazy_names`."""
     calls = [node for node in ast.walk(tree_of(package)) if isinstance(node, ast.Call)]
     (call,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "lazy_names"]
-    return {name: f"dream_trainer.{home}" for name, home in ast.literal_eval(call.args[1]).items()}
+    modules = ast.literal_eval(call.args[1])
+    return {name: f"dream_trainer.{module}" for module, names in modules.items() for name in names.split()}
 
 
 def test_checkers_see_the_packages_that_load_on_first_use() -> None:

@@ -20,7 +20,7 @@ from dream_trainer.checks import check_between, check_boolean, check_choice, che
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.averages import AveragingCallback
-from dream_trainer.modules.sharding import is_gathered
+from dream_trainer.parallel.sharding import is_gathered
 from dream_trainer.trainer.saved_state import numbered
 
 if TYPE_CHECKING:

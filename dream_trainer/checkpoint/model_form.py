@@ -15,7 +15,7 @@ from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import gathered_twins
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.modules.sharding import fsdp_modules
+from dream_trainer.parallel.sharding import fsdp_modules
 
 logger = logging.getLogger("dream_trainer")
 

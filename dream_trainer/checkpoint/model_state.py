@@ -16,7 +16,7 @@ from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.modules.cut_models import names_in_whole
+from dream_trainer.parallel.cut_models import names_in_whole
 
 EXTRA_STATE = "_extra_state"
 

@@ -72,7 +72,9 @@ class Ranks:
     @property
     def counts_samples(self) -> bool:
         """Whether this rank is the one of those that see parts of the same samples by which each is counted once."""
-        return self.rank % self.sample_copies == 0 and self._is_of_last_stages
+        return self.stages == self.sample_copies == 1 or (
+            self.rank % self.sample_copies == 0 and self._is_of_last_stages
+        )
 
     @property
     def _is_of_last_stages(self) -> bool:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.modules.expert_exchange import ExpertExchange as ExpertExchange, split_experts as split_experts
-    from dream_trainer.modules.gated_experts import GatedExperts as GatedExperts
-    from dream_trainer.modules.mixture_of_experts import MoE as MoE, SharedExperts as SharedExperts
-    from dream_trainer.modules.random_parts import declare_random_layer as declare_random_layer
+    from dream_trainer.parallel.expert_exchange import ExpertExchange as ExpertExchange, split_experts as split_experts
+    from dream_trainer.parallel.gated_experts import GatedExperts as GatedExperts
+    from dream_trainer.parallel.mixture_of_experts import MoE as MoE, SharedExperts as SharedExperts
+    from dream_trainer.parallel.random_parts import declare_random_layer as declare_random_layer
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "modules.expert_exchange": "ExpertExchange split_experts",
-            "modules.gated_experts": "GatedExperts",
-            "modules.mixture_of_experts": "MoE SharedExperts",
-            "modules.random_parts": "declare_random_layer",
+            "parallel.expert_exchange": "ExpertExchange split_experts",
+            "parallel.gated_experts": "GatedExperts",
+            "parallel.mixture_of_experts": "MoE SharedExperts",
+            "parallel.random_parts": "declare_random_layer",
         },
     )

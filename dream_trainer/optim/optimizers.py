@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop, SparseAdam
 
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.sharded_model import is_sharded
 from dream_trainer.optim.groups import Placed, group, matches_any, place, require_match
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerParameters
+from dream_trainer.parallel.sharded_model import is_sharded
 
 # Any, since Optimizer's own constructor knows none of their keywords.
 _CLASSES: dict[str, type[Any]] = {

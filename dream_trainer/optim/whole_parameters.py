@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.sharding import repeated_blocks
+from dream_trainer.parallel.sharding import repeated_blocks
 
 
 class Described(NamedTuple):

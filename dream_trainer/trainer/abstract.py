@@ -150,7 +150,7 @@ class AbstractTrainer(MixinHooks):
         Raises:
             HookError: Read before launch.
         """
-        return self._runtime.world
+        return self._runtime.launched or self._runtime.world
 
     @property
     def global_step(self) -> int:
@@ -406,7 +406,7 @@ class AbstractTrainer(MixinHooks):
 
     def frozen(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
-        from dream_trainer.modules.sharding import frozen
+        from dream_trainer.parallel.sharding import frozen
 
         return frozen(*models)
 
@@ -416,7 +416,7 @@ class AbstractTrainer(MixinHooks):
         To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
         gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
         """
-        from dream_trainer.modules.sharding import gathered
+        from dream_trainer.parallel.sharding import gathered
 
         self.world.refuse_if_forbidden()
         return _both(self._runtime.parallel.whole(), gathered(*models))

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from dream_trainer.compat.pytorch import local_tensor, reading_waits
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.loggers.formatting import format_bytes
-from dream_trainer.modules.expert_sharding import modules_of_experts
-from dream_trainer.modules.mixture_of_experts import MoE
 from dream_trainer.modules.precision import half_dtype, reduce_dtype
 from dream_trainer.modules.recompute import Recomputed
-from dream_trainer.modules.sharding import fsdp_modules
+from dream_trainer.parallel.expert_sharding import modules_of_experts
+from dream_trainer.parallel.mixture_of_experts import MoE
+from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.trainer.event_table import describe_events
 from dream_trainer.trainer.step.gradients import guards_itself
 
@@ -106,9 +106,7 @@ def _places(runtime: Runtime, world: World) -> list[str]:
 
 def _stages(runtime: Runtime) -> list[str]:
     """A row for each stage of a pipeline: where it is, and what it holds; and for each model that is in no stages."""
-    from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin
-
-    if runtime.world.stages == 1 or not isinstance(runtime, PipelineParallelMixin) or not runtime.registry.models():
+    if not runtime.parallel.stages:
         return []
     rows = ["", "| Model | Stage | Place in the pipeline | Holds |", "| --- | --- | --- | --- |"]
     for model_name, model in runtime.registry.models().items():
@@ -201,7 +199,7 @@ def step_traffic(runtime: Runtime) -> Traffic | None:
         _add(sent, runtime, "dp_replicate", workers, inside, across)
         by_dimension["dp_replicate"] = within + across
     if world.stages > 1:
-        from dream_trainer.trainer.pipeline import Pipelined
+        from dream_trainer.parallel.pipeline import Pipelined
 
         of_models = [
             m._pipeline.bytes_of_a_batch for m in runtime.registry.models().values() if isinstance(m, Pipelined)

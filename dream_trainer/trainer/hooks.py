@@ -20,7 +20,7 @@ from dream_trainer.nested import to_device
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.modules.joined_buffers import BufferPolicy
+    from dream_trainer.parallel.joined_buffers import BufferPolicy
 
 
 class Hooks:
@@ -43,7 +43,7 @@ class Hooks:
 
         Default: the children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
         """
-        from dream_trainer.modules.sharding import repeated_blocks
+        from dream_trainer.parallel.sharding import repeated_blocks
 
         return repeated_blocks(model)
 
@@ -77,7 +77,7 @@ class Hooks:
         what follows in the last, as is what lies between two stages' blocks in the one before it. None for a model of
         fewer blocks.
         """
-        from dream_trainer.modules.pipeline_stages import even_stages
+        from dream_trainer.parallel.pipeline_stages import even_stages
 
         blocks = self.model_blocks(model)
         return even_stages(model, blocks, n_stages) if len(blocks) >= n_stages else None

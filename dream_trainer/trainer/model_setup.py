@@ -10,16 +10,17 @@ from dream_trainer.meta.realize import Plan
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import sharding_policy
-from dream_trainer.modules.sharded_model import shardable_bytes
-from dream_trainer.modules.sharding import keeping_tied_and_frozen
+from dream_trainer.parallel.sharded_model import shardable_bytes
+from dream_trainer.parallel.sharding import keeping_tied_and_frozen
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dream_trainer.config.device_parameters import DeviceParameters
+    from dream_trainer.parallel.verify import Verification
     from dream_trainer.trainer.runtime import Runtime
-    from dream_trainer.trainer.verify import Verification
 
 
 @dataclass
@@ -37,9 +38,17 @@ class Build:
 
 def verified_against_now(runtime: Runtime) -> Verification | None:
     """Of models with what they are now, in one piece, where ranks will share that."""
-    from dream_trainer.trainer.verify import Verification, is_verifiable
+    from dream_trainer.parallel.verify import Verification, is_verifiable
 
-    return Verification(runtime) if is_verifiable(runtime.config.device_parameters) else None
+    devices: DeviceParameters = runtime.config.device_parameters
+    if not is_verifiable(devices):
+        return None
+
+    def is_in_step() -> bool:
+        return runtime.state.training and runtime.session.is_ready and runtime.accumulation.is_open
+
+    models, world, blocks_of = runtime.registry.models(), runtime.world, runtime.hooks.model_blocks
+    return Verification(models, blocks_of, devices, world, runtime.warn_once, is_in_step, lambda: runtime.takeover)
 
 
 def cut_into_stages(runtime: Runtime, build: Build) -> None:
@@ -70,7 +79,12 @@ def split_mixtures(runtime: Runtime, build: Build) -> None:
     if ranks == 1:
         return
     from dream_trainer.distributed.world import lay_expert_mesh
-    from dream_trainer.modules.expert_sharding import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
+    from dream_trainer.parallel.expert_sharding import (
+        divide_rows,
+        keep_out_of_graphs,
+        modules_of_experts,
+        shard_experts,
+    )
 
     mesh = lay_expert_mesh(runtime.world, ranks)
     with keeping_tied_and_frozen(models):

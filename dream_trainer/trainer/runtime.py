@@ -16,7 +16,7 @@ from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.data.feed import ConnectedData
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
-from dream_trainer.modules.parallel_models import ParallelModels
+from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
@@ -29,7 +29,7 @@ from dream_trainer.trainer.window_state import WindowState
 if TYPE_CHECKING:
     from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.attention_takeover import AttentionTakeover
+    from dream_trainer.parallel.attention_takeover import AttentionTakeover
     from dream_trainer.trainer.prefetcher import Prefetcher
     from dream_trainer.trainer.step.accumulation import Accumulation
     from dream_trainer.trainer.step.optimizer_step import OptimizerStep
@@ -70,7 +70,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class Origin:
+class RunOrigin:
     """Where a run comes from, as its record keeps it (trainer/run_record.py)."""
 
     parent: dict[str, Any] | None = None  # of a branch, what it began from
@@ -79,7 +79,7 @@ class Origin:
     best_of_checkpoint: dict[str, tuple[float, int]] = field(default_factory=dict)  # with steps, until training starts
 
 
-class Recorder(Protocol):
+class RunsRecord(Protocol):
     """What the loop asks of trainer/run_recorder.py."""
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]: ...
@@ -104,8 +104,8 @@ class Runtime:
     records: Records = field(default_factory=Records)  # what `log` adds to
     parallel: ParallelModels = field(default_factory=ParallelModels)
     said_once: set[str] = field(default_factory=set)
-    origin: Origin = field(default_factory=Origin)
-    recorder: Recorder = field(init=False)
+    origin: RunOrigin = field(default_factory=RunOrigin)
+    recorder: RunsRecord = field(init=False)
     events: Mapping[str, tuple[Callable[..., None], ...]] = field(init=False)  # of this rank, once it is known
     # From launch on
     launched: World | None = None

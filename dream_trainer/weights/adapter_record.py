@@ -14,7 +14,7 @@ from dream_trainer.compat.pytorch import OfTensors
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.modules.class_change import own_class
-from dream_trainer.modules.cut_models import is_cut, names_in_whole
+from dream_trainer.parallel.cut_models import is_cut, names_in_whole
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:

@@ -156,7 +156,7 @@ def test_a_parameter_of_two_models_is_refused_by_name_where_they_are_wrapped() -
 
 def averaged_by_hand() -> list[list[float]]:
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.joined_buffers import JoinedBuffers
+    from dream_trainer.parallel.joined_buffers import JoinedBuffers
 
     world = World(dt.DeviceParameters(device="cpu"), shard_by_default=False)
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(2)).double()

@@ -237,9 +237,10 @@ def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks() -> None:
 
 def last_batch_refused(loader: Any, dp_size: int = 1, total_steps: int | None = None) -> str:
     stream = train_stream(loader, accumulation=1, dp_rank=0, dp_size=dp_size, seed=0)
-    trainer: Any = SimpleNamespace(_data=SimpleNamespace(stream=stream), total_steps=total_steps, accumulation_steps=1)
+    state = SimpleNamespace(total_steps=total_steps, accumulation_steps=1)
+    runtime: Any = SimpleNamespace(data=SimpleNamespace(stream=stream), state=state)
     try:
-        refuse_short_batches(trainer._runtime, 4)
+        refuse_short_batches(runtime, 4)
     except DataError as error:
         return str(error)
     return ""

@@ -139,7 +139,7 @@ def test_a_critic_is_that_of_a_loop_by_hand_on_all_ranks() -> None:
 
 
 def test_a_list_of_which_others_hold_layers_keeps_its_numbers_and_its_length() -> None:
-    from dream_trainer.modules.pipeline_stages import keep_only, number_lists
+    from dream_trainer.parallel.pipeline_stages import keep_only, number_lists
 
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad
 from torch.nn.functional import linear, mse_loss
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError
+from tests.api import DistributedDataLoader, StepError, start
 from tests.trainer.small import BY_BLOCKS, make_config, weights
 from tests.worlds import run_world
 
@@ -243,8 +243,8 @@ def loop_by_hand(model: nn.Module, loss_of: Loss, accumulation: int, ranks: int)
     data, optimizer, norms, after = Samples(), optimizer_of(model), [], []
     size = 2 * SIZE // ranks
     parts = list(zip(data.x.split(size), data.y.split(size), strict=True))
-    for start in range(0, len(parts), ranks * accumulation):
-        window = parts[start : start + ranks * accumulation]
+    for first in range(0, len(parts), ranks * accumulation):
+        window = parts[first : first + ranks * accumulation]
         for x, y in window:
             (loss_of(model, x, y) / len(window)).backward()
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
@@ -272,7 +272,7 @@ def of_shards_alone() -> tuple[str, bool]:
     config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
     trainer = ByBlocks(config, "method only")
     try:
-        trainer.launch_and_resume()
+        start(trainer._runtime)
         trainer._train()
     except StepError as error:
         return str(error), all(map(torch.equal, weights(trainer.model).values(), weights(ByBlocks.network()).values()))

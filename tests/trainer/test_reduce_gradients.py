@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError
+from tests.api import DistributedDataLoader, StepError, start
 from tests.trainer.small import BY_BLOCKS, Samples, Sharded, fill, make_config, network, weights
 from tests.worlds import run_world
 
@@ -169,7 +169,7 @@ class AddsLate(Sharded):
 def refused(cls: type[Sharded], layout: str) -> tuple[str, int]:
     trainer = cls(make_config(n_epochs=1, **LAYOUTS[layout]), DistributedDataLoader(Samples(LENGTH), SIZE))
     try:
-        trainer.launch_and_resume()
+        start(trainer._runtime)
         trainer._train()
     except StepError as error:
         return str(error), trainer.global_step

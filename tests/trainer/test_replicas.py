@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dream_trainer as dt
 from dream_trainer.trainer.step import buckets
-from tests.api import LocalGradients, PerRankLoader, StepError
+from tests.api import LocalGradients, PerRankLoader, StepError, start
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import WIDTH, Batch, Spread, batches, fused_adamw, make_config, network, sgd, weights
 from tests.worlds import run_world
@@ -355,7 +355,7 @@ def meet_what_was_sent() -> list[str]:
     for cls, devices in ((Twice, CPU), (Twice, OVERLAPPED), (Meddles, CPU), (Meddles, OVERLAPPED)):
         trainer = cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8)))
         try:
-            trainer.launch_and_resume()
+            start(trainer._runtime)
             trainer._train()
             found.append("trained")
         except StepError as error:

@@ -197,7 +197,7 @@ def test_streams_groups_and_repeated_batches_know_their_samples(given: str) -> N
 
     class Notes(OneProcess):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            sizes.append(self._window.batch_samples)
+            sizes.append(self._runtime.window.batch_samples)
             for part in batch.values() if isinstance(batch, dict) else [batch]:
                 super().training_step(part, batch_idx) if part is batch else self.backward(loss_of(self.model, part))
             if isinstance(batch, dict):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, HookError
+from tests.api import ConfigError, DistributedDataLoader, HookError, start
 from tests.trainer.arithmetic import (
     BATCH,
     Case,
@@ -216,7 +216,7 @@ def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:
 def refused(kind: type[Trained]) -> str:
     trainer = kind(config_of(WORLD_2[0]))
     with pytest.raises((ConfigError, HookError)) as error:
-        trainer.launch_and_resume()
+        start(trainer._runtime)
     trainer.close()
     return str(error.value)
 

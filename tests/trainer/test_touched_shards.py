@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError
+from tests.api import DistributedDataLoader, StepError, start
 from tests.trainer import test_plain_steps as plain
 from tests.trainer.small import BY_BLOCKS, make_config, weights
 from tests.trainer.test_plain_steps import SIZE, WIDTH, Bayesian, Loss, Plain, Samples, fill, fit_loss, loop_by_hand
@@ -240,7 +240,7 @@ def read_on_one_rank() -> str:
         return fit_loss(model, x, y)
 
     trainer.loss_of = loss_of
-    trainer.launch_and_resume()
+    start(trainer._runtime)
     with pytest.raises(RuntimeError) as error:
         trainer._train()
     return str(error.value)
@@ -255,7 +255,7 @@ def test_weights_that_one_rank_alone_reads_are_named_before_a_collective_gives_u
 def refused() -> tuple[str, bool, str]:
     trainer = Touches(config_of("blocks"), "forward")
     trainer.loss_of = plain.functional
-    trainer.launch_and_resume()
+    start(trainer._runtime)
     with pytest.raises(StepError) as error:
         trainer._train()
     unmoved = all(map(torch.equal, weights(trainer.model).values(), weights(Net()).values()))
@@ -320,8 +320,8 @@ def test_gradients_are_read_and_changed_as_whole_ones() -> None:
     for number, freezes in enumerate((False, True)):
         model, norms = Net(), []
         optimizer = plain.optimizer_of(model)
-        for start in range(0, len(parts), 4):
-            for place, (x, y) in enumerate(parts[start : start + 4]):
+        for first in range(0, len(parts), 4):
+            for place, (x, y) in enumerate(parts[first : first + 4]):
                 model.blocks[1].requires_grad_(not freezes or place < 2)
                 (fit_loss(model, x, y) / 4).backward()
             if not freezes:
@@ -363,7 +363,7 @@ def in_half_precision() -> dict[str, Tensor]:
     config = config_of("blocks")
     config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
     trainer = Shrinks(config, "forward")
-    trainer.launch_and_resume()
+    start(trainer._runtime)
     trainer._train()
     return weights(trainer.model)
 
@@ -393,7 +393,7 @@ class OfChanges(Touches):
 
 def changed_in_place() -> str:
     trainer = OfChanges(config_of("blocks"), "forward")
-    trainer.launch_and_resume()
+    start(trainer._runtime)
     with pytest.raises(RuntimeError) as error:
         trainer._train()
     return str(error.value)

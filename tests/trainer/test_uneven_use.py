@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer.trainer.step import buckets
-from tests.api import DistributedDataLoader, StepError
+from tests.api import DistributedDataLoader, StepError, start
 from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, fill, make_config, weights
 from tests.worlds import run_world
 
@@ -118,8 +118,8 @@ def by_hand(case: Case) -> dict[str, Any]:
     parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), torch.arange(LENGTH).split(SIZE), strict=True))
     size = 2 * case.accumulation
     for _ in range(2):
-        for start in range(0, len(parts), size):
-            window = parts[start : start + size]
+        for first in range(0, len(parts), size):
+            window = parts[first : first + size]
             total = sum(count_of(batch, case.weighted) for batch in window)
             for batch in window:
                 loss = mse_loss(model(batch[0], case.kind, number_of(batch)), batch[1])
@@ -158,7 +158,7 @@ def test_a_parameter_that_some_ranks_use_is_trained_as_in_one_process() -> None:
 def refused() -> tuple[str, dict[str, Tensor]]:
     trainer = ShardedUneven(make_config(n_epochs=1, fsdp=BY_BLOCKS), Case("blocks", "fsdp"))
     try:
-        trainer.launch_and_resume()
+        start(trainer._runtime)
         trainer._train()
     except StepError as error:
         return str(error), weights(trainer.model)
@@ -221,7 +221,7 @@ def run_tasks(how: str, saves: bool) -> tuple[str, int]:
     trainer = Tasks(config)
     trainer.how = how
     try:
-        trainer.launch_and_resume()
+        start(trainer._runtime)
         trainer._train()
     except StepError as error:
         return str(error), len(trainer.checkpoints())

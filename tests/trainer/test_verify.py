@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.api import StepError
+from tests.api import StepError, start
 from tests.trainer import meshes, mixing
 from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_of
 from tests.trainer.small import run_ranks
@@ -245,7 +245,7 @@ FOUND: dict[str, tuple[type[Trained], Case, str]] = {
 
 def first_error(kind: type[Trained], case: Case) -> str:
     trainer = kind(comparing(of_sequences(case)))
-    trainer.launch_and_resume()
+    start(trainer._runtime)
     with pytest.raises(StepError) as error:
         trainer._train()
     return str(error.value)

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError
+from tests.api import DistributedDataLoader, StepError, start
 from tests.trainer.arithmetic import full
 from tests.trainer.small import Samples, Sharded, make_config, weights
 from tests.worlds import run_world
@@ -142,7 +142,7 @@ def test_shards_and_whole_parameters_are_never_apart(tmp_path: Path) -> None:
 def refused() -> str:
     trainer = Trained(make_config(n_epochs=1), DistributedDataLoader(Samples(LENGTH), 2))
     trainer.kind = "an optimizer's objects"
-    trainer.launch_and_resume()
+    start(trainer._runtime)
     with pytest.raises(StepError) as error:
         trainer._train()
     return str(error.value)

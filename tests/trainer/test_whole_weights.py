@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, HookError, StepError
+from tests.api import ConfigError, DistributedDataLoader, HookError, StepError, start
 from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, make_config, network, weights
 from tests.worlds import run_world
 
@@ -170,7 +170,7 @@ def refused(kind: type[Sharded]) -> str:
     memory = dt.FSDPParameters(symmetric_memory=True) if kind is InSharedMemory else None
     trainer = kind(make_config(max_steps=1, fsdp=memory), loader())
     try:
-        trainer.launch_and_resume()
+        start(trainer._runtime)
     except (ConfigError, HookError) as error:
         return str(error)
     finally:

@@ -16,7 +16,7 @@ from dream_trainer.data.packing.attention_mask import (
     packed_attention_mask,
 )
 from dream_trainer.errors import StepError
-from dream_trainer.modules.context_attention import ContextAttention, GatheredAttention, UlyssesAttention
+from dream_trainer.parallel.context_attention import ContextAttention, GatheredAttention, UlyssesAttention
 
 Mask = Tensor | BlockMask | PackedSegments
 Kind = Literal["auto", "sdpa", "flex", "varlen"]

@@ -11,8 +11,8 @@ from dream_trainer.config.parallel_parameters import CompileConfigMixin, Compile
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.block_state import BlockState, Moves
 from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.modules.joined_buffers import unread_in_training
 from dream_trainer.modules.recompute import Recomputed
+from dream_trainer.parallel.joined_buffers import unread_in_training
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class CompileMixin(AbstractTrainer):
                     change_class(part, Traced)
                 mode = parameters.mode if options is None else None
                 if is_shared:
-                    from dream_trainer.modules.compiled_attention import compile_with_shared_attention
+                    from dream_trainer.parallel.compiled_attention import compile_with_shared_attention
 
                     compile_with_shared_attention(part, backend=parameters.backend, mode=mode, options=options)
                     continue

@@ -19,13 +19,13 @@ from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError, RanksDifferError
 from dream_trainer.loggers.records import NoRecord
-from dream_trainer.modules.shared_draws import seed_for_sequence
+from dream_trainer.parallel.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.context_attention import ContextAttention
+    from dream_trainer.parallel.context_attention import ContextAttention
     from dream_trainer.trainer.runtime import Runtime
 
 Step = Callable[[Any, int], Any]
@@ -62,7 +62,7 @@ class ContextParallelMixin(AbstractTrainer):
         if self.world.mesh_shape.cp == 1:
             return
         from dream_trainer.data.packing.shared_rows import handlers
-        from dream_trainer.modules.attention_takeover import AttentionTakeover
+        from dream_trainer.parallel.attention_takeover import AttentionTakeover
 
         attention = _attention(self._runtime)
         self.__sequence_cut = SequenceCut(attention, self.world)
@@ -112,8 +112,8 @@ def _step_seed(runtime: Runtime, batch_idx: int) -> int:
 
 
 def _attention(runtime: Runtime) -> ContextAttention:
-    from dream_trainer.modules.context_attention import GatheredAttention, UlyssesAttention
-    from dream_trainer.modules.sequence_parts import SequenceParts
+    from dream_trainer.parallel.context_attention import GatheredAttention, UlyssesAttention
+    from dream_trainer.parallel.sequence_parts import SequenceParts
 
     mesh = runtime.world.mesh
     assert mesh is not None  # several ranks share sequences

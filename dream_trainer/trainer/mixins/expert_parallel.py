@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from dream_trainer.errors import HookError
-from dream_trainer.modules.mixture_of_experts import MoE
+from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ExpertParallelMixin(AbstractTrainer):
             HookError: There is none.
         """
         super().apply_expert_parallel(mesh)
-        from dream_trainer.modules.expert_exchange import split_experts
+        from dream_trainer.parallel.expert_exchange import split_experts
 
         mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
         has_whole_models = self.config.device_parameters.pipeline_parallel == 1  # of its stages one may have none

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.cut_models import is_cut
-from dream_trainer.modules.sharding import shard_by_blocks
+from dream_trainer.parallel.cut_models import is_cut
+from dream_trainer.parallel.sharding import shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.model_setup import is_whole_in_steps
 

@@ -16,7 +16,7 @@ from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.events.callback import Callback
-from dream_trainer.modules.mixture_of_experts import MoE
+from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.mixin_hooks import NoRounds
 from dream_trainer.trainer.step.buckets import in_buckets
@@ -24,7 +24,7 @@ from dream_trainer.trainer.step.buckets import in_buckets
 if TYPE_CHECKING:
     from dream_trainer.config.parallel_parameters import LocalSGDParameters
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.parallel_models import ParallelModels
+    from dream_trainer.parallel.parallel_models import ParallelModels
     from dream_trainer.trainer.counters import Counters
     from dream_trainer.trainer.registry import Registry
     from dream_trainer.trainer.runtime import Runtime
@@ -155,7 +155,7 @@ def _refuse_what_crosses_workers(runtime: Runtime) -> None:
 # A round begins with the same parameters on all workers, which are kept. At its end each worker's way from there is
 # averaged over the workers, in flat buckets, and an outer SGD takes the mean as its gradient: with a learning rate of 1
 # and no momentum that gives the average of the parameters, and leaves what nobody changed as it was, to the bit.
-# Buffers whose policy is the mean (modules/joined_buffers.py) are averaged in the same way, without the outer SGD.
+# Buffers whose policy is the mean (parallel/joined_buffers.py) are averaged in the same way, without the outer SGD.
 
 
 _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."

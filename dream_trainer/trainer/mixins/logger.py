@@ -150,9 +150,8 @@ class LoggerMixin(AbstractTrainer):
     @override
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
-        self.__run_log.window_finished(
-            self.progress.global_step, is_last=is_last, is_stopped=self._runtime.coordinator.stopped
-        )
+        step, is_stopped = self._runtime.progress.global_step, self._runtime.coordinator.stopped
+        self.__run_log.window_finished(step, is_last=is_last, is_stopped=is_stopped)
 
     @override
     def _land(self, *, is_last: bool) -> None:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.precision import half_dtype, without_autocast
-from dream_trainer.modules.sharding import fsdp_modules
+from dream_trainer.parallel.cut_models import is_cut
+from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.trainer.pipeline import Pipeline, Stages
+    from dream_trainer.parallel.pipeline import Pipeline, Stages
 
 
 _NORMS = (
@@ -83,12 +83,12 @@ class PipelineParallelMixin(AbstractTrainer):
         """
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
-        from dream_trainer.modules.cut_models import remember_ties, ties_of
-        from dream_trainer.modules.joined_buffers import batch_norms
-        from dream_trainer.modules.pipeline_stages import keep_only, number_lists, stages_of_models
         from dream_trainer.optim.whole_parameters import remember_whole
-        from dream_trainer.trainer.pipeline import Stages
-        from dream_trainer.trainer.stage_check import StageCheck
+        from dream_trainer.parallel.cut_models import remember_ties, ties_of
+        from dream_trainer.parallel.joined_buffers import batch_norms
+        from dream_trainer.parallel.pipeline import Stages
+        from dream_trainer.parallel.pipeline_stages import keep_only, number_lists, stages_of_models
+        from dream_trainer.parallel.stage_check import StageCheck
 
         self._refuse_beside_a_pipeline(mesh.size())
         parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
@@ -126,8 +126,8 @@ class PipelineParallelMixin(AbstractTrainer):
         super()._finish_setup()
         if self.world.stages == 1:
             return
+        from dream_trainer.parallel.pipeline import Pipeline
         from dream_trainer.trainer.data_setup import refuse_short_batches
-        from dream_trainer.trainer.pipeline import Pipeline
         from dream_trainer.trainer.step.tied_gradients import connect_copies
 
         parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
@@ -185,7 +185,7 @@ class PipelineParallelMixin(AbstractTrainer):
         step = super()._wrap_step(step)
         if self.world.stages == 1:
             return step
-        from dream_trainer.trainer.stage_refusals import naming_what_is_elsewhere
+        from dream_trainer.parallel.stage_refusals import naming_what_is_elsewhere
 
         return naming_what_is_elsewhere(step, self.world.stages)
 

@@ -18,20 +18,20 @@ from dream_trainer.meta.initialise import default_init
 from dream_trainer.meta.left_behind import refuse_hidden, refuse_lazy
 from dream_trainer.meta.realize import materialize, remember
 from dream_trainer.meta.tape import Tape
-from dream_trainer.modules.cut_models import is_cut
-from dream_trainer.modules.expert_balance import ExpertBalance
-from dream_trainer.modules.joined_buffers import JoinedBuffers, make_equal, real_tensors
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import half_dtype, norms_in_float32
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
-from dream_trainer.modules.sharding import (
+from dream_trainer.optim.muon import Muon
+from dream_trainer.optim.optimizers import refuse_unshardable
+from dream_trainer.parallel.cut_models import is_cut
+from dream_trainer.parallel.expert_balance import ExpertBalance
+from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
+from dream_trainer.parallel.sharding import (
     move_what_is_whole,
     refuse_unsupported,
     shard_by_blocks,
 )
-from dream_trainer.optim.muon import Muon
-from dream_trainer.optim.optimizers import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks

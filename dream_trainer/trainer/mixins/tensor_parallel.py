@@ -35,8 +35,8 @@ class TensorParallelMixin(AbstractTrainer):
         ranks, models = self.world.mesh_shape.tp, self.named_models()
         if ranks == 1:
             return
-        from dream_trainer.modules.random_parts import undeclared_dropouts
-        from dream_trainer.modules.whole_gradients import compare_first_gradients
+        from dream_trainer.parallel.random_parts import undeclared_dropouts
+        from dream_trainer.parallel.whole_gradients import compare_first_gradients
 
         compare_first_gradients(self.named_optimizers().values(), models, self.world)
         if undeclared := undeclared_dropouts(models):
@@ -53,7 +53,7 @@ class TensorParallelMixin(AbstractTrainer):
         if self.config.device_parameters.tensor_parallel == 1:
             return step
         if not self.config.device_parameters.compile:  # compiled blocks would be compiled with what compares them
-            from dream_trainer.trainer.equal_parts import EqualParts, once_for_each_shape
+            from dream_trainer.parallel.equal_parts import EqualParts, once_for_each_shape
 
             step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
         if not self.config.tensor_parallel_parameters.loss_parallel:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.parallel_models import ParallelModels
+    from dream_trainer.parallel.parallel_models import ParallelModels
     from dream_trainer.trainer.registry import Registry
 
 Weight = Tensor | float

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_div_, local_tensor, local_tensors, with_local
 from dream_trainer.errors import StepError
-from dream_trainer.modules.expert_exchange import is_shared_by_experts
+from dream_trainer.parallel.expert_exchange import is_shared_by_experts
 
 if TYPE_CHECKING:
     import torch.distributed as dist

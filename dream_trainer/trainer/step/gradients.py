@@ -22,9 +22,9 @@ from dream_trainer.compat.pytorch import (
     foreach_norm,
     local_gradients,
 )
-from dream_trainer.modules.expert_exchange import is_shared_by_experts
 from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
+from dream_trainer.parallel.expert_exchange import is_shared_by_experts
 from dream_trainer.trainer.step.buckets import Averaging, make_buckets
 from dream_trainer.trainer.step.overlap import OverlappedAveraging
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.config.training_parameters import TrainingParameters
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.parallel_models import ParallelModels
+    from dream_trainer.parallel.parallel_models import ParallelModels
     from dream_trainer.trainer.registry import Registry
     from dream_trainer.trainer.step.accumulation import Accumulation, Weight
 
@@ -92,6 +92,7 @@ class OptimizerStep:
         self._before_step, self._after_step = before.listeners, after.listeners
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
         self._renormalises, self._others_may_change = before.is_heard_anywhere, after.is_heard_anywhere
+        self.settle_when_full = guard.settle_when_full
         self.before_update: Callable[[], None] = _nothing  # called before weights change
         self.had_gradients = False  # whether any step so far had a gradient
         self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
@@ -380,9 +381,6 @@ class OptimizerStep:
     def watch_left_out(self, listener: Callable[[Optimizer], None]) -> None:
         """Calls `listener` with each optimizer whose step the host skips, while its gradients still exist."""
         self._guard.left_out.append(listener)
-
-    def settle_when_full(self) -> None:
-        self._guard.settle_when_full()
 
     def settle(self) -> None:
         """Reads the norms not yet read, counts the skipped steps, and raises if the policy says so."""

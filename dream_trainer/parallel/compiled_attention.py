@@ -30,9 +30,9 @@ from dream_trainer.compat.compiler import (
 )
 from dream_trainer.compat.pytorch import function_modes, in_backward
 from dream_trainer.errors import DreamTrainerError, StepError
-from dream_trainer.modules.attention_takeover import AttentionTakeover, Handler
 from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.modules.shared_draws import RandomFunction
+from dream_trainer.parallel.attention_takeover import AttentionTakeover, Handler
+from dream_trainer.parallel.shared_draws import RandomFunction
 
 
 class SharedBlock(CompiledInside, Changed):

@@ -11,7 +11,7 @@ from torch import Tensor
 from dream_trainer.compat.pipelining import asked_for_what_is_not_there
 from dream_trainer.errors import RanksDifferError, StepError
 from dream_trainer.nested import leaves
-from dream_trainer.trainer.micro_batches import digest
+from dream_trainer.parallel.micro_batches import digest
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.modules.mixture_of_experts import MoE
+from dream_trainer.parallel.mixture_of_experts import MoE
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World

@@ -1,7 +1,7 @@
 """Inside a step whose sequences are shared by ranks: calls of attention go to ours.
 
 A model needs no change, where all that looks at other positions is `scaled_dot_product_attention`. Everything else that
-does would see this rank's positions alone: the first step's verification finds it (`trainer/verify.py`).
+does would see this rank's positions alone: the first step's verification finds it (`parallel/verify.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from dream_trainer.compat.operations import name_of_operation
 from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.errors import StepError
-from dream_trainer.modules.context_attention import ContextAttention
-from dream_trainer.modules.shared_draws import RandomFunction, is_draw
+from dream_trainer.parallel.context_attention import ContextAttention
+from dream_trainer.parallel.shared_draws import RandomFunction, is_draw
 
 Handler = Callable[..., Any]
 

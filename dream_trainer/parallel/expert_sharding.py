@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class
-from dream_trainer.modules.expert_exchange import ExpertExchange, is_shared_by_experts
+from dream_trainer.parallel.expert_exchange import ExpertExchange, is_shared_by_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

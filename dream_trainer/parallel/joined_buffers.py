@@ -18,7 +18,7 @@ from torch import Tensor
 from dream_trainer.compat.pytorch import foreach_copy_, is_persistent, local_tensor, storage_id
 from dream_trainer.distributed.equality import differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.mixture_of_experts import MoE
+from dream_trainer.parallel.mixture_of_experts import MoE
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dream_trainer.modules.expert_exchange import ExpertExchange
+    from dream_trainer.parallel.expert_exchange import ExpertExchange
 
 
 class GatedExperts(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dream_trainer.compat.pytorch import shard_dim
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.modules.shared_draws import numbers_of_place
+from dream_trainer.parallel.shared_draws import numbers_of_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

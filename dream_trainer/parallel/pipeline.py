@@ -20,15 +20,15 @@ from dream_trainer.compat.pytorch import trained_by, write_count
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
-from dream_trainer.modules.expert_exchange import without_exchange
 from dream_trainer.modules.forward_state import as_before
-from dream_trainer.modules.pipeline_stages import view_of
-from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
-from dream_trainer.modules.shared_draws import numbers_of_place
 from dream_trainer.nested import concatenated, leaves, map_tensors
-from dream_trainer.trainer.micro_batches import cut, rows_of, shapes_of
-from dream_trainer.trainer.stage_check import StageCheck
-from dream_trainer.trainer.stage_refusals import (
+from dream_trainer.parallel.expert_exchange import without_exchange
+from dream_trainer.parallel.micro_batches import cut, rows_of, shapes_of
+from dream_trainer.parallel.pipeline_stages import view_of
+from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
+from dream_trainer.parallel.shared_draws import numbers_of_place
+from dream_trainer.parallel.stage_check import StageCheck
+from dream_trainer.parallel.stage_refusals import (
     look_at_first,
     refuse_calls_with_gradients,
     refuse_graphs,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.step.accumulation import Weight
 
+Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]
 _KEPT_SCHEDULES = 8
 

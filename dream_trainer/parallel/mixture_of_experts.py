@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dream_trainer.checks import check_boolean, check_choice, check_integer
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.gated_experts import GatedExperts
+from dream_trainer.parallel.gated_experts import GatedExperts
 
 Scores = Literal["sigmoid", "softmax"]
 

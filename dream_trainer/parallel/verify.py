@@ -27,24 +27,22 @@ from torch.utils.hooks import RemovableHandle
 from dream_trainer.compat.pytorch import default_generator_of, shard_dim, without_hooks
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
-from dream_trainer.modules.expert_exchange import is_shared_by_experts
 from dream_trainer.modules.forward_state import ForwardState, as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype, without_autocast
-from dream_trainer.modules.sharding import fsdp_modules
 from dream_trainer.nested import leaves, map_tensors
+from dream_trainer.parallel.expert_exchange import is_shared_by_experts
+from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.trainer.runtime import Runtime
+    from dream_trainer.distributed.world import World
+    from dream_trainer.parallel.attention_takeover import AttentionTakeover
 
-_TF32 = 2.0**-10
-"""Between a number and the next, where float32 products of a GPU may be made of fewer digits."""
-_SMALL = 0.05
-"""Of the largest gradient in a model: what others are measured by that are smaller, as those that should be 0."""
+_TF32 = 2.0**-10  # between a number and the next, where float32 products of a GPU may be made of fewer digits
+_SMALL = 0.05  # of a model's largest gradient: what smaller ones are measured by, as those that should be 0
 _N_SKETCHES = 32
-_DRAWS = "random numbers"
-"""The place of a difference that says whether a forward drew random numbers."""
+_DRAWS = "random numbers"  # the place of a difference that says whether a forward drew some
 _WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
@@ -52,15 +50,12 @@ class Miss(NamedTuple):
     """The difference of a tensor from its expected value: the largest, or in half precision the mean one."""
 
     error: float
-    rounding: float
-    """The largest difference that is taken for rounding."""
+    rounding: float  # the largest difference that is taken for rounding
     own: float
-    whole: float
-    """The expected value; of a gradient both are about its root mean square."""
+    whole: float  # the expected value; of a gradient both are about its root mean square
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the difference is larger than rounding."""
         return self.error > self.rounding
 
 
@@ -73,12 +68,22 @@ def is_verifiable(devices: DeviceParameters) -> bool:
 class Verification:
     """Compares each model once, before its first forward in a training step."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
+        devices: DeviceParameters,
+        world: World,
+        warn_once: Callable[[str, str], None],
+        is_in_step: Callable[[], bool],
+        takeover: Callable[[], AttentionTakeover | None],
+    ) -> None:
+        self._models, self._blocks_of, self._devices, self._world = models, blocks_of, devices, world
+        self._warn_once, self._is_in_step, self._takeover = warn_once, is_in_step, takeover
         self._wholes: dict[str, nn.Module] = {}
         self._waiting: dict[str, RemovableHandle] = {}
         self._attributes: dict[str, dict[str, dict[str, Any]]] = {}
-        for name, model in runtime.registry.models().items():
+        for name, model in models.items():
             try:
                 self._wholes[name] = copied_without_values(model)
             except (RuntimeError, TypeError) as error:
@@ -86,19 +91,18 @@ class Verification:
 
     def begin(self) -> None:
         """Waits for the first forward of each model; they are parallelised by now."""
-        for name, model in self._runtime.registry.models().items():
+        for name, model in self._models.items():
             if name in self._wholes:
                 self._attributes[name] = {place: dict(vars(module)) for place, module in model.named_modules()}
                 hook = partial(self._before_forward, name)
                 self._waiting[name] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _before_forward(self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        runtime = self._runtime
-        is_in_step = runtime.state.training and runtime.session.is_ready and runtime.accumulation.is_open
-        if not is_in_step or (runtime.takeover is not None and not runtime.takeover.is_on()):
+        takeover = self._takeover()
+        if not self._is_in_step() or (takeover is not None and not takeover.is_on()):
             return
         self._waiting.pop(name).remove()
-        began, device = time.perf_counter(), runtime.world.device
+        began, device = time.perf_counter(), self._world.device
         with self._plainly(model), preserved_random_state(device), as_before(model):
             misses = self._compare(name, model, args, kwargs)
         for module in fsdp_modules(model):
@@ -112,15 +116,15 @@ class Verification:
         """Differences of block outputs in the order in which blocks run, of the model's output, and of gradients."""
         whole = self._wholes.pop(name)
         names = {module: place for place, module in model.named_modules()}
-        blocks = [names[block] for block in self._runtime.hooks.model_blocks(model) if block is not model]
+        blocks = [names[block] for block in self._blocks_of(model) if block is not model]
         own, others = dict(model.named_modules()), dict(whole.named_modules())
         told = {f"self.{name}.{block}": block for block in blocks} | {f"the output of self.{name}": ""}
         parts = _Outputs({place: own[block] for place, block in told.items()})
-        of_parameters = _Gradients(model, self._runtime.world.device)
+        of_parameters = _Gradients(model, self._world.device)
         self._give_what_was_set_since(name, model, whole)
-        run = _WholeRun(model, whole, blocks, of_parameters, self._runtime.world.device)
+        run = _WholeRun(model, whole, blocks, of_parameters, self._world.device)
         own_args, own_kwargs = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
-        device = self._runtime.world.device
+        device = self._world.device
         seed_device(0, device)
         seeds, of_device = WatchedSeeds(0), _state_of(device)
         with parts.noted(), of_parameters.of_running_modules():
@@ -155,7 +159,7 @@ class Verification:
     @contextmanager
     def _plainly(self, model: nn.Module) -> Iterator[None]:
         """Inside, nothing is compiled, and all modules but batch norms are in evaluation mode."""
-        takeover = self._runtime.takeover
+        takeover = self._takeover()
         uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
         # Without its module, which takes seconds to load, nothing is compiled.
         is_loaded = "torch._dynamo" in sys.modules
@@ -164,7 +168,8 @@ class Verification:
             yield
 
     def _aside(self) -> Any:
-        return nullcontext() if self._runtime.takeover is None else self._runtime.takeover.aside()
+        takeover = self._takeover()
+        return nullcontext() if takeover is None else takeover.aside()
 
     def _with_cotangents(self, given: Any, expected: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Outputs that have gradients, with fixed random cotangents: this rank's two, and the whole ones."""
@@ -190,11 +195,11 @@ class Verification:
             return
         gradients = run.gradients
         own_outputs, own_cotangents, whole_outputs, whole_cotangents = zip(*outputs, strict=True)
-        with without_autocast(self._runtime.config.device_parameters, run.device) or nullcontext():
+        with without_autocast(self._devices, run.device) or nullcontext():
             try:
                 gradients.from_outputs(own_outputs, own_cotangents)
             except RuntimeError as error:  # torch.utils.checkpoint that is reentrant, or whose second run is another
-                devices = self._runtime.config.device_parameters
+                devices = self._devices
                 if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
                     raise StepError(
                         f"under context_parallel={devices.context_parallel} the gradients of self.{name} may be of "
@@ -208,7 +213,7 @@ class Verification:
             except RuntimeError as error:  # as where whole sequences do not fit
                 self._cannot(name, f"its gradients cannot be computed in one piece ({type(error).__name__}: {error})")
                 return
-        world, shape = self._runtime.world, self._runtime.world.mesh_shape
+        world, shape = self._world, self._world.mesh_shape
         assert world.mesh is not None  # ranks share something
         own, whole = gradients.sketches()
         is_expert = torch.tensor([is_shared_by_experts(p) for p in gradients.parameters.values()], device=own.device)
@@ -246,7 +251,7 @@ class Verification:
                     vars(module)[key] = copy.copy(value)
 
     def _why_it_failed(self, error: Exception) -> str:
-        takeover = self._runtime.takeover
+        takeover = self._takeover()
         lengths = (
             ""
             if takeover is None
@@ -255,7 +260,7 @@ class Verification:
         return f"it fails in one piece{lengths} ({type(error).__name__}: {error})"
 
     def _cannot(self, name: str, why: str) -> None:
-        self._runtime.warn_once(
+        self._warn_once(
             f"verification of self.{name}",
             f"whether ranks compute self.{name} as one process does was not verified: {why}. Compare the first loss "
             "and gradient norm with those of one process, and leave this out with verify=False.",
@@ -263,7 +268,7 @@ class Verification:
 
     def _of_whole_sequence(self, tensor: Tensor) -> Tensor:
         """The whole tensor of a part; if the tensor was computed from what `cut_batch` gave, by its shape."""
-        takeover = self._runtime.takeover
+        takeover = self._takeover()
         if takeover is None:
             return tensor
         attention = takeover.attention
@@ -303,7 +308,7 @@ class Verification:
         shares = (missed / sizes.clamp(min=usual)).nan_to_num(nan=torch.inf).flatten()
         worst = int(shares.argmax())
         # In half precision, where experts are chosen by a near tie now and then, not by the worst of all.
-        is_exact = half_dtype(self._runtime.config.device_parameters) is None
+        is_exact = half_dtype(self._devices) is None
         share = shares[worst] if is_exact else shares.square().mean().sqrt()
         return Miss(float(share), rounding, part.flatten()[worst].item(), expected.flatten()[worst].item())
 
@@ -312,7 +317,7 @@ class Verification:
         if whole.ndim != len(shape):
             return None
         longer = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
-        world, takeover = self._runtime.world, self._runtime.takeover
+        world, takeover = self._world, self._takeover()
         if not longer and takeover is None:
             return whole
         if len(longer) != 1 or world.mesh is None:
@@ -340,7 +345,7 @@ class Verification:
         return whole.narrow(dim, world.mesh["tp"].get_local_rank() * own, own)
 
     def _rounding(self, part: Tensor) -> float:
-        half = half_dtype(self._runtime.config.device_parameters)
+        half = half_dtype(self._devices)
         eps = max(torch.finfo(part.dtype).eps, 0.0 if half is None else torch.finfo(half).eps)
         if part.dtype == torch.float32 and part.device.type != "cpu":
             eps = max(eps, _TF32)
@@ -359,10 +364,10 @@ class Verification:
             return
         if wrong:
             self._refuse(name, wrong, worst)
-        if self._runtime.world.is_main:
+        if self._world.is_main:
             largest = max(miss.error for miss in worst.values())
             show(
-                f"{name} computes on {self._runtime.world.world_size} ranks what one process does, within "
+                f"{name} computes on {self._world.world_size} ranks what one process does, within "
                 f"{largest:.1e} of its size; verified in {seconds:.1f} s",
                 sys.stderr,
             )
@@ -370,7 +375,7 @@ class Verification:
     def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:
         import torch.distributed as dist
 
-        world = self._runtime.world
+        world = self._world
         assert world.mesh is not None  # ranks share something
         worst = torch.tensor(misses, dtype=torch.float64, device=world.device)
         groups = [world.mesh[dim].get_group() for dim in ("cp", "tp") if world.mesh[dim].size() > 1]
@@ -385,7 +390,7 @@ class Verification:
         outputs = [place for place in wrong if not place.startswith("the gradient")]
         # A wrong gradient goes on to what is before it, so the last is where it came up, or next to it.
         place = outputs[0] if outputs else wrong[-1]
-        miss, devices = misses[place], self._runtime.config.device_parameters
+        miss, devices = misses[place], self._devices
         sizes = {
             "context_parallel": devices.context_parallel,
             "expert_parallel": devices.expert_parallel,
@@ -448,9 +453,6 @@ class _Gradients:
 
     A sketch is `_N_SKETCHES` sums of a gradient with random signs, over the root of its number of elements: so it is
     linear in the gradient, parts of a parameter add up, and its mean square is about the gradient's.
-
-    Attributes:
-        parameters: Those to train, each by its first path.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -573,10 +575,7 @@ class _Gradients:
 class _WholeRun:
     """A copy of a model that runs with whole parameters; each block gathers its own, and again in backward.
 
-    Attributes:
-        gradients: As given.
-        anchor: A leaf that all gathered parameters depend on, so that backward reaches them.
-        device: The device of the computation.
+    All gathered parameters depend on the leaf `anchor`, so that backward reaches them.
     """
 
     def __init__(
@@ -674,12 +673,7 @@ def _without_draws(model: nn.Module, as_in: nn.Module | None = None) -> Iterator
 
 
 def copied_without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are on the meta device.
-
-    Raises:
-        RuntimeError: Something in it cannot be copied.
-        TypeError: Likewise.
-    """
+    """A copy whose parameters and buffers are on the meta device; RuntimeError or TypeError if there can be none."""
     without_values: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta", requires_grad=False)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dream_trainer.compat.attention import CausalBias, causal_to_the_last_key
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.sequence_parts import SequenceParts
-from dream_trainer.modules.shared_draws import PartShapes
+from dream_trainer.parallel.sequence_parts import SequenceParts
+from dream_trainer.parallel.shared_draws import PartShapes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Masked = Callable[..., Tensor]

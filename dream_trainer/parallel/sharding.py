@@ -14,7 +14,7 @@ import torch.nn as nn
 from dream_trainer.compat.pytorch import gathered_twins, sharded_parameters, whole_parameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.class_change import own_class
-from dream_trainer.modules.expert_exchange import is_shared_by_experts, whole_experts
+from dream_trainer.parallel.expert_exchange import is_shared_by_experts, whole_experts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -16,7 +16,7 @@ from dream_trainer.compat.pytorch import all_gather_flat, shard_dim
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import leaves
-from dream_trainer.trainer.micro_batches import shapes_of
+from dream_trainer.parallel.micro_batches import shapes_of
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.compat.pytorch import begin_root
 from dream_trainer.errors import StepError
-from dream_trainer.modules.sharded_model import ShardedModel
-from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.nested import leaves
+from dream_trainer.parallel.sharded_model import ShardedModel
+from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from dream_trainer.compat.touched_shards import TouchableShards
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.expert_balance import ExpertBalance
-    from dream_trainer.modules.joined_buffers import JoinedBuffers
+    from dream_trainer.parallel.expert_balance import ExpertBalance
+    from dream_trainer.parallel.joined_buffers import JoinedBuffers
 
 _NOTHING = nullcontext()
 _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11
@@ -49,7 +49,7 @@ class ParallelModels:
         self.changes_in_steps = False  # whether parameters are other ones in steps than between them
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._world: World | None = None
-        self.stages: dict[nn.Module, Any] = {}  # of models that are cut: the `Stages` of trainer/pipeline.py
+        self.stages: dict[nn.Module, Any] = {}  # of models that are cut: the `Stages` of parallel/pipeline.py
         self.whole_in_steps: list[ShardedModel] = []  # the models that are sharded between steps only
         self._optimizers = WholeOptimizers(list)
         self._whole_of: dict[int, nn.Parameter] = {}
