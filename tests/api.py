@@ -53,7 +53,7 @@ _NAMES = {
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
-    "dream_trainer.compat.local_gradients": "LocalGradients",
+    "dream_trainer.gradient_state": "GradientState",
     "dream_trainer.compat.operations": "EXPENSIVE_OPERATIONS name_of_operation operation",
     "dream_trainer.compat.pipelining": (
         "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there bytes_sent "

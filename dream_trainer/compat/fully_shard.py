@@ -29,8 +29,8 @@ from dream_trainer.errors import StepError
 from dream_trainer.nested import map_tensors
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.compat.touched_shards import TouchableShards
+    from dream_trainer.gradient_state import GradientState
 
 
 _NOTHING = nullcontext()
@@ -91,7 +91,7 @@ def write_rows(parameter: Any, values: Tensor) -> None:
 class DifferentiableGroup(FSDPParamGroup):
     """A group whose gradients may be differentiated again, for which gathered parameters stay so until the step."""
 
-    _local_gradients: LocalGradients
+    _local_gradients: GradientState
     _state: FSDPState
     _touchable: TouchableShards
     is_held = False  # for a parameter that was touched outside of the group's forward
@@ -433,7 +433,7 @@ def _refuse_hooks(parameter: Any) -> None:
         )
 
 
-def watch_gradients(module: FSDPModule, local_gradients: LocalGradients, touchable: TouchableShards) -> None:
+def watch_gradients(module: FSDPModule, local_gradients: GradientState, touchable: TouchableShards) -> None:
     """Makes the group of `fully_shard(module)` end its backwards as above, and registers it in `local_gradients`."""
     state = module._get_fsdp_state()
     state.__class__ = UnseenState
@@ -499,7 +499,7 @@ def gather_in_symmetric_memory(model: torch.nn.Module) -> None:
 
 
 def reduce_what_waits(
-    modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], local_gradients: LocalGradients
+    modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], local_gradients: GradientState
 ) -> None:
     """Reduces gradients that no backward has reduced, as of a model that had no part in the last micro-batch."""
     groups: set[Any] = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.compat.pytorch import begin_root
 from dream_trainer.errors import StepError
+from dream_trainer.gradient_state import GradientState
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.sharded_model import ShardedModel
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
@@ -40,7 +40,7 @@ class ParallelModels:
     """The sharded and replicated parts of the models. Until `watch`, and in one process, there are none."""
 
     def __init__(self) -> None:
-        self.gradients = LocalGradients()  # what this rank's backwards gave to them
+        self.gradients = GradientState()  # what this rank's backwards gave to them
         self.experts: ExpertBalance | None = None  # the mixtures of experts whose loads are balanced; None without
         self.buffers: JoinedBuffers | None = None  # the models' buffers; None until setup
         self._policy = ""

@@ -15,8 +15,8 @@ from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.saving import Saving
-    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.distributed.world import World
+    from dream_trainer.gradient_state import GradientState
     from dream_trainer.trainer.counters import Counters
     from dream_trainer.trainer.schedule import Schedule
 
@@ -46,7 +46,7 @@ class Coordinator:
         if self.world is not None:
             self.world.leave_lost_job()
 
-    def begin(self, world: World, saver: Saving, gradients: LocalGradients, timed: Sequence[Timed]) -> None:
+    def begin(self, world: World, saver: Saving, gradients: GradientState, timed: Sequence[Timed]) -> None:
         self._world, self._saver, self._gradients = world, saver, gradients
         self._pulse = Pulse(world)
         self._is_alone, self._is_main = world.world_size == 1, world.is_main

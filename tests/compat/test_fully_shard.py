@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.api import LocalGradients, TouchableShards, fsdp_modules, recompute, watch_gradients
+from tests.api import GradientState, TouchableShards, fsdp_modules, recompute, watch_gradients
 from tests.worlds import run_world
 
 
@@ -27,7 +27,7 @@ def backwards_after_all_forwards() -> list[float]:
     """As in a pipeline: the first gathers the inner group, others find it gathered, until a backward gives it back."""
     torch.manual_seed(0)
     plain = nn.Sequential(Block(), Block()).double()
-    sharded, local_gradients = copy.deepcopy(plain), LocalGradients()
+    sharded, local_gradients = copy.deepcopy(plain), GradientState()
     for block in sharded:
         recompute(block, keep=("aten.addmm.default",))
         fully_shard(block.inner, reshard_after_forward=False)
@@ -61,7 +61,7 @@ class Skips(nn.Module):
 
 def a_layer_that_runs_in_the_second_batch_alone() -> list[float]:
     """In half precision, of whole numbers that it has room for."""
-    plain, local_gradients = Skips(), LocalGradients()
+    plain, local_gradients = Skips(), GradientState()
     with torch.no_grad():
         for number, parameter in enumerate(plain.parameters()):
             parameter.copy_((torch.arange(parameter.numel()) + number).remainder(3).sub(1).view_as(parameter))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dream_trainer as dt
 from dream_trainer.trainer.step import buckets
-from tests.api import LocalGradients, PerRankLoader, StepError, start
+from tests.api import GradientState, PerRankLoader, StepError, start
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import WIDTH, Batch, Spread, batches, fused_adamw, make_config, network, sgd, weights
 from tests.worlds import run_world
@@ -178,7 +178,7 @@ class Weighing(Spread):
     def pre_fit(self) -> None:
         self.totals: dict[torch.dtype, list[float]] = {}
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            cut = buckets.make_buckets(self.model.parameters(), self.world, LocalGradients(), dtype)
+            cut = buckets.make_buckets(self.model.parameters(), self.world, GradientState(), dtype)
             for weight in (2**24 + 1.1 * self.world.rank, 1e-30, torch.tensor(0.1 + self.world.rank), -0.0):
                 total = buckets.Averaging(cut, self.world).run(weight)
                 self.totals.setdefault(dtype, []).append(float(total))

@@ -24,9 +24,9 @@ from dream_trainer.trainer.step.overlap import OverlappedAveraging
 from dream_trainer.trainer.step.turns import Turns
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
+    from dream_trainer.gradient_state import GradientState
     from dream_trainer.parallel.parallel_models import ParallelModels
     from dream_trainer.trainer.registry import Registry
 
@@ -408,7 +408,7 @@ class _Mark(NamedTuple):
 class OwnGradients:
     """What a backward left on some parameters of each optimizer."""
 
-    def __init__(self, gradients: LocalGradients) -> None:
+    def __init__(self, gradients: GradientState) -> None:
         self._gradients = gradients
         self._marks: dict[Optimizer, list[_Mark]] = {}
 

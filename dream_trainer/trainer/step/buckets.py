@@ -21,8 +21,8 @@ from dream_trainer.parallel.expert_exchange import is_shared_by_experts
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.distributed.world import World
+    from dream_trainer.gradient_state import GradientState
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -42,7 +42,7 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[nn.Parameter], world: World, gradients: LocalGradients, dtype: torch.dtype | None
+    parameters: Iterable[nn.Parameter], world: World, gradients: GradientState, dtype: torch.dtype | None
 ) -> list[Bucket]:
     """Buckets of those `parameters` whose gradients no backward reduces over ranks."""
     from torch.distributed.tensor import DTensor

@@ -15,13 +15,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.compat.pytorch import (
     foreach_div_,
     foreach_mul_,
     foreach_norm,
     local_gradients,
 )
+from dream_trainer.gradient_state import GradientState
 from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts
@@ -75,7 +75,7 @@ def group_sizes(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
 
 
 def plan_step(
-    optimizers: Sequence[Optimizer], world: World, gradients: LocalGradients, devices: DeviceParameters
+    optimizers: Sequence[Optimizer], world: World, gradients: GradientState, devices: DeviceParameters
 ) -> StepPlan:
     """Makes the plan for stepping `optimizers` together; `devices` says how gradients cross ranks."""
     from torch.distributed.tensor import DTensor
@@ -118,7 +118,7 @@ def plan_step(
 
 
 def _averaging(
-    parameters: Sequence[nn.Parameter], world: World, gradients: LocalGradients, devices: DeviceParameters
+    parameters: Sequence[nn.Parameter], world: World, gradients: GradientState, devices: DeviceParameters
 ) -> Averaging:
     dtype = reduce_dtype(devices)
     if not devices.overlap_reduce or world.step_size == 1:

@@ -17,15 +17,15 @@ from dream_trainer.parallel.cut_models import Tie, is_cut, ties_in
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.distributed.world import World
+    from dream_trainer.gradient_state import GradientState
     from dream_trainer.trainer.registry import Registry
     from dream_trainer.trainer.step.accumulation import Accumulation
 
 _FIXES = ("Put it into the same group", "Have apply_tensor_parallel split it alike")
 
 
-def connect_copies(registry: Registry, world: World, gradients: LocalGradients) -> None:
+def connect_copies(registry: Registry, world: World, gradients: GradientState) -> None:
     """Has `step` add up the gradients of what several ranks of a pipeline have; a collective, if stages share some."""
     whole = [id(p) for model in registry.models().values() if not is_cut(model) for p in model.parameters()]
     gradients.whole |= set(whole)
@@ -81,7 +81,7 @@ class TiedGradients:
         registry: Registry,
         world: World,
         stages: dist.ProcessGroup,
-        gradients: LocalGradients,
+        gradients: GradientState,
         accumulation: Accumulation,
     ) -> None:
         self._registry, self._world, self._stages = registry, world, stages

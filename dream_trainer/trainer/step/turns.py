@@ -15,7 +15,7 @@ from dream_trainer.compat.pytorch import local_tensor, write_count
 from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
-    from dream_trainer.compat.local_gradients import LocalGradients
+    from dream_trainer.gradient_state import GradientState
     from dream_trainer.trainer.registry import Registry
 
 _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`."
@@ -24,7 +24,7 @@ _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`
 class Turns:
     """Which gradients each optimizer's parameters have in the running window."""
 
-    def __init__(self, registry: Registry, gradients: LocalGradients) -> None:
+    def __init__(self, registry: Registry, gradients: GradientState) -> None:
         self._registry, self._local_gradients = registry, gradients
         self.optimizers = list(dict.fromkeys(registry.optimizers().values()))
         self._backwards = 0

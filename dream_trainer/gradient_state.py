@@ -1,4 +1,4 @@
-"""What the trainer knows of this rank's gradients from the parameter groups of `fully_shard` (see fully_shard.py)."""
+"""What the trainer knows of this rank's gradients from the parameter groups of `fully_shard` (compat/fully_shard.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dream_trainer.own_time import OwnTime
 
 
 @dataclass
-class LocalGradients:
+class GradientState:
     """The state of gradients of sharded and replicated models on this rank; empty in one process."""
 
     shared: dict[int, Any] = field(default_factory=dict)  # the `fully_shard` group of each sharded parameter, by id
