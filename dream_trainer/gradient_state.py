@@ -1,4 +1,4 @@
-"""What the trainer knows of this rank's gradients from the parameter groups of `fully_shard` (compat/fully_shard.py)."""
+"""This rank's gradients as the parameter groups of `fully_shard` tell of them (compat/fully_shard.py)."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 from dream_trainer.checks import divisors, refuse, spell
+from dream_trainer.config.combinations import refuse_combinations
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
@@ -86,36 +87,7 @@ class DeviceParameters:
     step is done, and while waiting for a save, it is 0.9 of `start_timeout_seconds` if that is longer."""
 
     def __post_init__(self) -> None:
-        pipeline, tensor, experts = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
-        other = "cpu_offload=True" if self.cpu_offload else f"tensor_parallel={tensor}"
-        refuse(
-            self.overlap_reduce and (self.cpu_offload or tensor > 1),
-            f"overlap_reduce=True with {other}: replicas are then wrapped in fully_shard, which gives their gradients "
-            "at the end of a backward. Use one of the two.",
-        )
-        refuse(
-            self.cpu_offload and pipeline > 1,
-            f"cpu_offload=True with pipeline_parallel={pipeline} is not supported: a stage's shards stay on the "
-            "device through all micro-batches of a batch. Use more stages, or tensor_parallel, for weights that do "
-            "not fit, or pipeline_parallel=1.",
-        )
-        refuse(
-            self.overlap_reduce and pipeline > 1,
-            f"overlap_reduce=True with pipeline_parallel={pipeline} is not supported: a schedule runs many backwards "
-            "of each parameter, and only the last could send gradients. Use overlap_reduce=False, or "
-            "pipeline_parallel=1.",
-        )
-        refuse(
-            self.cpu_offload and experts > 1,
-            f"cpu_offload=True with expert_parallel={experts} is not supported: fully_shard does not move shared "
-            "experts to the device and back. Use cpu_offload=False with more expert_parallel, or dp_shard beside it, "
-            "which leave each rank less; or expert_parallel=1.",
-        )
-        refuse(
-            self.compile and tensor > 1 and self.activation_checkpointing == "full",
-            f'compile=True with tensor_parallel={tensor} and activation_checkpointing="full": PyTorch cannot compile '
-            'split layers that are run again whole. Use "selective", or compile=False.',
-        )
+        refuse_combinations(vars(self))
 
     @classmethod
     def single_device(cls) -> Self:

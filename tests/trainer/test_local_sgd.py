@@ -477,7 +477,7 @@ def test_what_needs_all_ranks_in_a_step_is_refused_by_name(
 ) -> None:
     config = make_config("refused", PLAIN, devices=devices)
     config.training_parameters = dt.TrainingParameters(max_steps=1, **training)
-    with pytest.raises(ConfigError, match=f"LocalSGDMixin does not work with.*{message}"):
+    with pytest.raises(ConfigError, match=f"LocalSGDMixin with.*{message}.* is not supported"):
         make_trainer(config)
 
 

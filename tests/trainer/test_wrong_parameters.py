@@ -13,25 +13,6 @@ from tests.api import ConfigError
 from tests.trainer.small import make_config, run_config
 
 
-@pytest.mark.parametrize(
-    ("devices", "told"),
-    [
-        ({"expert_parallel": 2, "cpu_offload": True}, "cpu_offload=True with expert_parallel=2 is not supported: "),
-        (
-            {"tensor_parallel": 2, "compile": True, "activation_checkpointing": "full"},
-            'tensor_parallel=2 and activation_checkpointing="full".*Use "selective"',
-        ),
-        *(
-            ({"pipeline_parallel": 2, name: True}, f"{name}=True with pipeline_parallel=2 is not supported: .*Use ")
-            for name in ("overlap_reduce", "cpu_offload")
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(devices: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        dt.DeviceParameters(**devices)
-
-
 def test_a_schedule_of_several_stages_and_an_optimizers_groups_are_checked() -> None:
     with pytest.raises(ConfigError, match="stages_per_rank=1 with schedule='Interleaved1F1B': it has 2 or more"):
         dt.PipelineParallelParameters(schedule="Interleaved1F1B", stages_per_rank=1)

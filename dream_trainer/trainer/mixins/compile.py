@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     import torch.nn as nn
 
-    from dream_trainer.trainer.runtime import Runtime
-
 
 class Traced(Changed):
     """Calls its own forward from here: the compiler would pass over PyTorch's own files and layers."""
@@ -82,28 +80,13 @@ class CompileMixin(AbstractTrainer):
         """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one.
 
         Raises:
-            ConfigError: Layers are split or sequences shared, and shapes are to be variable; products are to overlap
-                where they cannot; ranks share experts, and graphs are to be whole; or sequences are shared, and a
-                block is within another.
+            ConfigError: Products are to overlap where they cannot, or sequences are shared and a block is within
+                another.
         """
         super().apply_compile()
         parameters: CompileParameters = self.config.compile_parameters
-        tensor_parallel = self.config.device_parameters.tensor_parallel
-        is_split = tensor_parallel > 1
-        if is_split and parameters.dynamic:
-            raise ConfigError(
-                f"compile_parameters.dynamic=True with tensor_parallel={tensor_parallel}: PyTorch cannot split layers "
-                "of variable shapes. Use dynamic=False, which compiles again for each shape, and pad batches to few."
-            )
-        is_shared = self.config.device_parameters.context_parallel > 1
-        if is_shared:
-            _refuse_beside_shared_sequences(self._runtime)
-        expert_parallel = self.config.device_parameters.expert_parallel
-        if expert_parallel > 1 and parameters.fullgraph:
-            raise ConfigError(
-                f"compile_parameters.fullgraph=True with expert_parallel={expert_parallel}: experts that ranks share "
-                "are not compiled, inside of blocks that are. Use fullgraph=False."
-            )
+        devices = self.config.device_parameters
+        is_split, is_shared = devices.tensor_parallel > 1, devices.context_parallel > 1
         options = None
         if is_split and parameters.async_tensor_parallel and self.world.mesh is not None:
             options = self._options_of_overlap(self.world.mesh["tp"].get_group())
@@ -153,18 +136,3 @@ def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None
                 f"model_blocks gives {names.get(part)!r} and {names.get(inner)!r}, which is within it: under "
                 "context_parallel each block is compiled whole, by itself. Name one of the two, or use compile=False."
             )
-
-
-def _refuse_beside_shared_sequences(runtime: Runtime) -> None:
-    devices, context_parallel = runtime.config.device_parameters, runtime.config.device_parameters.context_parallel
-    if runtime.config.compile_parameters.dynamic:
-        raise ConfigError(
-            f"compile_parameters.dynamic=True with context_parallel={context_parallel}: which sequences are shared is "
-            "known by their lengths. Use dynamic=False, which compiles again for each, and pad batches to few."
-        )
-    if devices.expert_parallel > 1:
-        raise ConfigError(
-            f"compile=True with context_parallel={context_parallel} and expert_parallel={devices.expert_parallel}: "
-            "blocks whose sequences are shared are compiled whole, and experts that ranks share are not compiled. Use "
-            "compile=False, or one of the two."
-        )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
+from dream_trainer.config.combinations import refuse_combinations, settings_of
 from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, StepError
@@ -55,7 +56,8 @@ class LocalSGDMixin(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        _refuse_what_needs_all_ranks(self._runtime)
+        refuse_combinations(settings_of(config))
+        _refuse_tensors_of_callbacks(self._runtime)
         self._runtime.workers = self.config.local_sgd_parameters.workers
 
     def _finish_setup(self) -> None:
@@ -105,21 +107,7 @@ class LocalSGDMixin(AbstractTrainer):
         self._runtime.rounds.load_state(state.get("local_sgd", {}))
 
 
-def _refuse_what_needs_all_ranks(runtime: Runtime) -> None:
-    """Raises ConfigError, on any number of ranks, where the config asks for what has not been made to work here."""
-    devices, training = runtime.config.device_parameters, runtime.config.training_parameters
-    asked = {
-        f"tensor_parallel={devices.tensor_parallel}": devices.tensor_parallel > 1,
-        f"context_parallel={devices.context_parallel}": devices.context_parallel > 1,
-        f"expert_parallel={devices.expert_parallel}": devices.expert_parallel > 1,
-        "cpu_offload=True": devices.cpu_offload,
-        "overlap_reduce=True": devices.overlap_reduce,
-        'precision="fp16", whose loss scale is one for all': devices.precision == "fp16",
-        f'nonfinite="{training.nonfinite}", by which a worker would skip alone': training.nonfinite != "raise",
-    }
-    for field, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(f"LocalSGDMixin does not work with {field}. Leave it at its default, or the mixin out.")
+def _refuse_tensors_of_callbacks(runtime: Runtime) -> None:
     for callback in runtime.config.callbacks:
         if type(callback).checkpoint_tensors is not Callback.checkpoint_tensors:
             raise ConfigError(

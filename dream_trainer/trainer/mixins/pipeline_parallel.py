@@ -109,16 +109,10 @@ class PipelineParallelMixin(AbstractTrainer):
             )
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
-        training = self.config.training_parameters
-        if training.sync_policy != "no_sync":
-            raise ConfigError(
-                f'sync_policy="{training.sync_policy}" with pipeline_parallel={count} is not there yet. Use '
-                'sync_policy="no_sync", or pipeline_parallel=1.'
-            )
         for callback in self.callbacks:
             if callback.needs_whole_models:
                 raise ConfigError(
-                    f"{type(callback).__name__} with pipeline_parallel={count} is not there yet, since it needs whole "
+                    f"{type(callback).__name__} with pipeline_parallel={count} is not supported: it needs whole "
                     "models. Leave it out, or use pipeline_parallel=1."
                 )
 
