@@ -236,17 +236,6 @@ def test_a_step_that_is_due_reads_nothing_on_the_host() -> None:
     assert mode.operations > 0
 
 
-def test_an_exception_takes_the_hooks_off() -> None:
-    class Fails(Logged):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            raise RuntimeError("on purpose")
-
-    trainer = Fails(make_config(callbacks=[ActivationStats(1)], n_epochs=1), batches(1))
-    with pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit()
-    assert not any(module._forward_hooks for module in trainer.model.modules())
-
-
 def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pytest.LogCaptureFixture) -> None:
     graphs: list[Any] = []
 

@@ -316,40 +316,6 @@ def test_one_that_has_served_a_trainer_serves_the_next_as_a_new_one_would(
             assert found[part] == value, part
 
 
-def test_one_that_has_served_a_trainer_resumes_the_next_as_a_new_one_would(tmp_path: Path) -> None:
-    def states(callbacks: Sequence[dt.Callback], number: int) -> tuple[dict[str, Any], list[Any]]:
-        trained([factory() for factory in FACTORIES.values()], tmp_path / str(number), max_steps=6)
-        found = trained(callbacks, tmp_path / str(number), max_steps=9)
-        tensors = [in_numbers(callback.checkpoint_tensors()) for callback in callbacks]
-        return in_numbers(found), [tensors, [callback.state_dict() for callback in callbacks]]
-
-    expected, served = states([factory() for factory in FACTORIES.values()], 0), [f() for f in FACTORIES.values()]
-    trained(served, tmp_path / "before", seed=1)
-    assert states(served, 1) == expected
-
-
-def test_a_second_fit_of_one_trainer_goes_on_with_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stops(shipped.Callback):
-        def post_train_step(self, trainer: Any) -> None:
-            if trainer.global_step == 6:
-                trainer.request_stop()
-
-    def states(fits: int) -> list[Any]:
-        (tmp_path / str(fits)).mkdir()
-        monkeypatch.chdir(tmp_path / str(fits))
-        callbacks = [factory() for factory in FACTORIES.values()]
-        with make(callbacks + [Stops()] * (fits - 1)) as trainer:
-            for _ in range(fits):
-                trainer.fit()
-            assert trainer.global_step == 12
-            tensors = [in_numbers(callback.checkpoint_tensors()) for callback in callbacks]
-            return [tensors, [callback.state_dict() for callback in callbacks]]
-
-    assert states(2) == states(1)
-
-
 @pytest.mark.pitfall(51)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_only_what_it_overrides_is_dispatched_and_described(

@@ -195,13 +195,6 @@ def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
     assert second == ""
 
 
-@pytest.mark.pitfall(50)
-def test_two_progress_callbacks_both_show() -> None:
-    files = [io.StringIO(), io.StringIO()]
-    small.fit(make(*(Progress(file=file) for file in files), n_epochs=1))
-    assert all("step 12/12" in file.getvalue() for file in files)
-
-
 # -- validations, saves and resumes
 
 
@@ -259,55 +252,6 @@ def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
     )
 
 
-def test_a_live_bar_has_them_above_itself_and_breaks_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "40")
-    file = Terminal()
-    with make_saving(Progress(file=file), save_every=6, cls=Quick, n_epochs=1) as trainer:
-        trainer.fit()
-    text = file.getvalue()
-    assert "checkpoint | runs/tests/trainer/run/checkpoints/step_00000006\n" in text
-    assert "checkpoint | runs/tests/trainer/run/checkpoints/step_00000012\n" in text
-    assert text.index("\x1b[?25l") < text.index("checkpoint |") < text.rindex("\x1b[?25h")
-
-
-def test_a_validation_within_which_is_evaluated_has_its_own_line() -> None:
-    class Tests(Quick):
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            if not self.is_evaluating:
-                self.evaluate({"test": self.val_dataloaders[""]})
-
-    file = io.StringIO()
-    with make_saving(Progress(file=file), save_every=100, cls=Tests, n_epochs=1) as trainer:
-        trainer.fit()
-    told = [line.split(" | ") for line in file.getvalue().splitlines()]
-    assert [(kind, rest[1].split()[0]) for kind, *rest in told if kind in ("validation", "evaluation")] == [
-        ("evaluation", "val/test/loss"),
-        ("validation", "val/loss"),
-    ]
-
-
-def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them() -> None:
-    looks: list[tuple[float, float]] = []
-
-    class Looks(dt.Callback):
-        order = 1
-
-        def post_train_step(self, trainer: Any) -> None:
-            if trainer.global_step == 10:  # as a line at this step would say
-                progress._show(trainer, time.monotonic())
-                rate = progress._pace.rates()[0]
-                looks.append((rate, progress._pace.seconds_left(12, 10, time.monotonic())))
-
-    progress = Progress(file=io.StringIO(), line_seconds=3600)
-    limits = {"max_steps": 10, "val_every_n_steps": 3, "val_every_n_epochs": None}
-    small.fit(make_saving(progress, Looks(), save_every=3, cls=Saving, **limits))
-    ((rate, left),) = looks
-    # From step 3 to 10 there were three validations and saves, which would make it 7 steps in 0.97 s.
-    assert 10 < rate < 100
-    assert left > 2 * 0.97 / 7
-
-
 def test_the_second_line_tells_rates_and_the_time_left() -> None:
     clock, file = Clock(), io.StringIO()
 
@@ -353,13 +297,6 @@ def test_training_that_waits_for_its_data_says_so() -> None:
     fit(Progress(file=file), SlowRegression, n_epochs=1)
     (share,) = re.findall(r"waits for data (\d+)%", file.getvalue().splitlines()[-1])
     assert 50 < int(share) <= 100
-
-
-def test_tokens_are_shown_where_their_number_is_known() -> None:
-    file = io.StringIO()
-    fit(Progress(file=file, tokens_per_sample=128), n_epochs=1)
-    assert "tokens/s" in file.getvalue()
-    assert "samples/s" not in file.getvalue()
 
 
 @pytest.mark.pitfall(16)

@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.screen import print_table
 from tests.api import (
     ConfigError,
     GroupParameters,
@@ -23,9 +22,7 @@ from tests.api import (
     ScheduleParameters,
     TrainerSummary,
     forward_flops,
-    size_of,
 )
-from tests.callbacks.recording import Terminal
 from tests.trainer.small import fit, make_config
 from tests.worlds import run_world
 
@@ -144,20 +141,6 @@ def test_sharded_models_are_shown_whole_with_this_ranks_share(tmp_path: Path) ->
     assert second == ""
 
 
-def test_sizes_work_on_meta() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)
-    assert size_of(model) == (1_000_000, 1_000_000, 2_000_000, 2_000_000)
-
-
-def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    file = Terminal()
-    print_table("title", ("a", "b"), [("x[bold]", "1")], file)
-    assert "x[bold]" in file.getvalue()
-    assert "│" in file.getvalue()
-
-
 def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() -> None:
     file = io.StringIO()
     tokens = torch.zeros(3, 5, dtype=torch.int64)
@@ -183,18 +166,3 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() 
 def test_inputs_of_a_model_that_is_not_there_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"inputs has \['net'\].*There are \['model'\]"):
         trained(ModelSummary(inputs={"net": (torch.zeros(1, 5),)}, file=io.StringIO()))
-
-
-def test_a_forward_whose_flops_cannot_be_counted_stops_nothing() -> None:
-
-    class Peeks(Trainer):
-        def configure_models(self) -> None:
-            super().configure_models()
-            self.model.forward = lambda tokens: tokens[int(tokens.sum())]
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {}
-
-    file = io.StringIO()
-    trained(ModelSummary(inputs={"model": (torch.zeros(3),)}, file=file), cls=Peeks, n_epochs=1)
-    assert "FLOPs unknown (RuntimeError: " in file.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,9 +14,7 @@ import dream_trainer as dt
 from tests.api import (
     DistributedDataLoader,
     Every,
-    Logger,
     Mixture,
-    Stamp,
     Throughput,
     dtype_at_work,
     peak_flops,
@@ -58,34 +55,6 @@ def test_rates_leave_out_the_first_steps_and_validations() -> None:
     found = measured([50.0, 50.0, 1.0, 3.0, 0.5, 0.5, 2.0, 2.0], every_n_steps=2, warm_up_steps=2)
     assert found.values(RATE) == pytest.approx({4: 8 / 4.0, 6: 8 / 1.0, 8: 8 / 4.0}, rel=1e-12)
     assert found.values(f"{RATE}_per_device") == found.values(RATE)
-
-
-def test_the_mean_over_several_intervals_is_all_samples_over_all_seconds() -> None:
-    found = measured([50.0, 1.0, 3.0, 0.5, 0.5], every_n_steps=1, warm_up_steps=1, log_every=5)
-    assert found.values(RATE) == pytest.approx({5: 16 / 5.0}, rel=1e-12)
-
-
-def test_opening_the_loggers_is_left_out() -> None:
-    clock, recorder = Clock(), Recorder()
-
-    class Slow(Logger):
-        def open(self, run_dir: Any, config: dict[str, Any], resumed_step: int | None) -> None:
-            clock.now += 1e6
-
-        def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-            pass
-
-    class Opens(Timed):
-        def configure_loggers(self) -> list[Logger]:
-            return [Slow()]
-
-    throughput = Throughput(clock=clock, every_n_steps=2, warm_up_steps=1)
-    config = make_config(callbacks=[throughput, recorder], log_every=3, n_epochs=1)
-    trainer = Opens(config, batches(5), batches(1))
-    trainer.clock, trainer.seconds = clock, iter([9.0, 1.0, 3.0, 2.0, 2.5])
-    record(trainer, recorder)
-    assert clock.now > 1e6
-    assert recorder.values(RATE) == pytest.approx({3: 4 / 4.0, 5: 4 / 4.5}, rel=1e-9)
 
 
 def test_a_clock_that_stands_still_divides_nothing() -> None:
@@ -203,34 +172,6 @@ def test_time_that_checkpoints_take_is_left_out(by: str, monkeypatch: pytest.Mon
     record(trainer, recorder)
     assert clock.now > 100.0 + 2 * 1e6  # a save in each interval
     assert recorder.values(RATE) == pytest.approx({3: 4 / 4.0, 5: 4 / 4.5}, rel=1e-9)
-
-
-def test_a_validation_that_begins_anew_is_left_out_from_its_first_beginning() -> None:
-    class Asked(Timed):
-        asks = True
-
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            if self.asks:
-                self.asks = False
-                signal.raise_signal(signal.SIGUSR1)
-            return super().validation_step(batch, batch_idx)
-
-    clock, recorder = Clock(), Recorder()
-    throughput = Throughput(clock=clock, every_n_steps=2, warm_up_steps=1)
-    config = make_config(callbacks=[throughput, recorder], log_every=1, max_steps=3, val_every_n_steps=2)
-    trainer = Asked(config, batches(4), batches(2))
-    trainer.clock, trainer.seconds = clock, iter([9.0, 1.0, 3.0])
-    record(trainer, recorder)
-    assert clock.now == 100.0 + 13.0 + 3 * 1000.0  # a batch of the first, and the second validation whole
-    assert recorder.values(RATE) == pytest.approx({3: 4 / 4.0}, rel=1e-12)
-
-
-def test_several_have_names_of_their_own() -> None:
-    recorder = Recorder()
-    callbacks = [Throughput(every_n_steps=2), Throughput(name="speed", every_n_steps=3), recorder]
-    record(Logged(make_config(callbacks=callbacks, log_every=1, n_epochs=1), batches(6)), recorder)
-    assert set(recorder.values(RATE)) == {5}
-    assert set(recorder.values("speed/samples_per_second")) == {6}
 
 
 @pytest.mark.pitfall(49)

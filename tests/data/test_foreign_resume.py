@@ -230,18 +230,6 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
 
 
 @pytest.mark.pitfall(76)
-def test_the_same_rank_reads_again_by_its_own_samples_when_its_batches_changed() -> None:
-    stream = open_stream(Strided(4, 0, 1), batch_size=SampleCount())
-    window = stream.next_window()
-    assert window.rank_state["samples"] == 12
-    resumed = open_stream(Strided(2, 0, 1), batch_size=SampleCount())
-    resumed.seek(window.end, window.rank_state)
-    assert [number for batches in read(resumed, passes=1) for batch in batches for number in batch] == [
-        number for batches in read(stream, passes=1) for batch in batches for number in batch
-    ]
-
-
-@pytest.mark.pitfall(76)
 def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
     stream = open_stream(Strided(5, 0, 1), batch_size=SampleCount())
     with pytest.raises(DataError, match=r"24 samples.*Strided.*batch of 5.*after 20"):
@@ -263,14 +251,6 @@ def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytes
     assert (loader.reads, caplog.records) == (0, [])
     window = stream.next_window()
     assert window.end == DataPosition(1, 0, 3)
-
-
-def test_a_plain_loader_reads_again_by_samples_too() -> None:
-    make = MAKERS["weighted"]
-    expected = [number for batches in read(open_stream(make()), passes=1) for batch in batches for number in batch]
-    stream = open_stream(make(), batch_size=SampleCount())
-    stream.seek(DataPosition(0, 8, 1), None)
-    assert [number for batches in read(stream, passes=1) for batch in batches for number in batch] == expected[8:]
 
 
 class Shuffled(torch.utils.data.Sampler[int]):

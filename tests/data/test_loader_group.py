@@ -119,13 +119,6 @@ def test_loaders_take_turns_by_steps(ranks: int, accumulation: int) -> None:
     assert read(longest, 3) == by_hand(10)
 
 
-def test_turns_are_spread_evenly() -> None:
-    order = turns({"a": 6, "b": 3, "c": 1})
-    assert [order.count(name) for name in "abc"] == [6, 3, 1]
-    assert all(order[at : at + 2].count("a") >= 1 for at in range(9))
-    assert turns({"a": 30, "b": 10}) == turns({"a": 3, "b": 1})
-
-
 class Live:
     """A loader of another kind with a state, which it hands out as it is."""
 
@@ -354,13 +347,6 @@ def test_what_cannot_work_is_named() -> None:
 def test_a_loader_that_cannot_be_read_is_named(loaders: Any, ranks: int, message: str) -> None:
     with pytest.raises(DataError, match=message):
         train_stream(loaders, accumulation=2, dp_rank=0, dp_size=ranks, seed=0)
-
-
-def test_one_dataset_with_an_order_cannot_be_in_two_loaders() -> None:
-    one = mixture(1)
-    loaders = {"one": one, "other": DistributedDataLoader(one.dataset, 2)}
-    with pytest.raises(DataError, match="'one' and 'other' read the same Mixture"):
-        train_stream(loaders, accumulation=1, dp_rank=0, dp_size=1, seed=0)
 
 
 def test_a_loader_that_fails_is_named_with_its_error() -> None:

@@ -128,12 +128,3 @@ def test_going_on_with_another_mixture_is_said_once_with_what_is_other(caplog: p
     assert "another mixture, from position 700 on: weights was {'a': 1, 'b': 1}, and is {'a': 3, 'b': 1}" in (
         record.getMessage()
     )
-
-
-def test_a_source_that_no_stage_draws_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    sources = {"a": ["a"] * 500, "b": ["b"] * 300, "c": ["c"] * 300}
-    Mixture(sources, {"a": 1, "b": 1}, stages=[Stage(at=100, weights={"c": 1})])
-    assert not caplog.records
-    Mixture(sources, {"a": 1}, stages=[Stage(at=100, weights={"c": 1})])
-    (record,) = caplog.records
-    assert "never draws from b, whose weight is 0 in all stages, unless set_weights" in record.getMessage()

@@ -82,14 +82,3 @@ def test_it_goes_on_at_any_step(stop: int) -> None:
     second = Job("packed", False, (2, 1, 0))
     second.go_on(saved[0])
     assert found + second.steps(30 - stop)[0] == expected
-
-
-def test_going_on_at_the_step_without_the_state_of_its_block_would_differ() -> None:
-    expected = Job("packed", True, (1, 1, 0)).steps(STEPS)[0]
-    found, (saved,) = Job("packed", True, (1, 1, 0)).steps(6)
-    position, state = json.loads(saved)
-    state["first_row"] += 1
-    job = Job("packed", True, (1, 1, 0))
-    job.go_on(json.dumps((position, state)))
-    assert job.steps(STEPS - 6)[0] != expected[6:]
-    assert found == expected[:6]

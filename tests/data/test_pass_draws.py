@@ -15,7 +15,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -23,12 +22,10 @@ from torch.utils.data import (
 from dream_trainer.checkpoint import typed_json
 from tests.api import (
     DataPosition,
-    PerRankLoader,
     TrainStream,
     draws_at_start_only,
     hash_seed,
     iterate,
-    preserved_random_state,
     seed_cpu,
 )
 from tests.data import reading
@@ -151,16 +148,6 @@ def test_a_state_of_before_that_does_not_say_what_was_drawn_seeds_every_batch_as
     assert drawn == [next(drawn_with(hash_seed(b"batch", SEED, 0, number, 0))[kind]) for number in range(5, LENGTH)]
 
 
-@pytest.mark.pitfall(11)
-@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
-def test_ranks_and_passes_draw_differently_also_where_they_begin_late(kind: str) -> None:
-    found = []
-    for rank in (0, 1):
-        stream = open_stream(PerRankLoader(LateNoise(kind, 5)), rank=rank, size=2)
-        found += [[batch[1] for window in read(stream, passes=1) for batch in window if len(batch) == 2] for _ in "01"]
-    assert len({number for numbers in found for number in numbers}) == 4 * (LENGTH - 5)
-
-
 class Order:
     """Somebody's sampler, which draws its order from a global generator when a pass begins."""
 
@@ -230,28 +217,6 @@ class Passing(torch.utils.data.Dataset[int]):
 
 WEIGHTS = [1.0] * LENGTH
 TENSORS = TensorDataset(torch.arange(LENGTH))
-QUIET: dict[str, Callable[[], DataLoader[Any]]] = {
-    "list": lambda: DataLoader(list(range(LENGTH)), batch_size=None),
-    "shuffled tensors": lambda: DataLoader(TENSORS, 1, shuffle=True),
-    "replacement": lambda: DataLoader(TENSORS, 1, sampler=RandomSampler(TENSORS, replacement=True, num_samples=80)),
-    "weighted": lambda: DataLoader(TENSORS, 1, sampler=WeightedRandomSampler(WEIGHTS, LENGTH)),
-    "subset": lambda: DataLoader(TENSORS, 1, sampler=SubsetRandomSampler(range(LENGTH))),
-    "batch sampler": lambda: DataLoader(TENSORS, batch_sampler=BatchSampler(RandomSampler(TENSORS), 1, False)),
-    "workers": lambda: DataLoader(Passing(), 1, sampler=SubsetRandomSampler(range(LENGTH)), num_workers=1),
-    "iterable in workers": lambda: DataLoader(Numbers(), 1, num_workers=1),
-}
-
-
-@pytest.mark.parametrize("name", list(QUIET))
-def test_loaders_that_are_known_to_draw_at_a_passes_start_only_do(name: str) -> None:
-    loader = QUIET[name]()
-    assert draws_at_start_only(loader)
-    with preserved_random_state():
-        batches = iter(loader)
-        next(batches)
-        before = global_states()
-        assert len(list(batches)) >= LENGTH - 1
-        assert global_states() == before
 
 
 NOT_KNOWN: dict[str, Callable[[], Any]] = {

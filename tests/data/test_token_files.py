@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.api import DataError, Mixture, TokenFile, TokenFileWriter
+from tests.api import DataError, TokenFile, TokenFileWriter
 
 DOCUMENTS = [[5, 6, 7], [], [8], list(range(200)), [65_535]]
 
@@ -64,17 +64,6 @@ def test_a_large_file_takes_no_memory(tmp_path: Path) -> None:
     assert tokens[19_999][-1] == 999
     assert tracemalloc.get_traced_memory()[1] < 2**20 < path.stat().st_size
     tracemalloc.stop()
-
-
-def test_a_mixture_of_token_files_draws_by_tokens(tmp_path: Path) -> None:
-    short = TokenFile(write(tmp_path / "short.bin", [[1] * 10] * 50))
-    long = TokenFile(write(tmp_path / "long.bin", [[2] * 100] * 50))
-    mixture = Mixture({"short": short, "long": long}, unit="tokens")
-    mixture.begin(0, None)
-    documents = [mixture[position] for position in range(1024)]
-    assert [len(document) for document in documents] == mixture.lengths(0, 1024).tolist()
-    tokens = np.concatenate(documents)
-    assert abs((tokens == 2).mean() - 0.5) < 0.02
 
 
 def test_an_exception_leaves_no_shard(tmp_path: Path) -> None:

@@ -98,11 +98,6 @@ def test_several_loaders_in_the_place_of_one_are_refused(several: Any, dp_size: 
         open_data(several, dp_rank=0, dp_size=dp_size, seed=0)
 
 
-def test_a_list_of_batches_is_a_loader_whatever_the_batches_are() -> None:
-    batches = [[torch.ones(2), "text"], {"x": torch.ones(2)}]
-    assert list(validation_batches(batches, dp_rank=0, dp_size=1, seed=0)) == batches
-
-
 def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:
     empty = DataLoader(TensorDataset(torch.ones(0)))
     with pytest.raises(DataError, match=r"The validation dataset \(TensorDataset\) has 0 samples\. Check its path"):
