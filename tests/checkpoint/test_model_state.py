@@ -18,7 +18,6 @@ from tests.api import (
     model_extra_state,
     model_tensors,
     parameter_fqns,
-    rank_buffers,
     read_shared,
     tensor_metadata,
 )
@@ -90,16 +89,6 @@ def test_a_renamed_layer_is_an_error_naming_both_names(tmp_path: Path) -> None:
     assert torch.equal(renamed["net"]["new"].weight, before)
 
 
-def test_parameters_are_named_once_by_model_and_name() -> None:
-    models = fresh(0)
-    names = parameter_fqns(models)
-    assert names[models["language"].head.weight] == "language.embedding.weight"
-    assert set(names.values()) == {
-        *("language.embedding.weight", "language.norm.weight", "language.norm.bias"),
-        *("head.a.weight", "head.a.bias"),
-    }
-
-
 def test_names_do_not_change_by_compilation() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     expected = list(model_tensors({"net": plain}))
@@ -115,10 +104,6 @@ def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
 
     with pytest.raises(CheckpointError, match=r"gives 'weight', which is not one of its parameters or buffers"):
         model_tensors({"net": Halved(2, 2)})
-
-
-def test_alone_no_buffer_differs_between_ranks() -> None:
-    assert rank_buffers(fresh(0), world=Ranks.alone()) == {}
 
 
 def test_a_rank_buffer_that_does_not_fit_is_an_error_and_writes_nothing() -> None:

@@ -90,15 +90,6 @@ def test_a_disk_without_locks_is_one_warning_and_nothing_is_refused(
     assert str(tmp_path) in warnings[0]
 
 
-def test_other_errors_of_a_lock_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(file: object, operation: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", broken)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        claim(tmp_path, Ranks.alone())
-
-
 def claim_in_own_directory(root: str) -> str:
     world = World(DeviceParameters(device="cpu"), shard_by_default=False)
     run_directory.PATIENCE_SECONDS = 0.3
