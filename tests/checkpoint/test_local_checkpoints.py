@@ -181,3 +181,40 @@ def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) 
     assert asks(str(theirs), optimizer="new")  # it has begun there already
     assert not asks(str(theirs))
     assert not asks(str(tmp_path / "third"), optimizer="new")
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts", "writing"),
+    [
+        (1, [range(4)], [0]),
+        (1, [range(2), range(2, 4)], [0, 2]),
+        (2, [range(4)], [0, 2]),
+        (2, [range(2), range(2, 4)], [0, 2]),
+        (2, [range(1), range(1, 4)], [0, 1, 2]),
+        (4, [range(2), range(2, 4)], [0, 1, 2, 3]),
+    ],
+)
+def test_room_is_made_for_what_is_whole_once_for_each_host_and_stage(
+    stages: int, hosts: list[range], writing: list[int], tmp_path: Path
+) -> None:
+    """On a host ranks of other stages have other tensors."""
+    snapshot, found = make_snapshot(3), {}
+    for ranks in hosts:
+        for rank in ranks:
+            world = Ranks(rank, 4, None, stages=stages)
+            host = Ranks(rank - ranks[0], len(ranks), None)
+            run = LocalCheckpoints(
+                tmp_path,
+                experiment="e",
+                root=tmp_path,
+                mesh_shape=MESH,
+                ranks=ranks,
+                world=world,
+                beside=world,
+                host=host,
+            )
+            found[rank] = run._bytes(snapshot)
+    of_tensors = sum(tensor.nbytes for tensor in snapshot.tensors.values())
+    least = min(found.values()) - of_tensors * (len(writing) == 4)
+    assert [rank for rank, n_bytes in found.items() if n_bytes == least + of_tensors] == writing
+    assert all(n_bytes == least for rank, n_bytes in found.items() if rank not in writing)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-
-import pytest
-import torch
 
 from tests.api import (
     CheckpointParameters,
@@ -20,7 +15,6 @@ from tests.api import (
     Ranks,
     Retention,
     Saver,
-    Saving,
     Snapshot,
     SnapshotWriter,
     list_checkpoints,
@@ -39,17 +33,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class HeldCopies(HostCopies):
-    """Copies that the writing thread gets when the test opens the gate."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.gate = threading.Event()
-
-    def wait(self) -> None:
-        assert self.gate.wait(timeout=60)
 
 
 class Counter:
@@ -125,14 +108,6 @@ def counting(directory: Path, **options: Any) -> Iterator[Counter]:
 # -- when
 
 
-def test_it_saves_by_epochs(tmp_path: Path) -> None:
-    with counting(tmp_path, **NOTHING | {"save_every_n_epochs": 2}) as run:
-        for epoch in (1, 2, 3, 4):
-            run.train(2)
-            run.train(epoch=epoch)
-    assert run.saved == [6, 12]
-
-
 def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_for_it(tmp_path: Path) -> None:
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
         run.has_pending_work = True
@@ -149,71 +124,7 @@ def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_fo
     assert [manifest.metrics for manifest in list_checkpoints(tmp_path)] == [{"val/loss": 0.5}]
 
 
-def test_a_best_metric_that_no_validation_has_is_said(tmp_path: Path) -> None:
-    with counting(tmp_path, save_on_best=True, best_metric="val/loss", **NOTHING) as run:
-        run.saver.validated(run.step, {"val/accuracy": 1.0})
-        run.train()
-    assert run.saved == []
-    assert run.said == ["best_metric='val/loss' is not among the validation's metrics: ['val/accuracy']."]
-
-
-def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
-    with counting(tmp_path, only_when_called=True, save_every_n_steps=1) as run:
-        run.train(3, is_last=True)
-        run.saver.save_after_exception(3)
-        assert run.saved == []
-        run.saver.save()
-        assert run.saved == [3]
-
-
 # -- one at a time
-
-
-def test_a_save_that_comes_due_while_one_is_written_is_skipped_if_that_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    copies = HeldCopies()
-    caplog.set_level(logging.INFO, "dream_trainer")
-    with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.train(3)
-        assert run.saver.is_writing
-        assert run.saved == []
-        copies.gate.set()
-        while run.saver.is_writing:
-            pass
-        run.train()
-        assert run.saved == [1]
-    assert run.saved == [1, 4]
-    assert "step 3 is not saved: the last checkpoint is still being written" in caplog.text
-
-
-def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_path: Path) -> None:
-    for when_busy in ("skip", "wait"):
-        copies = HeldCopies()
-        with counting(
-            tmp_path / when_busy, copies=copies, when_busy=when_busy, **NOTHING | {"save_every_n_minutes": 1.0}
-        ) as run:
-            run.saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
-            run.clock.now += 61
-            assert run.saver.flags() == (when_busy == "wait", True, False)
-            copies.gate.set()
-
-
-def test_memory_is_made_after_the_first_window_and_only_where_there_will_be_a_save(tmp_path: Path) -> None:
-    for saves, warmed in ((True, [1]), (False, [])):
-        with counting(
-            tmp_path, copies=HostCopies(torch.device("cpu")), save_every_n_epochs=None, save_at_end=saves
-        ) as run:
-            run.train()
-            run.saver.finish()
-            run.saver.close()
-            assert run.warmed == warmed
-
-
-def test_the_time_that_training_waits_is_counted(tmp_path: Path) -> None:
-    with counting(tmp_path, **NOTHING | {"save_every_n_steps": 2}) as run:
-        run.train(5, seconds=10)
-    assert run.saver.seconds == 2
 
 
 # -- what fails
@@ -257,10 +168,3 @@ def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]
-
-
-def test_what_never_saves_answers_the_loop() -> None:
-    saving = Saving()
-    saving.save_if_due(step=1, epoch=1, is_last=True, requested=True)
-    saving.save_after_exception(1)
-    assert (saving.flags(), saving.seconds, saving.is_writing) == ((False, False, False), 0.0, False)

@@ -168,46 +168,6 @@ def test_a_mistake_does_not_lock_the_directory_and_shards_of_other_inputs_do(
     assert "workers=0" in capsys.readouterr().err
 
 
-def test_rows_without_text_and_columns_that_are_not_there_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from datasets import Dataset
-
-    dataset = Dataset.from_dict({"text": ["one", None]})
-    dataset.to_parquet(tmp_path / "a.parquet")
-    dataset.save_to_disk(tmp_path / "saved")
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps({"text": f"{number}"}) + "\n" for number in range(1000))
-    (tmp_path / "a.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-500])
-    saved = f"hf:{tmp_path / 'saved'}"
-    for given, says in (
-        ([str(tmp_path / "a.parquet")], "row 1 of"),
-        ([saved], f"row 1 of {saved} has None as its 'text'"),
-        ([saved, "--field", "body"], "has no column 'body', but text"),
-        ([str(tmp_path / "a.jsonl.gz")], "a.jsonl.gz is no whole .gz file"),
-    ):
-        assert main(["data", "tokenize", *given, "--output", str(tmp_path / "out")]) == 1
-        assert says in " ".join(capsys.readouterr().err.split())
-
-
-def test_an_empty_input_may_be_filled_and_a_directory_above_token_files_is_no_source(tmp_path: Path) -> None:
-    given = json_lines(tmp_path / "a.jsonl", [])
-    arguments = ["data", "tokenize", str(given), "--output", str(tmp_path / "tokens" / "mine")]
-    assert main(arguments) == 1
-    json_lines(given, TEXTS)
-    assert main(arguments) == 0
-    assert written(tmp_path / "tokens" / "mine") == TEXTS
-    with pytest.raises(DataError, match="has no token files itself; there are some in mine"):
-        TokenFile(tmp_path / "tokens")
-
-
-def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}')
-    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfthree")
-    assert main(["data", "tokenize", str(tmp_path / "*"), "--output", str(tmp_path / "out")]) == 0
-    assert [bytes(document[:-1].tolist()) for document in TokenFile(tmp_path / "out")] == [b"one", b"two", b"three"]
-
-
 @pytest.mark.parametrize("module", ["dream_trainer", "dream_trainer.cli.main"])
 def test_the_command_is_a_module_too(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "data", "--help"], capture_output=True, text=True, check=True)

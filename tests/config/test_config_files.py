@@ -97,48 +97,10 @@ def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
     assert "left out: project, group, experiment, runs_dir, callbacks, checkpoint_parameters.resume" in caplog.text
 
 
-def test_a_copy_of_a_saved_config_is_taken_as_that_and_says_what_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    theirs = FileConfig(**NAMES, learning_rate=0.7, callbacks=CallbackCollection([Callback()]))  # type: ignore[arg-type]
-    copy = write("wide.json", json.dumps(to_dict(theirs)))
-    mine = FileConfig(project="mine", group="g", experiment="other")
-    config = load_config(mine, copy)
-    assert (config.project, config.experiment, config.learning_rate) == ("mine", "other", 0.7)
-    assert "wide.json is what a run saved; left out: project, group, experiment, runs_dir, callbacks" in caplog.text
-
-
-def test_a_directory_within_or_above_runs_is_refused_with_the_place_of_a_config() -> None:
-    run = Path("runs/p/g/e")
-    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
-    write("runs/p/g/e/config.json", json.dumps(to_dict(given())))
-    for path in (run / "checkpoints", run / "checkpoints" / "step_00000001"):
-        with pytest.raises(ConfigError, match=rf"{path} has no config.json. The run's is .*runs/p/g/e/config.json\."):
-            load_config(given(), path)
-    with pytest.raises(ConfigError, match=r"runs/p has no config.json. It has 1 runs: give one, such as runs/p/g/e\."):
-        load_config(given(), "runs/p")
-
-
-def test_of_several_files_the_one_that_says_what_cannot_work_is_named() -> None:
-    good = write("good.yaml", "training_parameters: {max_steps: 5}")
-    bad = write("bad.toml", "[training_parameters]\nn_epochs = -1")
-    with pytest.raises(ConfigError, match=r"^bad\.toml: training_parameters: n_epochs=-1 is too small"):
-        load_config(given(), good, bad, write("more.json", '{"training_parameters": {"val_batch_size": 3}}'))
-
-
-def test_a_file_of_the_users_own_that_is_called_config_json_counts_whole() -> None:
-    text = '{"experiment": "mine", "runs_dir": "there", "checkpoint_parameters": {"resume": 4}}'
-    config = load_config(given(), write("config.json", text))
-    assert (config.experiment, config.runs_dir, config.checkpoint_parameters.resume) == ("mine", "there", 4)
-
-
 @dataclass(frozen=True)
 class Inner:
     a: int = 1
     b: tuple[int, ...] = (1, 2)
-
-
-@dataclass(frozen=True)
-class Wider(Inner):
-    c: int = 5
 
 
 @dataclass
@@ -169,31 +131,6 @@ def test_a_section_that_may_be_none_is_changed_field_by_field() -> None:
     assert load_config(nested(maybe=Inner()), write("none.yaml", "maybe:")).maybe is None
     with pytest.raises(ConfigError, match=r"sets maybe\.bb, and Inner has no field bb"):
         load_config(nested(), write("wrong.yaml", "maybe: {bb: 1}"))
-
-
-def test_a_section_with_nothing_under_it_changes_nothing() -> None:
-    config = load_config(nested(inner=Inner(a=3)), write("a.yaml", "training_parameters:\n  # n_epochs: 3\ninner:\n"))
-    assert (config.inner, config.training_parameters) == (Inner(a=3), nested().training_parameters)
-
-
-def test_what_no_file_names_is_not_touched_whatever_it_is() -> None:
-    before = nested(activation=len, inner=Wider(c=7))
-    config = load_config(before, write("a.yaml", "inner: {a: 2}"))
-    assert (config.activation, config.inner, before.inner) == (len, Wider(a=2, c=7), Wider(c=7))
-
-
-def test_a_value_where_a_section_belongs_is_named() -> None:
-    five, section = write("five.yaml", "inner: 5"), write("section.yaml", "inner: {a: 2}")
-    with pytest.raises(ConfigError, match=r"five\.yaml sets inner to 5, which is no Inner"):
-        load_config(nested(), five, section)
-
-
-def test_a_file_that_is_not_utf_8_is_named() -> None:
-    Path("a.yaml").write_bytes("experiment: gr\xfcn\n".encode("latin1"))
-    with pytest.raises(ConfigError, match=r"a\.yaml is not UTF-8"):
-        load_config(given(), "a.yaml")
-    Path("a.yaml").write_text("experiment: gr\xfcn\n", encoding="utf-8")
-    assert load_config(given(), "a.yaml").experiment == "gr\xfcn"
 
 
 @dataclass
@@ -300,23 +237,3 @@ def test_yaml_says_what_its_text_says() -> None:
         "merged": {"a": 1, "b": 2},
     }
     assert repr(found) == repr(same)
-
-
-@dataclass(kw_only=True)
-class DoubtfulConfig(FileConfig):
-    layers: int | str = 0
-    tag: str | None = None
-
-
-@pytest.mark.parametrize("text", ["yes", "None", "0123", "1:30", "2024-01-02", "~", "null", "1e-3", ".nan", "true"])
-def test_a_saved_config_is_the_same_from_json_and_yaml(text: str) -> None:
-    config = DoubtfulConfig(**NAMES, layers=text, tag=text)
-    saved = json.dumps(to_dict(config) | NAMES)
-    for name in ("saved.json", "saved.yaml"):
-        again = load_config(DoubtfulConfig(**NAMES), write(name, saved))
-        assert (again.layers, again.tag) == (text, text)
-
-
-def test_a_class_wants_its_names_from_somewhere() -> None:
-    with pytest.raises(ConfigError, match="no file sets group, experiment, which FileConfig has no default for"):
-        load_config(FileConfig, write("a.yaml", "project: p"))

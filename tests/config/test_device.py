@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dream_trainer.config import DeviceParameters, MeshShape, resolve_mesh
-from dream_trainer.config.device_parameters import parameter_shape
+from dream_trainer.config import DeviceParameters, resolve_mesh
 from dream_trainer.errors import ConfigError
 
 
@@ -15,10 +14,6 @@ def shape(
     mesh = resolve_mesh(parameters, world_size, shard_by_default=fsdp, ranks_per_host=per_host)
     assert (mesh.pp, mesh.cp, mesh.tp) == (1, parameters.context_parallel, parameters.tensor_parallel)
     return mesh.dp_replicate, mesh.dp_shard
-
-
-def test_the_mesh_names_its_dimensions_in_order() -> None:
-    assert MeshShape._fields == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -43,20 +38,6 @@ def test_ranks_that_share_sequences_leave_the_others_to_data_parallelism() -> No
     assert shape(DeviceParameters(context_parallel=2, tensor_parallel=2), 8, fsdp=False) == (2, 1)
     assert shape(DeviceParameters(context_parallel=4, dp_shard=2), 16) == (2, 2)
     assert shape(DeviceParameters(context_parallel=2), 16, per_host=8) == (2, 4)
-
-
-def test_parameters_lie_on_ranks_that_share_sequences_as_on_any_others() -> None:
-    def lie(parameters: DeviceParameters, world_size: int, *, fsdp: bool = True) -> tuple[int, int]:
-        mesh = resolve_mesh(parameters, world_size, fsdp)
-        on = parameter_shape(parameters, mesh, fsdp)
-        assert (on.pp, on.cp, on.tp) == (1, 1, parameters.tensor_parallel)
-        return on.dp_replicate, on.dp_shard
-
-    assert lie(DeviceParameters(context_parallel=2), 2) == (1, 2)
-    assert lie(DeviceParameters(context_parallel=2), 2, fsdp=False) == (2, 1)
-    assert lie(DeviceParameters(context_parallel=2, dp_shard=1), 8) == (8, 1)
-    assert lie(DeviceParameters(context_parallel=2, dp_shard=2), 8) == (2, 4)
-    assert lie(DeviceParameters(context_parallel=2, dp_replicate=4), 8) == (4, 2)
 
 
 @pytest.mark.pitfall(22)

@@ -84,26 +84,6 @@ def test_callbacks_are_recorded_by_class_and_plain_fields_and_stay_at_their_defa
     assert len(from_dict(RichConfig, data).callbacks) == 0
 
 
-def test_a_config_class_inside_a_function_can_be_recorded() -> None:
-    @dataclass
-    class Inner:
-        size: int = 2
-
-    @dataclass
-    class Local(BaseTrainerConfig):
-        inner: Inner = field(default_factory=Inner)
-
-    assert to_dict(Local(project="p", group="g", experiment="e"))["inner"] == {"size": 2}
-
-
-def test_a_nested_subclass_keeps_its_own_fields() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class More(TrainingParameters):
-        warmup_steps: int = 7
-
-    assert to_dict(rich(training_parameters=More()))["training_parameters"]["warmup_steps"] == 7
-
-
 @dataclass
 class CodeConfig:
     activation: Callable[..., Any] = torch.relu

@@ -163,17 +163,3 @@ def test_a_writer_that_raises_is_an_error_on_all_ranks(
     else:
         assert listed(tmp_path) == [2, 4]
     check_goes_on(job, tmp_path, truth(ranks), newest=listed(tmp_path)[-1])
-
-
-@pytest.mark.pitfall(31)
-@SAVING
-def test_with_warn_a_writer_that_raises_loses_that_checkpoint_alone(
-    is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
-    fault = Fault(phase="after the first shard", does="raise", rank=1, calls=(3, 4))
-    job = job_for(is_async=is_async, on_error="warn", fault=fault)
-    with Attempt(job, tmp_path) as attempt:
-        assert attempt.wait(SECONDS_OF_A_RUN) == [0, 0], attempt.report()
-        assert attempt.error(0).count("the test broke the writer") == 2
-    assert listed(tmp_path) == [2, 4, *range(10, job.n_steps + 1, 2)]
-    assert outcome(tmp_path) == truth(2)

@@ -87,18 +87,6 @@ def test_steps_that_do_not_come_again_are_in_no_file_after_a_resume_also_of_a_fi
     assert len(list((tmp_path / "tensorboard").iterdir())) == 3
 
 
-@pytest.mark.pitfall(44)
-def test_a_tensorboard_that_watches_while_a_run_restarts_forgets_what_comes_again(tmp_path: Path) -> None:
-    write(tmp_path, range(1, 10), killed=True)
-    watching = plugin_event_accumulator.EventAccumulator(
-        str(tmp_path / "tensorboard"), tensor_size_guidance={"scalars": 0}
-    )
-    watching.Reload()
-    write(tmp_path, range(7, 13), 6)
-    watching.Reload()
-    assert [event.step for event in watching.Tensors("train/loss")] == list(range(1, 13))
-
-
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.open(tmp_path, {}, None)

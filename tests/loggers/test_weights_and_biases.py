@@ -14,10 +14,8 @@ from wandb.sdk.lib import module
 import dream_trainer as dt
 from tests.api import (
     ConfigError,
-    LoggerParameters,
     WandbLogger,
     WandbParameters,
-    check_loggers,
 )
 from tests.loggers.readers import MEDIA, newest_wandb_file, stamp, wandb_files, wandb_history, wandb_records
 from tests.loggers.wandb_server import wandb_server
@@ -214,15 +212,6 @@ def test_arguments_of_init_reach_wandb(tmp_path: Path) -> None:
 def test_arguments_of_init_that_have_their_place_are_refused_with_it(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"init_arguments has '{name}', which is {said}"):
         WandbParameters(init_arguments={name: "x"})
-
-
-def test_arguments_that_wandb_does_not_know_are_refused_before_training_with_the_nearest() -> None:
-    def chosen(*loggers: Any) -> LoggerParameters:
-        return LoggerParameters(loggers=loggers, wandb=WandbParameters(init_arguments={"note": "why"}))
-
-    check_loggers(chosen("jsonl"))
-    with pytest.raises(ConfigError, match="init_arguments has 'note', which wandb.init does not take. .*notes?"):
-        check_loggers(chosen("wandb"))
 
 
 def test_wandb_mode_decides_where_the_config_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

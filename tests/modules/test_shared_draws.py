@@ -120,30 +120,11 @@ def test_what_is_of_positions_is_each_ranks_own(what: str) -> None:
     assert not torch.equal(first, second)
 
 
-def test_draws_of_one_kind_do_not_move_those_of_the_other() -> None:
-    def without() -> Tensor:
-        return torch.rand(ROWS, PART)
-
-    def after() -> Tensor:
-        F.dropout(torch.ones(ROWS, WIDTH))
-        return torch.rand(ROWS, PART)
-
-    assert torch.equal(InAStep(0).run(without), InAStep(0).run(after))
-
-
 def test_a_generator_of_ones_own_is_left_alone() -> None:
     def draw() -> Tensor:
         return torch.rand(ROWS, generator=torch.Generator().manual_seed(7))
 
     assert torch.equal(InAStep(0).run(draw), draw())
-
-
-def test_what_is_no_draw_draws_nothing() -> None:
-    def draw() -> float:
-        assert torch.equal(torch.tensor([6]).__rand__(3), torch.tensor([2]))  # the reversed `&`
-        return random.random()
-
-    assert InAStep(0).run(draw) == InAStep(0).run(random.random)
 
 
 class Skipping(nn.Module):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 import dream_trainer as dt
 from tests.api import (
-    HYPERPARAMETERS,
     ConfigError,
     GroupParameters,
-    OptimizerName,
     OptimizerParameters,
     ScheduleParameters,
     from_dict,
@@ -41,15 +38,6 @@ class Config(dt.BaseTrainerConfig):
 
 
 RUN = ["--project", "p", "--group", "g", "--experiment", "e"]
-
-
-def test_every_name_has_its_hyperparameters() -> None:
-    assert set(HYPERPARAMETERS) == set(get_args(OptimizerName)) == {*CLASSES, "muon"}
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_hyperparameter_is_an_argument_of_pytorchs_optimizer(name: str) -> None:
-    assert set(HYPERPARAMETERS[name]) <= set(inspect.signature(CLASSES[name]).parameters)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +120,3 @@ def test_a_command_line_sets_every_kind_of_field() -> None:
     assert parse(Config, [*RUN, *line.split()]).optimizer == OptimizerParameters(
         name="muon", hidden=("up", "down"), betas=(0.9, 0.95)
     )
-
-
-def test_a_command_line_changes_groups_that_the_config_has() -> None:
-    groups = (GroupParameters(pattern="head", lr_scale=10.0),)
-    config = Config(project="p", group="g", experiment="e", optimizer=OptimizerParameters(groups=groups))
-    changed = parse(config, ["--optimizer.groups.0.lr-scale", "3"])
-    assert changed.optimizer.groups == (GroupParameters(pattern="head", lr_scale=3.0),)
-
-
-def test_a_command_line_with_an_option_of_another_optimizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse(Config, [*RUN, "--optimizer.name", "sgd", "--optimizer.betas", "0.9", "0.95"])
-    assert end.value.code == 2
-    assert "means nothing to 'sgd'" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from tests.api import (
     build_optimizer,
     build_optimizers,
     refuse_unshardable,
-    refuse_unshardable_class,
 )
 from tests.optim.models import N_TOKENS, batch, loss, model, train
 from tests.worlds import run_world
@@ -186,17 +185,3 @@ def test_names_that_cannot_step_shards_are_refused_when_built(world: dict[str, A
 def test_sparse_adam_is_refused_and_really_fails(world: dict[str, Any]) -> None:
     assert "SparseAdam cannot step sharded parameters" in world["sparse refused"]
     assert world["sparse failed"]
-
-
-def test_lbfgs_is_not_sent_to_one_process_where_its_closure_is_refused() -> None:
-    for cls, advises in ((LBFGS, False), (Rprop, True)):
-        with pytest.raises(ConfigError) as raised:
-            refuse_unshardable_class(cls)
-        assert ("train in one process" in str(raised.value)) is advises
-
-
-def test_plain_parameters_are_refused_nothing() -> None:
-    module = model()
-    optimizers = [cls(module.parameters()) for cls in (Adafactor, LBFGS, Rprop)]
-    for optimizer in [*optimizers, SGD(module.parameters(), fused=True)]:
-        assert refuse_unshardable(optimizer) is None  # else it raises
