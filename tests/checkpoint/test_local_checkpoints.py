@@ -186,10 +186,7 @@ def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("stages", "hosts", "writing"),
     [
-        (1, [range(4)], [0]),
         (1, [range(2), range(2, 4)], [0, 2]),
-        (2, [range(4)], [0, 2]),
-        (2, [range(2), range(2, 4)], [0, 2]),
         (2, [range(1), range(1, 4)], [0, 1, 2]),
         (4, [range(2), range(2, 4)], [0, 1, 2, 3]),
     ],

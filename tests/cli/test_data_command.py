@@ -132,10 +132,7 @@ def test_a_tokenizer_of_a_file_is_used(tmp_path: Path) -> None:
     [
         ("none", None, "there is no file"),
         ("a.jsonl", b'{"text": "fine"}\n{"body": 1}\n', "line 2 of {path}"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": null}\n', "line 2 of {path} has None as its 'text', which is no text"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": {"a": 1}}\n', "line 2 of {path} has {{'a': 1}} as its 'text'"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": "\\ud800"}\n', "line 2 of {path} cannot be encoded"),
-        ("a.jsonl", b'{"text": "fine"}\n\n', "line 2 of {path} is no JSON object"),
         ("a.txt", b"\xff\xfe", "is no text in UTF-8"),
         ("a.parquet", b"PAR1 or not", "a.parquet has no whole column 'text'"),
         ("a.jsonl", b"", "there is no document in {path}"),
@@ -168,7 +165,8 @@ def test_a_mistake_does_not_lock_the_directory_and_shards_of_other_inputs_do(
     assert "workers=0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["dream_trainer", "dream_trainer.cli.main"])
-def test_the_command_is_a_module_too(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "data", "--help"], capture_output=True, text=True, check=True)
+def test_the_command_is_a_module_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dream_trainer", "data", "--help"], capture_output=True, text=True, check=True
+    )
     assert "tokenize" in done.stdout

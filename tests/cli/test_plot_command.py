@@ -119,13 +119,9 @@ def test_the_command_writes_what_the_suffix_says(tmp_path: Path, capsys: pytest.
     ("arguments", "code", "message"),
     [
         ([], 2, "no run was given"),
-        (["nowhere"], 2, "nowhere does not exist"),
         (["run", "--output", "plot.bmp"], 2, r"plot.bmp.*\.png, \.svg or \.pdf"),
         (["run", "--smooth", "1"], 2, r"--smooth 1.0 is not in \[0, 1\)"),
         (["run", "--metrics", "nothing"], 2, "nothing: no such metric. There are .*train/loss"),
-        (["run", "run"], 2, "given twice"),
-        (["empty"], 1, "holds no metrics that can be read"),
-        (["damaged"], 1, "holds no metrics that can be read"),
         (["binary"], 1, "damaged"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

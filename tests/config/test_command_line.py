@@ -99,12 +99,8 @@ def test_a_wrong_argument_ends_with_code_2_and_says_why(
 
 MEANT = {
     "--training-parameters.n-epoch 3": "--training-parameters.n-epochs",
-    "--training_parameters.n_epoch=3": "--training-parameters.n-epochs",
-    "--training-parameter.n-epochs 3": "--training-parameters.n-epochs",
-    "--n-epochs 3": "--training-parameters.n-epochs",
     "--batch-size 3": "--training-parameters.train-batch-size",
     "--lr 3": "--learning-rate",
-    "--learning-rates 3": "--learning-rate",
     "--training-parameters.no-fast-dev-runs": "--training-parameters.fast-dev-run",
 }
 

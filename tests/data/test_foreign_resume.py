@@ -100,20 +100,15 @@ class HandWritten:
             yield [*order[first : first + 2], random.random()]
 
 
-class EagerBatches:
-    """A batch sampler that draws the whole order in `__iter__`."""
+class LazyBatches:
+    """A batch sampler that draws its order when the first batch is asked for."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(LENGTH).tolist()
-        return iter([order[first : first + 2] for first in range(0, LENGTH, 2)])
+        yield from (order[first : first + 2] for first in range(0, LENGTH, 2))
 
     def __len__(self) -> int:
         return LENGTH // 2
-
-
-class LazyBatches(EagerBatches):
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from super().__iter__()
 
 
 DATA = list(range(LENGTH))
@@ -121,10 +116,6 @@ DATA = list(range(LENGTH))
 
 def nodes_by_number() -> nodes.Loader[Any]:
     return nodes.Loader(nodes.Batcher(nodes.MapStyleWrapper(DATA, RandomSampler(DATA)), 2))
-
-
-def nodes_in_a_stream() -> nodes.Loader[Any]:
-    return nodes.Loader(nodes.Batcher(nodes.IterableWrapper(ShuffledStream(LENGTH)), 2))
 
 
 def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
@@ -137,12 +128,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "ended until read": EndedUntilRead,
     "hand-written": HandWritten,
     "nodes": nodes_by_number,
-    "nodes stream": nodes_in_a_stream,
     "weighted": lambda: DataLoader(DATA, 2, sampler=weighted()),
-    "stream": lambda: DataLoader(ShuffledStream(LENGTH), 2),
-    "stateful": lambda: StatefulDataLoader(DATA, 2, sampler=weighted()),
     "stateful, workers": lambda: StatefulDataLoader(DATA, 2, sampler=weighted(), num_workers=2),
-    "eager": lambda: StatefulDataLoader(DATA, batch_sampler=EagerBatches()),
     "lazy": lambda: StatefulDataLoader(DATA, batch_sampler=LazyBatches()),
     "stateful stream": lambda: StatefulDataLoader(ShuffledStream(LENGTH), 2),
 }

@@ -81,7 +81,7 @@ def test_ranks_workers_and_accumulation_do_not_change_a_step(layout: Layout, ref
     close(streams)
 
 
-@pytest.mark.parametrize("stop", [1, 7, 20, 21, 22, 31, 41, 42, 59])
+@pytest.mark.parametrize("stop", [1, 20, 21, 42, 59])
 def test_stopped_anywhere_and_resumed_twice_on_other_layouts_it_goes_on(stop: int, reference: list[str]) -> None:
     layouts = [LAYOUTS[(stop + turn) % len(LAYOUTS)] for turn in (0, 1, 3)]
     found: list[str] = []

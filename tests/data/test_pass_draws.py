@@ -14,7 +14,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -220,21 +219,16 @@ TENSORS = TensorDataset(torch.arange(LENGTH))
 
 
 NOT_KNOWN: dict[str, Callable[[], Any]] = {
-    "own samples": lambda: DataLoader(Passing(), 1),
     "own collate_fn": lambda: DataLoader(TENSORS, 1, collate_fn=lambda samples: samples),
-    "own sampler": lambda: DataLoader(TENSORS, 1, sampler=Order(torch.randperm)),  # type: ignore[arg-type]
     "own sampler, workers": lambda: DataLoader(TENSORS, 1, sampler=Order(torch.randperm), num_workers=1),  # type: ignore[arg-type]
     "own sampler in batches": lambda: DataLoader(
         TENSORS,
         batch_sampler=BatchSampler(Order(torch.randperm), 1, False),  # type: ignore[arg-type]
     ),
-    "own batch sampler": lambda: DataLoader(TENSORS, batch_sampler=[[0], [1]]),
     "iterable in this process": lambda: DataLoader(Numbers(), 1),
     "training's generator": lambda: DataLoader(
         TENSORS, 1, sampler=RandomSampler(TENSORS, num_samples=20, generator=torch.default_generator)
     ),
-    "a subclass": lambda: type("Mine", (DataLoader,), {})(TENSORS, 1),
-    "no DataLoader": lambda: SequentialSampler(range(3)),
 }
 
 

@@ -86,8 +86,6 @@ def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
     "several",
     [
         [DataLoader(TensorDataset(torch.ones(2))), DataLoader(TensorDataset(torch.ones(2)))],
-        (DistributedDataLoader(TensorDataset(torch.ones(2))),),
-        PerRankLoader([PerRankLoader([torch.ones(2)])]),
         PerRankLoader({"one": DataLoader(TensorDataset(torch.ones(2)))}),
     ],
 )

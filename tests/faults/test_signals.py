@@ -98,13 +98,9 @@ def cases() -> Iterator[Case]:
 
 SPANNING = [
     Case(2, "before the first step", "1"),
-    Case(2, "in a data wait", "0"),
     Case(2, "in a data wait of a worker", "groups"),
-    Case(2, "in a data wait of a worker", "groups", SIGHUP),
     Case(1, "in a data wait", "twice", SIGHUP),
     Case(2, "in validation", "1"),
-    Case(1, "in validation, of a worker", "0", is_async=False),
-    Case(2, "during a save", "all"),
     Case(2, "during a save", "twice", is_async=False),
     Case(2, "in training", "repeatedly"),
     Case(1, "in training with workers", "groups", SIGINT),

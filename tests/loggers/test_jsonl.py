@@ -52,7 +52,7 @@ def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path: Path) -> None
 
 
 @pytest.mark.pitfall(44)
-@pytest.mark.parametrize("resumed_step", [0, 1, 6, 9])
+@pytest.mark.parametrize("resumed_step", [0, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(
     kind: str, resumed_step: int, tmp_path: Path

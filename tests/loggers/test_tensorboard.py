@@ -58,7 +58,7 @@ def write(run_dir: Path, steps: range, resumed_step: int | None = None, *, kille
 
 
 @pytest.mark.pitfall(44)
-@pytest.mark.parametrize("resumed_step", [0, 6, 9])
+@pytest.mark.parametrize("resumed_step", [0, 6])
 def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(tmp_path: Path, resumed_step: int) -> None:
     write(tmp_path, range(1, 10), killed=True)
     write(tmp_path, range(resumed_step + 1, 13), resumed_step)

@@ -28,7 +28,7 @@ SHARDABLE = [
     "late",
     "flat",
 ]
-LAYOUTS = {1: [(1,)], 2: [(2,), (2, 1), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2)]}
+LAYOUTS = {3: [(3,)], 4: [(4,), (4, 1), (2, 2)]}
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _compare() -> list[str]:
 
 
 @pytest.mark.pitfall(21)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_every_mesh_gets_the_bits_of_one_process(world_size: int) -> None:
     assert run_world(_compare, world_size) == [[]] * world_size
 

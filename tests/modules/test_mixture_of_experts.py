@@ -123,12 +123,8 @@ def test_under_autocast_the_router_stays_in_float32() -> None:
     ("options", "message"),
     [
         ({"top_k": 5}, "top_k=5 experts of each token, but there are n_experts=4. Use top_k of 1 to 4"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"n_experts": 0}, "n_experts=0"),
         ({"scores": "relu"}, "scores='relu' is not known. Use 'sigmoid' or 'softmax'"),
         ({"balance_rate": -1.0}, "balance_rate=-1.0 is not a rate"),
-        ({"balance_rate": float("nan")}, "balance_rate=nan is not a rate"),
-        ({"n_shared": -1}, "n_shared=-1"),
         ({"normalize": 1}, "normalize=1 is not a boolean"),
     ],
     ids=str,

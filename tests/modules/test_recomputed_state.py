@@ -89,7 +89,6 @@ def spectral() -> nn.Module:
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": spectral,
     "old spectral_norm": OldSpectral,
-    "old spectral_norm of the block": lambda: torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "codebook": lambda: Codebook(hidden=False),
     "codebook by data": lambda: Codebook(hidden=True),
     "fake quantisation": quantized,

@@ -62,11 +62,7 @@ def refusal(kind: type[Adapted], here: str, **more: Any) -> str:
     ("changes", "said"),
     [
         ({"lora_alpha": 16}, "lora_alpha was 8 and is 16"),
-        ({"use_rslora": True}, "use_rslora was False and is True"),
-        ({"r": 4}, "r was 2 and is 4"),
-        ({"alpha_pattern": {"up": 1}}, "alpha_pattern was {} and is {'up': 1}"),
         ({"use_dora": True, "target_modules": ["up"]}, "use_dora was False and is True"),
-        ({"target_modules": ["up"]}, "target_modules was ['down', 'embed', 'up'] and is ['up']"),
         ({"modules_to_save": None}, "modules_to_save was ['head'] and is None"),
     ],
 )
