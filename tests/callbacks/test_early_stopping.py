@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from tests.api import CheckpointParameters, ConfigError, EarlyStopping, Every
+from tests.api import CheckpointParameters, ConfigError, EarlyStopping
 from tests.trainer.small import Alone, Config, batches, fit, make_config
 
 NAN = math.nan
@@ -57,19 +57,6 @@ def test_a_sanity_validation_and_an_evaluate_do_not_count() -> None:
         trainer.fit()
         trainer.evaluate()
     assert (stopping.best, stopping.validations_without_improvement) == (2.0, 1)
-
-
-@pytest.mark.pitfall(48)
-def test_an_evaluate_within_training_does_not_count() -> None:
-    def look(trainer: Told) -> None:
-        trainer.evaluate()
-        trainer.evaluate({"test": batches(1)})
-
-    stopping = EarlyStopping(patience=2)
-    asked = [Every(1, "steps", look), Every(1, "validations", look)]
-    trainer = fit(Told(make_config(n_epochs=3, callbacks=[*asked, stopping]), [3.0, 2.0, 2.5, 0.0]))
-    assert (stopping.best, stopping.validations_without_improvement) == (2.0, 1)
-    assert not trainer.is_evaluating
 
 
 class Saved(Told, dt.CheckpointMixin):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -517,24 +516,6 @@ def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it(
     plain = fit(Saved(saved_config(3)))  # resumes, and knows no averages
     assert_equal(weights(plain.model), weights(trainer.model))
     assert_same_weights(weights(plain.model), by_hand(SAVED_WINDOWS[:3]))
-
-
-@pytest.mark.pitfall(35)
-def test_a_signal_in_a_validation_saves_the_weights_as_the_model() -> None:
-    class Signalled(Saved):
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            if batch_idx == 1 and self.global_step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().validation_step(batch, batch_idx)
-
-    trainer = Signalled(saved_config(8, EMA(0.9), val_every_n_steps=2))
-    with pytest.raises(SystemExit):
-        trainer.fit()
-    assert trainer.global_step == 2
-    ema = EMA(0.9)
-    resumed = fit(Saved(saved_config(2, ema)))
-    assert_same_weights(weights(resumed.model), by_hand(SAVED_WINDOWS[:2]))
-    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
 
 
 @pytest.mark.pitfall(35)

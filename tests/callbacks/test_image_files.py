@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dream_trainer as dt
 from tests.api import ImageFiles
@@ -61,14 +58,6 @@ def test_what_the_steps_return_is_in_the_files() -> None:
     assert not found[7:, 14:].any()  # no sixth image
     assert (pixels(root / "val/a/picture/step_00000004.png")[2, 2] == [100, 101, 102]).all()
     assert (pixels(root / "val/a/grey/step_00000004.png")[2:4, 2:4] == 255).all()  # clamped
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_a_grid_holds_no_more_images_than_asked_for() -> None:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from tests.api import GIB, HookError, Memory, host_memory
+from tests.api import GIB, Memory, host_memory
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, batches, fit, make_config
 
@@ -49,15 +49,6 @@ def test_out_of_memory_leaves_a_snapshot(cause: Any, capsys: pytest.CaptureFixtu
     path = trainer.run_dir / "memory" / "step_00000002_rank_0.txt"
     assert path.read_text().startswith("resident: ")
     assert f"[rank 0] out of memory: see {path}" in capsys.readouterr().err
-
-
-def test_a_snapshot_on_demand_needs_a_launched_trainer() -> None:
-    memory = Memory()
-    with pytest.raises(HookError, match="needs a trainer"):
-        memory.snapshot()
-    with Logged(make_config(callbacks=[memory], n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
-        assert memory.snapshot() == trainer.run_dir / "memory" / "step_00000001_rank_0.txt"
 
 
 def test_after_two_steps_it_prints_the_bytes_of_each_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,12 @@ import logging
 from typing import Any
 
 import pytest
+import torch
+import torch.nn as nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+import dream_trainer as dt
 from tests.api import NonFiniteError, NonFiniteReport
 from tests.callbacks.recording import Logged
 from tests.trainer.small import Batch, Samples, batches, fit, fused_adamw, make_config, sgd
@@ -148,6 +151,29 @@ def test_looking_at_every_step_raises_there_and_tells_inputs_and_weights() -> No
     assert report["step"] == 3
     assert report["inputs"] == [{"shape": [2, 3], "nan": 0, "inf": 1}, {"shape": [2, 1], "nan": 1, "inf": 0}]
     assert report["weights"] == []
+
+
+def test_overflows_that_a_lower_loss_scale_mends_are_no_errors() -> None:
+    class Large(Bad):
+        """Gradients of 1e34, which times the first loss scale of 65536 overflow in float32."""
+
+        def setup(self) -> None:
+            self.model = nn.Linear(3, 1)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            loss = self.model.weight.sum() * 1e34
+            self.backward(loss)
+            self.step(self.model, self.optimizer)
+            return {"loss": loss}
+
+    config = make_config(
+        callbacks=[NonFiniteReport()], n_epochs=1, devices=dt.DeviceParameters(device="cpu", precision="fp16")
+    )
+    with Large(config, batches(12)) as trainer:
+        trainer.fit()
+        assert trainer.skipped_steps > 0
+    assert reports(trainer) == {}
 
 
 def test_a_good_run_writes_nothing() -> None:

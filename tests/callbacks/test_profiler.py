@@ -87,12 +87,6 @@ def run_until(step: int, profiler: Profiler) -> Saves:
     return trainer
 
 
-def test_a_run_that_resumes_behind_the_chosen_steps_records_nothing() -> None:
-    (path,) = (run_until(6, Profiler(3, 2)).run_dir / "profiles").iterdir()
-    path.unlink()
-    assert traces(run_until(8, Profiler(3, 2))) == {}
-
-
 @pytest.mark.parametrize("done", [3, 4], ids=["in the warm-up", "right before the first step"])
 def test_a_run_that_resumes_before_the_chosen_steps_records_them(done: int) -> None:
     assert run_until(done, Profiler(100)).global_step == done

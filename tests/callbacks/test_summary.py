@@ -5,21 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
 
 import dream_trainer as dt
 from tests.api import (
-    ConfigError,
-    GroupParameters,
     ModelSummary,
-    OptimizerParameters,
-    ScheduleParameters,
     TrainerSummary,
     forward_flops,
 )
@@ -84,46 +78,6 @@ def test_summaries_tell_parameters_and_batch_arithmetic() -> None:
     assert "\x1b" not in text
 
 
-@dataclass(kw_only=True)
-class Mine:
-    width: int = 3
-    kind: type = nn.Linear
-
-
-@dataclass(kw_only=True)
-class Named(dt.DreamTrainerConfig):
-    optimizer: OptimizerParameters
-    schedule: ScheduleParameters
-    plain: OptimizerParameters
-    mine: Mine
-    layer: type = Mine
-
-
-def test_nested_parameters_are_spelled_as_one_would_set_them() -> None:
-    file = io.StringIO()
-    config = Named(
-        project="p",
-        group="g",
-        experiment="e",
-        training_parameters=dt.TrainingParameters(max_steps=1),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",), wandb=dt.WandbParameters(entity="team", tags=("a",))),
-        callbacks=dt.CallbackCollection([TrainerSummary(file=file)]),
-        optimizer=OptimizerParameters(lr=0.1, groups=(GroupParameters(pattern="^head", lr_scale=2.0),)),
-        schedule=ScheduleParameters(name="cosine"),
-        plain=OptimizerParameters(),
-        mine=Mine(),
-    )
-    fit(Trainer(config))
-    rows = dict(line.split(maxsplit=1) for line in file.getvalue().splitlines()[1:])
-    assert rows["optimizer"] == "name='adamw', lr=0.1, groups.0.pattern='^head', groups.0.lr_scale=2.0"
-    assert rows["schedule"] == "name='cosine'"
-    assert rows["plain"] == "name='adamw'"
-    assert rows["logger"] == "loggers=('jsonl',), wandb.entity='team', wandb.tags=('a',)"
-    assert rows["mine"] == "width=3, kind=<class 'torch.nn.modules.linear.Linear'>"
-    assert not {"layer", "checkpoint", "training"} & rows.keys()
-
-
 def on_a_rank(directory: str) -> str:
     os.chdir(directory)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -161,8 +115,3 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() 
     assert forward_flops(dropout, (torch.ones(2, 4),)) == 0
     assert all(torch.equal(state[name], tensor) for name, tensor in dropout.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_inputs_of_a_model_that_is_not_there_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"inputs has \['net'\].*There are \['model'\]"):
-        trained(ModelSummary(inputs={"net": (torch.zeros(1, 5),)}, file=io.StringIO()))

@@ -13,7 +13,6 @@ from tests.api import (
     CheckpointError,
     Ranks,
     load_model_extra_state,
-    load_rank_buffers,
     load_tensors,
     model_extra_state,
     model_tensors,
@@ -74,11 +73,6 @@ def test_extra_state_comes_back_with_its_types(tmp_path: Path) -> None:
     assert others["language"].seen == {3: "three"}
 
 
-def test_extra_state_of_other_modules_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match=r"only in the checkpoint \[\('language', 'gone'\)\]"):
-        load_model_extra_state(fresh(0), {"language": {"": {}, "gone": {}}, "head.a": {}})
-
-
 @pytest.mark.pitfall(38)
 def test_a_renamed_layer_is_an_error_naming_both_names(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tensors=model_tensors({"net": nn.ModuleDict({"old": nn.Linear(2, 2)})}))
@@ -104,14 +98,3 @@ def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
 
     with pytest.raises(CheckpointError, match=r"gives 'weight', which is not one of its parameters or buffers"):
         model_tensors({"net": Halved(2, 2)})
-
-
-def test_a_rank_buffer_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
-    models = fresh(0)
-    mean = models["language"].norm.running_mean
-    good, bad = "models.language.norm.running_mean", "models.language.norm.gone"
-    with pytest.raises(CheckpointError, match=bad):
-        load_rank_buffers(models, {good: torch.ones(4), bad: torch.ones(4)})
-    assert not mean.any()
-    load_rank_buffers(models, {good: torch.ones(4), "random.cpu": torch.ones(1)})
-    assert mean.all()

@@ -149,22 +149,6 @@ def test_what_cannot_be_read_is_named(
     assert says.format(path=path) in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_mistake_does_not_lock_the_directory_and_shards_of_other_inputs_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [str(json_lines(tmp_path / "a.jsonl", TEXTS)), "--output", str(tmp_path / "out")]
-    for mistake in (["--field", "body"], ["--end", "<end>"], ["--tokenizer", str(tmp_path / "a.json")]):
-        assert main(["data", "tokenize", *given, *mistake]) == 1
-    assert main(["data", "tokenize", *given]) == 0
-    assert written(tmp_path / "out") == TEXTS
-    capsys.readouterr()
-    other = str(json_lines(tmp_path / "b.jsonl", TEXTS))
-    assert main(["data", "tokenize", other, *given[1:]]) == 1
-    assert "has shards of other inputs" in capsys.readouterr().err
-    assert main(["data", "tokenize", *given, "--workers", "0"]) == 2
-    assert "workers=0" in capsys.readouterr().err
-
-
 def test_the_command_is_a_module_too() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dream_trainer", "data", "--help"], capture_output=True, text=True, check=True

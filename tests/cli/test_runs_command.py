@@ -99,23 +99,6 @@ def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("runs")
-def test_a_metric_whose_best_was_not_kept_is_shown_as_it_was_last(capsys: pytest.CaptureFixture[str]) -> None:
-    record = RunRecord(metrics={"val/accuracy": 0.5}, step=3, best=best(2.0))
-    run = make_run("e/one", lr=0.1, record=record, root="more")
-    lines = [{"step": 4, "epoch": 0, "samples": 1, "time": NOW, "train/loss": 3.0}, {"step": 5, "time": NOW, "lr": 0.1}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    make_run("e/two", lr=0.1, record=RunRecord(metrics={"val/accuracy": 0.75}, step=3), root="more")
-    assert "val/loss 2 at 7" in said(capsys, "runs", "more", "--metric", "val/loss")
-    assert "val/accuracy 0.5000 last, at 3" in said(capsys, "runs", "more", "--metric", "val/accuracy")
-    assert "train/loss 3 last, at 4" in said(capsys, "runs", "more", "--metric", "train/loss")
-    ordered = json.loads(said(capsys, "runs", "more", "--metric", "val/accuracy", "--sort", "best", "--json"))
-    assert [run["name"] for run in ordered] == ["p/e/two", "p/e/one"]
-    wrong = said(capsys, "runs", "more", "--metric", "val/acuracy", code=2)
-    assert "no run has it. Did you mean val/accuracy? There are lr, train/loss, val/accuracy, val/loss." in wrong
-    assert "kept its best lr" in said(capsys, "runs", "more", "--metric", "lr", "--sort", "best", code=2)
-
-
-@pytest.mark.usefixtures("runs")
 def test_the_environment_says_where_runs_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,15 +91,6 @@ class EndedUntilRead:
         self.next, self.was_loaded = state["next"], True
 
 
-class HandWritten:
-    """Draws its order and each batch's noise, and keeps no state."""
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        order = torch.randperm(LENGTH).tolist()
-        for first in range(0, LENGTH, 2):
-            yield [*order[first : first + 2], random.random()]
-
-
 class LazyBatches:
     """A batch sampler that draws its order when the first batch is asked for."""
 
@@ -126,7 +117,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "live shuffle": LiveShuffle,
     "order at start": OrderAtStart,
     "ended until read": EndedUntilRead,
-    "hand-written": HandWritten,
     "nodes": nodes_by_number,
     "weighted": lambda: DataLoader(DATA, 2, sampler=weighted()),
     "stateful, workers": lambda: StatefulDataLoader(DATA, 2, sampler=weighted(), num_workers=2),

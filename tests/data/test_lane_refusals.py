@@ -13,7 +13,6 @@ from tests.api import (
     DataError,
     DataPosition,
     Filter,
-    HuggingFaceShards,
     IterableShards,
     Map,
     PerRankLoader,
@@ -277,20 +276,3 @@ class WithGenerator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left = state["left"]
         self.generator.set_state(state["generator"])
-
-
-def test_a_damaged_file_of_a_hugging_face_dataset_is_named(tmp_path: Path) -> None:
-    import datasets
-
-    files = [tmp_path / f"{number}.jsonl" for number in range(2)]
-    for file in files:
-        file.write_text('{"n": 1}\n' * 50)
-    files[1].write_text('{"n": 1}\n{"n":')
-    dataset = datasets.load_dataset(
-        "json", data_files=list(map(str, files)), split="train", streaming=True, cache_dir=str(tmp_path / "cache")
-    )
-    lane_files = HuggingFaceShards(dataset)
-    assert lane_files.name(1) == "shard 1 of 2 of the Hugging Face dataset"  # as checkpoints have it
-    loader = StreamLoader(dataset, batch_size=2, lanes=2)
-    with pytest.raises(DataError, match=rf"shard 1 of 2 of the Hugging Face dataset \({files[1]}\) cannot be read"):
-        next(iter(loader))

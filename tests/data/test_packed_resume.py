@@ -70,15 +70,3 @@ def test_a_run_that_goes_on_twice_with_other_layouts_has_the_same_tokens_in_each
         found += digests
     assert found == expected
     assert Job(kind, is_endless, (1, 1, 0), seed=4).steps(STEPS)[0] != expected
-
-
-@pytest.mark.parametrize("stop", range(1, STEPS, 3))
-def test_it_goes_on_at_any_step(stop: int) -> None:
-    """Also in the middle of a block, at its end, and over the end of a pass."""
-    assert len(packed(False)) < 30 * GLOBAL_BATCH
-    expected = Job("packed", False, (1, 1, 0)).steps(30)[0]
-    first = Job("packed", False, (1, 1, 0))
-    found, saved = first.steps(stop)
-    second = Job("packed", False, (2, 1, 0))
-    second.go_on(saved[0])
-    assert found + second.steps(30 - stop)[0] == expected

@@ -135,18 +135,6 @@ def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise
         assert read(resumed, passes=2 - last.end.epoch) == expected[stop_after:], stop_after
 
 
-@pytest.mark.pitfall(33)
-@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
-def test_a_state_of_before_that_does_not_say_what_was_drawn_seeds_every_batch_as_then(kind: str) -> None:
-    stream = open_stream(LateNoiseWithState(kind, 1))
-    window = stream.next_window()
-    state = {name: value for name, value in window.rank_state.items() if name != "drawn"}
-    resumed = open_stream(LateNoiseWithState(kind, 5))
-    resumed.seek(window.end, state)
-    drawn = [batch[1] for batches in read(resumed, passes=1) for batch in batches if len(batch) == 2]
-    assert drawn == [next(drawn_with(hash_seed(b"batch", SEED, 0, number, 0))[kind]) for number in range(5, LENGTH)]
-
-
 class Order:
     """Somebody's sampler, which draws its order from a global generator when a pass begins."""
 
@@ -204,14 +192,6 @@ def test_a_generator_of_the_loaders_own_goes_on_from_pass_to_pass() -> None:
 class Numbers(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(LENGTH))
-
-
-class Passing(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 WEIGHTS = [1.0] * LENGTH

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -12,23 +11,6 @@ from tests.data.samples import DrawingDataset, global_states, rows
 from tests.data.test_pass_draws import DRAWS, drawn_with
 
 
-class HubDataset:
-    """Loads many samples at once, like Hugging Face's datasets."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("loaded one by one")
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
-        self.asked.append(indices)
-        return [(index, random.random()) for index in indices]
-
-
 def test_each_sample_is_drawn_under_its_own_seed_whatever_its_batch() -> None:
     data = KeyedDataset(DrawingDataset(10), default_collate, 7)
     together = rows(data.__getitems__((0, [3, 4, 5])))
@@ -36,13 +18,6 @@ def test_each_sample_is_drawn_under_its_own_seed_whatever_its_batch() -> None:
     assert together == alone[::-1]
     torch.manual_seed(sample_seed(7, 0, 3) & 0xFFFF_FFFF)
     assert together[0][1] == torch.rand((), dtype=torch.float64).item()
-
-
-def test_the_global_generators_are_put_back_when_a_sample_fails() -> None:
-    before = global_states()
-    with pytest.raises(IndexError):
-        KeyedDataset(DrawingDataset(10), default_collate, 7).__getitems__((0, [1, 99]))
-    assert global_states() == before
 
 
 def test_datasets_of_tensors_and_their_parts_are_known_to_draw_nothing() -> None:
@@ -56,14 +31,6 @@ def test_datasets_of_tensors_and_their_parts_are_known_to_draw_nothing() -> None
 def test_a_subset_is_seeded_per_sample_though_torch_gives_it_getitems() -> None:
     data = KeyedDataset(Subset(DrawingDataset(10), [8, 6, 4]), default_collate, 7)
     assert rows(data.__getitems__((0, [0, 1])))[1] == rows(data.__getitems__((0, [1])))[0]
-
-
-def test_a_dataset_that_loads_batches_is_asked_once_and_seeded_once() -> None:
-    hub = HubDataset()
-    data = KeyedDataset(hub, list, 7)
-    first = data.__getitems__((0, [2, 4]))
-    assert hub.asked == [[2, 4]]
-    assert first == data.__getitems__((0, [2, 4]))
 
 
 class LateDataset:

@@ -114,9 +114,3 @@ def test_one_shard_is_written_by_one_at_a_time(tmp_path: Path) -> None:
     assert [document.tolist() for document in TokenFile(tmp_path / "a.bin")] == [[1, 2], [4]]
     (tmp_path / "b.bin.part").write_bytes(b"left by one that was killed")
     assert [document.tolist() for document in TokenFile(write(tmp_path / "b.bin", [[3]], 10))] == [[3]]
-
-
-@pytest.mark.parametrize("size", [0, 2**32 + 1])
-def test_ids_that_no_file_can_hold_are_refused(size: int, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"vocabulary_size={size} is not from 1 to"):
-        TokenFileWriter(tmp_path / "a.bin", size)

@@ -94,18 +94,6 @@ def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
     sender.join()
 
 
-def test_under_nohup_a_run_outlives_its_terminal() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        signals = Signals(Requests())
-        with signals.handled():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.wait_for_data(lambda: "data") == "data"
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def forget_and_sleep() -> None:
     time.sleep(60)
 

@@ -47,23 +47,6 @@ def test_the_corpus_is_real_and_the_same_each_time() -> None:
     assert torch.equal(corpus.validation.windows, again.validation.windows)
 
 
-def test_both_corpora_are_real_and_of_other_files_than_they_are_validated_with() -> None:
-    from texts import END, load_corpora
-
-    corpora, again = load_corpora(), load_corpora()
-    for name, documents in corpora.train.items():
-        held_out = corpora.validation[name]
-        assert documents.texts == again.train[name].texts
-        assert len(documents) > 10 * len(held_out) > 50
-        assert all(text.endswith(END) and text.count(END) == 1 for text in [*documents.texts, *held_out.texts])
-        assert documents.lengths.tolist() == [len(text) for text in documents.texts]
-        assert documents[3].tobytes() == documents.texts[3]
-    assert any(text.startswith(b"Returns whether ") for text in corpora.train["docs"].texts)
-    texts = b"".join(text for source in corpora.validation.values() for text in source.texts)
-    counts = torch.bincount(torch.frombuffer(bytearray(texts), dtype=torch.uint8)).double()
-    assert corpora.unigram_entropy() == pytest.approx(float(torch.special.entr(counts / len(texts)).sum()))
-
-
 def test_the_loss_curve_is_drawn_from_the_metrics_file(tmp_path: Path) -> None:
     from plot import plot_loss, read_metrics
 

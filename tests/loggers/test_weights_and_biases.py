@@ -13,7 +13,6 @@ from wandb.sdk.lib import module
 
 import dream_trainer as dt
 from tests.api import (
-    ConfigError,
     WandbLogger,
     WandbParameters,
 )
@@ -203,15 +202,6 @@ def test_arguments_of_init_reach_wandb(tmp_path: Path) -> None:
     (path,) = wandb_files(tmp_path)
     (run,) = [record.run for record in wandb_records(path) if record.WhichOneof("record_type") == "run"]
     assert (run.notes, run.job_type, run.project) == ("why", "sweep", "p")
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("project", "the config's project"), ("tags", "WandbParameters.tags"), ("id", "kept in checkpoints")],
-)
-def test_arguments_of_init_that_have_their_place_are_refused_with_it(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"init_arguments has '{name}', which is {said}"):
-        WandbParameters(init_arguments={name: "x"})
 
 
 def test_wandb_mode_decides_where_the_config_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,21 +155,6 @@ def test_models_built_on_meta_beforehand_are_reset() -> None:
     assert (attention.in_proj_bias == 0).all()
 
 
-def test_tensors_that_share_memory_share_it_afterwards() -> None:
-    def make() -> nn.Module:
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.empty(4, 3).normal_())
-        model.same = nn.Parameter(model.weight.data)
-        model.first_row = model.weight.detach()[0]
-        return model
-
-    model = deferred(make)
-    with torch.no_grad():
-        model.weight.fill_(9)
-    assert (model.same == 9).all()
-    assert (model.first_row == 9).all()
-
-
 def test_gradients_during_the_build_are_refused() -> None:
     with pytest.raises(InitError, match="load_pretrained"), Tape(0).recording():
         nn.Linear(3, 3).weight.sum().backward()

@@ -110,16 +110,6 @@ def test_a_hidden_module_is_an_error_that_says_where(how: str, owner: str) -> No
         built(configure_models)
 
 
-def test_what_is_a_child_elsewhere_may_be_held_twice() -> None:
-    def configure_models(self: Any) -> None:
-        self.model = theirs()
-        self.model.again = [self.model[0]]
-        self.model.call = partial(self.model[0].forward)
-
-    with built(configure_models) as trainer:
-        assert not trainer.model.again[0].weight.is_meta
-
-
 def test_a_lazy_module_is_named_and_one_that_has_run_trains() -> None:
     def lazy(self: Any) -> None:
         self.model = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())

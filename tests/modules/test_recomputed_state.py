@@ -57,15 +57,6 @@ class Remembers(nn.Module):
         return torch.tanh(h * self.queue[0].clone()) + self.seen[len(self.seen) // 2]
 
 
-class OldSpectral(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up(x))
-
-
 class OneDistribution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +79,6 @@ def spectral() -> nn.Module:
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": spectral,
-    "old spectral_norm": OldSpectral,
     "codebook": lambda: Codebook(hidden=False),
     "codebook by data": lambda: Codebook(hidden=True),
     "fake quantisation": quantized,

@@ -107,10 +107,3 @@ def test_muon_takes_the_matrices_that_patterns_name() -> None:
     assert sum(len(group["params"]) for group in adamw.param_groups) == 5
     with pytest.raises(ConfigError, match="hidden: '2.bias' matches no trainable matrix"):
         build_optimizers(OptimizerParameters(name="muon", hidden=("2.bias",)), module)
-
-
-def test_fused_steps_back_where_there_is_no_kernel_and_true_insists() -> None:
-    module = nn.Linear(2, 2, dtype=torch.complex64)
-    assert build_optimizer(OptimizerParameters(), module).param_groups[0]["foreach"] is True
-    with pytest.raises(ConfigError, match=r"AdamW has no fused kernel for torch.complex64 parameters"):
-        build_optimizer(OptimizerParameters(fused=True), module)

@@ -25,7 +25,6 @@ from tests.api import (
     export_model,
     file_order,
     model_tensors,
-    parse_size,
     renamed,
     write_safetensors,
 )
@@ -126,14 +125,6 @@ def test_a_dtype_that_the_format_lacks_is_named_before_anything_is_written(tmp_p
     assert not (tmp_path / "out").exists()
     export_checkpoint(path, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=True)["phase"].dtype == torch.complex128
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1.5 kB", 1500), ("2GiB", 2 << 30), ("10B", 10), (7, 7)],
-)
-def test_sizes_are_read_as_hugging_face_reads_them(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
 
 
 # -- from a checkpoint
