@@ -20,7 +20,6 @@ from tests.api import (
     CheckpointError,
     CheckpointParameters,
     DistributedDataLoader,
-    StepError,
     tensor_metadata,
 )
 from tests.trainer.arithmetic import full
@@ -84,10 +83,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Bit for bit."""
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return any(not torch.equal(one[name], other[name]) for name in one)
 
 
 def in_windows(data: Sequence[Batch], size: int) -> Windows:
@@ -165,19 +160,11 @@ class SeveralOptimizers(Alone):
         return {}
 
 
-class Looks(dt.Callback):
-    """Reads the averages between two steps of a window."""
-
-    def post_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        trainer.get_callback(EMA).averaged("model")
-
-
 @pytest.mark.pitfall(35)
-@pytest.mark.parametrize("callbacks", [[], [Looks()]], ids=["", "looked at inside"])
 @pytest.mark.parametrize("together", [True, False], ids=["one step call", "two step calls"])
-def test_two_optimizers_of_one_model_move_the_average_once(together: bool, callbacks: list[dt.Callback]) -> None:
+def test_two_optimizers_of_one_model_move_the_average_once(together: bool) -> None:
     ema, data = EMA(0.9), batches(8)
-    config = make_config(n_epochs=1, callbacks=[ema, *callbacks], gradient_accumulation_steps=2)
+    config = make_config(n_epochs=1, callbacks=[ema], gradient_accumulation_steps=2)
     trainer = SeveralOptimizers(config, data)
     trainer.together = together
     fit(trainer)
@@ -428,18 +415,6 @@ def test_evaluate_uses_the_averages_unless_others_were_chosen_by_hand() -> None:
         assert_equal(weights(trainer.model), before)
 
 
-class Stops(Alone):
-    """Stops after its first step, so that it may be trained on, and tries to average inside a window."""
-
-    ema: EMA
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.request_stop()
-        with pytest.raises(StepError, match="inside an accumulation window"), self.ema.averaged_weights():
-            pass
-        return super().training_step(batch, batch_idx)
-
-
 # -- checkpoints
 
 
@@ -461,8 +436,8 @@ SAVED_WINDOWS = in_windows(batches(8, 4), 1)
 
 
 @pytest.mark.pitfall(35)
-@pytest.mark.parametrize("stop", [1, 3, 6])
-@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"warm_up": False}, {"device": "cpu"}], ids=str)
+@pytest.mark.parametrize("stop", [1, 6])
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"device": "cpu"}], ids=str)
 def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, Any], stop: int) -> None:
     for steps in (stop, 8):
         ema, second = EMA(0.9, **options), EMA(0.5, validate=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,13 @@ def test_the_only_whole_checkpoint_stays_though_newer_ones_are_damaged(tmp_path:
 
 @pytest.mark.pitfall(30)
 def test_killed_at_any_point_it_leaves_whole_checkpoints_and_goes_on_when_run_again(tmp_path: Path) -> None:
-    call, killed = 0, True
+    call, killed, saved = 0, True, tmp_path / "saved"
+    for step, value in enumerate(METRICS, start=1):
+        save_with(saved, step, value)
     while killed:
         call += 1
         root = tmp_path / str(call)
-        for step, value in enumerate(METRICS, start=1):
-            save_with(root, step, value)
+        shutil.copytree(saved, root)
         killed = killed_at(call, lambda: retire(root, POLICY))  # noqa: B023 (called at once)
         listed = {path.name for path in root.iterdir() if path.name.startswith("step_")}
         assert listed == {f"step_{step:08d}" for step in steps(root)}

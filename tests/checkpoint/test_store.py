@@ -132,18 +132,6 @@ def test_the_manifests_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     assert read_manifest(path).files == on_disk
 
 
-def test_a_save_does_not_read_what_it_wrote(tmp_path: Path) -> None:
-    def bytes_read() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    if not Path("/proc/self/io").exists():
-        pytest.skip("counts by Linux's /proc")
-    save(tmp_path, 1)  # which imports
-    before = bytes_read()
-    save(tmp_path, 2, tensors={"w": torch.randn(1 << 20)})
-    assert bytes_read() - before < 1 << 20
-
-
 def test_a_save_removes_what_killed_jobs_left_and_nothing_of_the_users(tmp_path: Path) -> None:
     left = files.make_temporary(tmp_path, 7)
     (left / "__0_0.distcp").write_text("half")

@@ -76,7 +76,7 @@ def test_workers_and_a_second_call_change_nothing(tmp_path: Path) -> None:
 
 def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(tmp_path: Path) -> None:
     for number in range(6):
-        json_lines(tmp_path / f"{number}.jsonl", [f"{number} {i} " * 50 for i in range(20_000)])
+        json_lines(tmp_path / f"{number}.jsonl", [f"{number} {i} " * 50 for i in range(8000)])
     arguments = ["data", "tokenize", str(tmp_path / "*.jsonl"), "--output"]
     output = tmp_path / "out"
     program = "import sys; from dream_trainer.cli.main import main; sys.exit(main())"
@@ -91,7 +91,7 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(tmp_path: Pa
     assert 1 <= len(finished) < 6
     assert main([*arguments, str(output)]) == 0
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
-    assert written(output) == [f"{number} {i} " * 50 for number in range(6) for i in range(20_000)]
+    assert written(output) == [f"{number} {i} " * 50 for number in range(6) for i in range(8000)]
     assert not list(output.glob("*.part"))
 
 

@@ -256,4 +256,3 @@ def test_a_config_error_ends_a_script_in_a_line_and_a_bug_with_its_traceback(tmp
     assert code == 1
     assert said.startswith("Traceback")
     assert said.endswith("IndexError: list index out of range\n")
-    assert run("--seed", "-1")[0] == 2

@@ -5,24 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.api import ConfigError, DistributedDataLoader, Mixture, Stage, TrainStream, train_stream
-
-
-class Documents:
-    """Of 1 to 11 tokens."""
-
-    def __init__(self, first: int, count: int) -> None:
-        self.first = first
-        self.lengths = np.random.RandomState(first).randint(1, 12, count)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(self.lengths[index], self.first + index)
 
 
 def two(**options: Any) -> Mixture:

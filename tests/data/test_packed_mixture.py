@@ -82,17 +82,9 @@ def other_weights(job: Job) -> None:
     job.set_weights({"docs": 1, "web": 1})
 
 
-SPANNING = [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)]
-
-
 @pytest.mark.parametrize(
     ("stops", "number", "between"),
-    [
-        pytest.param(stops, number, between, marks=() if (stops, number, between) in SPANNING else pytest.mark.slow)
-        for stops in ((1, 2), (5, 6), (3, 11))
-        for number in (0, 3)
-        for between in (nothing, other_weights)
-    ],
+    [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)],
 )
 def test_a_curriculum_goes_on_twice_with_the_same_tokens_in_each_step(
     between: Callable[[Job], None], number: int, stops: tuple[int, int]

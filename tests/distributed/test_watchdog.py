@@ -33,8 +33,8 @@ class Training:
     def where(self) -> str:
         return f"step {self.step}"
 
-    def watched(self, limit: float = LIMIT, patient: float = 60.0) -> Watchdog:
-        return Watchdog(self.where, lambda: limit, patient_limit_seconds=patient, directory=Path("run/stacks"))
+    def watched(self) -> Watchdog:
+        return Watchdog(self.where, lambda: LIMIT, patient_limit_seconds=60.0, directory=Path("run/stacks"))
 
 
 def run_alone(function: str, cwd: Path) -> tuple[int, str, float]:
@@ -187,17 +187,3 @@ def moves_then_is_patient_then_stops() -> None:
 def test_progress_patience_and_the_end_of_watching_raise_no_alarm_and_leave_nothing(tmp_path: Path) -> None:
     status, text, _ = run_alone("moves_then_is_patient_then_stops", tmp_path)
     assert status == 0, text
-
-
-def is_patient_for_ever() -> None:
-    hurry()
-    dog = Training().watched(limit=0.2, patient=LIMIT)
-    with dog, dog.patient():
-        dozes()
-
-
-def test_patience_ends_at_its_own_limit(tmp_path: Path) -> None:
-    status, text, seconds = run_alone("is_patient_for_ever", tmp_path)
-    assert status == 1
-    assert "made no progress for 1 s" in text
-    assert seconds < 50
