@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import ActivationStats, ConfigError, recompute
+from tests.api import ActivationStats, ConfigError
 from tests.callbacks.recording import Logged, LoggedSharded, Recorder, record
 from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import fill
@@ -90,37 +90,6 @@ def test_a_window_that_is_run_again_counts_once() -> None:
 
     found = observed(Retried, RAGGED, every=2, n_epochs=1, gradient_accumulation_steps=2, nonfinite="retry")
     assert_same(found, {2: by_hand([RAGGED[:2], RAGGED[2:]])[2]})
-
-
-def test_what_is_computed_again_in_backward_counts_once() -> None:
-    class Shared(Logged):
-        """One layer in two blocks. The first recomputes: counted again, it would weigh more than the second."""
-
-        calls = 0
-
-        def setup(self) -> None:
-            super().setup()
-            first, second = self.model[0]
-            second[0] = first[0]
-            first[0].register_forward_hook(self.count)
-            recompute(first)
-            self.optimizer = sgd(self.model)
-
-        def count(self, *_: Any) -> None:
-            self.calls += 1
-
-    trainers: list[Shared] = []
-
-    def make(*args: Any) -> Shared:
-        trainers.append(Shared(*args))
-        return trainers[0]
-
-    found = observed(make, batches(1), modules=[r"^model\.0\.0\.0$"], n_epochs=1)
-    model, (x, *_) = network(), batches(1)[0]
-    fill(model)
-    layer, squash = model[0][0]
-    assert_same(found, {1: stats({"model.0.0.0": [layer(x), layer(squash(layer(x)))]})})
-    assert trainers[0].calls == 3
 
 
 class Odd(nn.Module):
@@ -234,17 +203,6 @@ def test_a_step_that_is_due_reads_nothing_on_the_host() -> None:
     with norms_are_read_late(), windows, Steps(config, batches(2), make_optimizer=fused_adamw) as trainer:
         trainer.fit()
     assert mode.operations > 0
-
-
-def test_an_exception_takes_the_hooks_off() -> None:
-    class Fails(Logged):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            raise RuntimeError("on purpose")
-
-    trainer = Fails(make_config(callbacks=[ActivationStats(1)], n_epochs=1), batches(1))
-    with pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit()
-    assert not any(module._forward_hooks for module in trainer.model.modules())
 
 
 def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pytest.LogCaptureFixture) -> None:

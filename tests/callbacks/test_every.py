@@ -89,17 +89,3 @@ def test_a_resumed_run_calls_as_the_straight_one(n: int, unit: Any, steps: list[
         config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None)
         fit(Resumed(config, batches(10), batches(1)))
     assert calls == steps
-
-
-def test_the_function_may_save_and_evaluate() -> None:
-    losses: list[float] = []
-
-    def act(trainer: Any) -> None:
-        losses.append(trainer.evaluate()["val/loss"])
-        trainer.save_checkpoint()
-
-    config = make_config(max_steps=4, callbacks=[Every(2, "steps", act)])
-    with Resumed(config, batches(10), batches(2)) as trainer:
-        trainer.fit()
-        assert [manifest.step for manifest in trainer.checkpoints()] == [2, 4]
-    assert losses[1] != losses[0]

@@ -172,67 +172,22 @@ def nothing(trainer: Any) -> None:
 
 WRONG: list[tuple[str, Callable[[], dt.Callback]]] = [
     ("decay='0.99' is not a number from 0.0 to below 1.0", lambda: shipped.EMA("0.99")),
-    ("validate='no' is not a boolean. Use True or False", lambda: shipped.EMA(validate="no")),
-    ("warm_up=10 is not a boolean", lambda: shipped.EMA(warm_up=10)),
     (r"models=3 is not a tuple of strings. Use such as models=\('model',\)", lambda: shipped.EMA(models=3)),
-    ("validate=None is not a boolean", lambda: shipped.SWA(2, validate=None)),
     (r"metric=\['val/loss'\] is not a name. Use .* metric='val/loss'", lambda: shipped.EarlyStopping(["val/loss"])),
-    ("min_delta='0.1' is not a number of at least 0", lambda: shipped.EarlyStopping(min_delta="0.1")),
-    ("depth='2' is not an integer", lambda: shipped.ModelSummary(depth="2")),
     (r"inputs is a Tensor.*inputs=\{'model': \(x,\)\}", lambda: shipped.ModelSummary(inputs=torch.ones(2))),
-    (r"inputs\['net'\] is a Tensor.*'net': \(x,\)", lambda: shipped.ModelSummary(inputs={"net": torch.ones(2)})),
     (r"ranks=0 .*Use ranks=\[0\], or None for all", lambda: shipped.Profiler(ranks=0)),
-    (r"ranks=\['0'\] is not a list of ranks", lambda: shipped.Profiler(ranks=["0"])),
-    ("decay='0.9' is not a number from 0.0 to below 1.0", lambda: shipped.WeightTransfer("a", "b", decay="0.9")),
-    ("buffers='no' is not a boolean", lambda: shipped.WeightTransfer("a", "b", buffers="no")),
     (r"target=Tanh\(\) is not a name", lambda: shipped.WeightTransfer("a", torch.nn.Tanh())),
-    ("tokens_per_sample='16' is not a number above zero", lambda: shipped.Throughput(tokens_per_sample="16")),
-    ("device_flops='1e12' is not a number above zero", lambda: shipped.Throughput(device_flops="1e12")),
     ("flops_per_sample='6' is .* Or a function of the trainer", lambda: shipped.Throughput(flops_per_sample="6")),
     ("tokens=16 cannot be called.*function of a batch", lambda: shipped.Throughput(tokens=16)),
-    ("name=10 is not a name", lambda: shipped.Throughput(10)),
-    ("tokens_per_sample='4' is not a number above zero", lambda: shipped.Progress(tokens_per_sample="4")),
-    ("line_seconds='10' is not a number of at least 0", lambda: shipped.Progress(line_seconds="10")),
-    ("refresh_seconds='1' is not a number of at least 0", lambda: shipped.Progress(refresh_seconds="1")),
-    ("histograms='no' is not a boolean", lambda: shipped.GradientStats(histograms="no")),
     ("key=0 is not a name. Use a string, such as key='samples'", lambda: shipped.ImageFiles(0)),
-    ("main_process_only=0 is not a boolean", lambda: shipped.Every(1, "steps", nothing, main_process_only=0)),
-    ("n=0", lambda: shipped.Every(0, "steps", nothing)),
-    ("n=1.5", lambda: shipped.Every(1.5, "samples", nothing)),
-    ("n=0.0", lambda: shipped.Every(0.0, "seconds", nothing)),
-    ("n=True", lambda: shipped.Every(True, "epochs", nothing)),
     ("unit='minutes'.*'seconds'", lambda: shipped.Every(1, "minutes", nothing)),
     ("'print' cannot be called", lambda: shipped.Every(1, "steps", "print")),
-    ("decay=1.0", lambda: shipped.EMA(1.0)),
-    ("decay=-0.1", lambda: shipped.EMA(-0.1)),
-    ("decay=nan", lambda: shipped.EMA(float("nan"))),
-    ("every_n_steps=0", lambda: shipped.EMA(every_n_steps=0)),
     ("models='model'", lambda: shipped.EMA(models="model")),
     ("device='cuda'", lambda: shipped.EMA(device="cuda")),
-    ("start=0", lambda: shipped.SWA(0)),
-    ("every=0", lambda: shipped.SWA(1, every=0)),
-    ("unit='samples'", lambda: shipped.SWA(1, unit="samples")),
-    ("patience=0", lambda: shipped.EarlyStopping(patience=0)),
-    ("min_delta=-1.0", lambda: shipped.EarlyStopping(min_delta=-1.0)),
     ("min_delta=nan", lambda: shipped.EarlyStopping(min_delta=float("nan"))),
-    ("mode='low'", lambda: shipped.EarlyStopping(mode="low")),
-    ("decay=1.0", lambda: shipped.WeightTransfer("a", "b", decay=1.0)),
-    ("every_n_steps=0", lambda: shipped.WeightTransfer("a", "b", every_n_steps=0)),
     ("both 'a'", lambda: shipped.WeightTransfer("a", "a")),
-    ("first_step=0", lambda: shipped.Profiler(first_step=0)),
-    ("n_steps=0", lambda: shipped.Profiler(n_steps=0)),
-    ("warm_up_steps=-1", lambda: shipped.Profiler(warm_up_steps=-1)),
-    ("with_stack=1", lambda: shipped.Profiler(with_stack=1)),
-    ("every_n_steps=0", lambda: shipped.Memory(0)),
-    ("history=-1", lambda: shipped.Memory(history=-1)),
-    ("every_n_steps=0", lambda: shipped.GarbageCollection(0)),
-    ("depth=-1", lambda: shipped.GradientStats(depth=-1)),
-    ("depth=-1", lambda: shipped.ModelSummary(depth=-1)),
-    ("every_n_steps=0", lambda: shipped.WeightStats(every_n_steps=0)),
-    ("every_n_steps=0", lambda: shipped.ActivationStats(0)),
     ("modules='attention'", lambda: shipped.ActivationStats(modules="attention")),
     (r"modules='\(' is not a regular expression", lambda: shipped.ActivationStats(modules=["("])),
-    ("name=''", lambda: shipped.ActivationStats(name="")),
     ("tokens_per_sample.*tokens", lambda: shipped.Throughput(tokens_per_sample=3, tokens=len)),
     ("flops_per_token needs tokens. Pass tokens_per_sample", lambda: shipped.Throughput(flops_per_token=1.0)),
     ("flops_per_sample", lambda: shipped.Throughput(flops_per_token=1.0, tokens_per_sample=1, flops_per_sample=1.0)),
@@ -314,40 +269,6 @@ def test_one_that_has_served_a_trainer_serves_the_next_as_a_new_one_would(
         found = run(served, number)
         for part, value in expected.items():
             assert found[part] == value, part
-
-
-def test_one_that_has_served_a_trainer_resumes_the_next_as_a_new_one_would(tmp_path: Path) -> None:
-    def states(callbacks: Sequence[dt.Callback], number: int) -> tuple[dict[str, Any], list[Any]]:
-        trained([factory() for factory in FACTORIES.values()], tmp_path / str(number), max_steps=6)
-        found = trained(callbacks, tmp_path / str(number), max_steps=9)
-        tensors = [in_numbers(callback.checkpoint_tensors()) for callback in callbacks]
-        return in_numbers(found), [tensors, [callback.state_dict() for callback in callbacks]]
-
-    expected, served = states([factory() for factory in FACTORIES.values()], 0), [f() for f in FACTORIES.values()]
-    trained(served, tmp_path / "before", seed=1)
-    assert states(served, 1) == expected
-
-
-def test_a_second_fit_of_one_trainer_goes_on_with_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stops(shipped.Callback):
-        def post_train_step(self, trainer: Any) -> None:
-            if trainer.global_step == 6:
-                trainer.request_stop()
-
-    def states(fits: int) -> list[Any]:
-        (tmp_path / str(fits)).mkdir()
-        monkeypatch.chdir(tmp_path / str(fits))
-        callbacks = [factory() for factory in FACTORIES.values()]
-        with make(callbacks + [Stops()] * (fits - 1)) as trainer:
-            for _ in range(fits):
-                trainer.fit()
-            assert trainer.global_step == 12
-            tensors = [in_numbers(callback.checkpoint_tensors()) for callback in callbacks]
-            return [tensors, [callback.state_dict() for callback in callbacks]]
-
-    assert states(2) == states(1)
 
 
 @pytest.mark.pitfall(51)

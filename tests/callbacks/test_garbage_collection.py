@@ -62,9 +62,3 @@ def test_after_an_exception_the_collector_is_as_it_was() -> None:
         trainer.fit()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    fit(Watches(make_config(n_epochs=1, callbacks=[GarbageCollection()]), batches(2)))
-    assert not gc.isenabled()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 import dream_trainer as dt
-from tests.api import Every, ImageFiles
+from tests.api import ImageFiles
 from tests.trainer.small import Alone, Batch, batches, fit, make_config
 
 
@@ -63,37 +58,6 @@ def test_what_the_steps_return_is_in_the_files() -> None:
     assert not found[7:, 14:].any()  # no sixth image
     assert (pixels(root / "val/a/picture/step_00000004.png")[2, 2] == [100, 101, 102]).all()
     assert (pixels(root / "val/a/grey/step_00000004.png")[2:4, 2:4] == 255).all()  # clamped
-
-
-def test_an_evaluate_within_training_writes_no_file() -> None:
-    evaluates = Every(1, "steps", lambda trainer: trainer.evaluate())
-    config = make_config(max_steps=3, val_every_n_steps=2, callbacks=[ImageFiles("grey"), evaluates])
-    trainer = fit(Paints(config, batches(8), batches(1)))
-    assert [path.name for path in (trainer.run_dir / "images").rglob("*.png")] == ["step_00000002.png"]
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_images_of_several_ranks_are_refused_in_validation_where_a_rank_may_have_no_batch(mesh: DeviceMesh) -> None:
-    class Shares(Paints):
-        is_whole = False
-
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            picture = distribute_tensor(pictures(7), mesh)
-            return {"picture": picture.full_tensor() if self.is_whole else picture}
-
-    for is_whole in (False, True):
-        with Shares(make_config(n_epochs=1, callbacks=[ImageFiles("picture")]), batches(1), batches(1)) as trainer:
-            trainer.is_whole = is_whole
-            with nullcontext() if is_whole else pytest.raises(TypeError, match=r"'picture' .*full_tensor\(\)"):
-                trainer.fit()
-    assert pixels(trainer.run_dir / "images/val/picture/step_00000001.png").shape == (12, 20, 3)
 
 
 def test_a_grid_holds_no_more_images_than_asked_for() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.api import HookError, LearningRate, OptimizerParameters, build_optimizer
+from tests.api import LearningRate, OptimizerParameters, build_optimizer
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, batches, make_config
 
@@ -41,20 +41,6 @@ def test_the_rate_logged_at_a_step_is_the_one_it_used() -> None:
     assert recorder.values("lr") == pytest.approx({n: 0.1 / n for n in range(1, 6)}, rel=1e-15)
 
 
-def test_a_flush_of_several_steps_has_the_last_rate() -> None:
-    recorder = logged(Scheduled, 8, log_every=2, gradient_accumulation_steps=2)
-    assert recorder.values("lr") == pytest.approx({2: 0.05, 4: 0.025}, rel=1e-15)
-
-
-def test_rates_may_be_tensors_that_the_scheduler_changes_in_place() -> None:
-
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64), fused=True)
-
-    recorder = logged(Scheduled, 4, log_every=4, make_optimizer=optimizer)
-    assert recorder.values("lr") == pytest.approx({4: 0.025}, rel=1e-15)
-
-
 def by_decay(model: nn.Module) -> torch.optim.Optimizer:
     return build_optimizer(OptimizerParameters(name="sgd", lr=0.1, weight_decay=0.5), model)
 
@@ -76,22 +62,6 @@ def test_groups_whose_rates_part_have_a_curve_each_from_there_on() -> None:
     assert recorder.values("lr/optimizer/no_decay") == {3: 0.2, 4: 0.1}
 
 
-def test_rates_that_are_only_at_first_alike_are_curves_from_the_first_step() -> None:
-    class FromZero(Scheduled):
-        def setup(self) -> None:
-            super().setup()
-            self.scheduler = LambdaLR(self.optimizer, lambda done: done / 10)
-
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        first, *rest = model.parameters()
-        return torch.optim.SGD([{"params": [first], "lr": 0.5, "name": "a"}, {"params": rest, "name": "a"}], lr=0.25)
-
-    recorder = logged(FromZero, 2, make_optimizer=optimizer)
-    assert recorder.values("lr/optimizer/a.0") == pytest.approx({1: 0.0, 2: 0.05})
-    assert recorder.values("lr/optimizer/a.1") == pytest.approx({1: 0.0, 2: 0.025})
-    assert len(names(recorder, "lr")) == 2
-
-
 def test_several_optimizers_have_a_curve_each() -> None:
     class Two(Logged):
         def setup(self) -> None:
@@ -108,23 +78,6 @@ def test_several_optimizers_have_a_curve_each() -> None:
 
     recorder = logged(Two, 1)
     assert recorder.steps == {1: {"lr/optimizer": 0.5, "lr/other": 0.25}}
-
-
-def test_an_optimizer_that_the_trainer_does_not_know_is_refused_in_words() -> None:
-    class Hides(Logged):
-        def setup(self) -> None:
-            super().setup()
-            self._hidden = self.optimizer
-            del self.optimizer
-
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0]).square().mean())
-            self.step(self.model, self._hidden)
-            return {}
-
-    trainer = Hides(make_config(callbacks=[LearningRate()], n_epochs=1), batches(1))
-    with pytest.raises(HookError, match=r"of type SGD stepped that is not a public attribute .* self\.optimizer"):
-        trainer.fit()
 
 
 def test_several_groups_have_names_of_their_own_also_those_added_later() -> None:

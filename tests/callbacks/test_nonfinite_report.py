@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import SETTLE_EVERY, NonFiniteError, NonFiniteReport
+from tests.api import NonFiniteError, NonFiniteReport
 from tests.callbacks.recording import Logged
 from tests.trainer.small import Batch, Samples, batches, fit, fused_adamw, make_config, sgd
 
@@ -82,16 +82,6 @@ def test_a_step_that_is_skipped_is_told_with_its_parameters_and_its_batch(optimi
     (report,) = reports(trainer).values()
     assert len(report["gradients"]) == report["n_gradients"] == len(list(trainer.model.parameters()))
     assert [batch["batch_idx"] for batch in report["batches"]] == [5]
-
-
-def test_a_second_trainer_is_told_of_and_has_reports_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    report = NonFiniteReport(max_reports=1)
-    for at, step in ((1, 2), (3, 4)):
-        caplog.clear()
-        trainer = fit(make((at,), report=report, nonfinite="skip"))
-        said = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-        assert [text.split(",")[0] for text in said] == [f"step {step}"]
-        assert f"step_{step:08d}_rank_0.json" in reports(trainer)
 
 
 @pytest.mark.parametrize("training", [{}, {"gradient_clip_val": 1.0}], ids=str)
@@ -184,26 +174,6 @@ def test_overflows_that_a_lower_loss_scale_mends_are_no_errors() -> None:
         trainer.fit()
         assert trainer.skipped_steps > 0
     assert reports(trainer) == {}
-
-
-def test_what_retry_runs_again_is_reported_if_the_run_ends_by_it() -> None:
-    trainer = make((3,), nonfinite="retry", max_nonfinite=2)
-    with pytest.raises(NonFiniteError):
-        trainer.fit()
-    (report,) = reports(trainer).values()
-    assert report["step"] == 4
-    assert [batch["batch_idx"] for batch in report["batches"]] == [3]
-
-
-def test_a_bad_step_that_the_trainer_notices_at_once_is_told_with_its_own_batch() -> None:
-    config = make_config(callbacks=[NonFiniteReport()], n_epochs=1)
-    trainer = Bad(config, batches(60, 1), make_optimizer=fused_adamw)
-    trainer.at = (SETTLE_EVERY - 1,)  # its norm is the one that makes the guard look
-    with pytest.raises(NonFiniteError):
-        trainer.fit()
-    (report,) = reports(trainer).values()
-    assert report["step"] == SETTLE_EVERY
-    assert [batch["batch_idx"] for batch in report["batches"]] == [SETTLE_EVERY - 1]
 
 
 def test_a_good_run_writes_nothing() -> None:

@@ -47,12 +47,6 @@ def test_the_chosen_steps_are_in_the_trace(options: dict[str, Any]) -> None:
     assert ("[memory]" in events) == bool(options.get("profile_memory"))
 
 
-def test_the_first_step_may_be_recorded() -> None:
-    ((name, events),) = traces(fit(Profiler(1, 1))).items()
-    assert name == "step_00000001_rank_0.json.gz"
-    assert steps_in(events) == 1
-
-
 def test_several_profilers_record_one_after_the_other() -> None:
     found = traces(fit(Profiler(2, 1), Profiler(5, 2)))
     assert {name: steps_in(events) for name, events in found.items()} == {
@@ -64,15 +58,6 @@ def test_several_profilers_record_one_after_the_other() -> None:
 def test_two_at_once_are_refused() -> None:
     with pytest.raises(ConfigError, match="two Profilers record steps 2 and 4 at once"):
         fit(Profiler(2, 3), Profiler(4, 1))
-
-
-def test_other_ranks_record_nothing() -> None:
-    assert traces(fit(Profiler(2, 1, ranks=[1]))) == {}
-
-
-def test_a_run_that_ends_early_writes_what_it_has() -> None:
-    ((_, events),) = traces(fit(Profiler(3, 100), n_batches=5)).items()
-    assert steps_in(events) == 3
 
 
 def test_a_run_that_fails_writes_what_it_has_and_ends_the_profile() -> None:
@@ -100,12 +85,6 @@ def run_until(step: int, profiler: Profiler) -> Saves:
     with Saves(config, batches(8)) as trainer:
         trainer.fit()
     return trainer
-
-
-def test_a_run_that_resumes_behind_the_chosen_steps_records_nothing() -> None:
-    (path,) = (run_until(6, Profiler(3, 2)).run_dir / "profiles").iterdir()
-    path.unlink()
-    assert traces(run_until(8, Profiler(3, 2))) == {}
 
 
 @pytest.mark.parametrize("done", [3, 4], ids=["in the warm-up", "right before the first step"])

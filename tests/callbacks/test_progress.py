@@ -122,19 +122,7 @@ def test_a_notebook_gets_one_output_that_is_replaced_in_place(
     assert "epoch 0 | step" not in printed
 
 
-@pytest.mark.parametrize("config", [None, {"TerminalIPythonApp": {}}], ids=["no shell", "IPython in a terminal"])
-def test_what_is_no_notebook_gets_lines(
-    config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ipython = FakeIPython(config)
-    for name, module in ipython.modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    fit(Progress(), n_epochs=1)
-    assert not ipython.outputs
-    assert "epoch 0 | step" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("columns", [60, 200])
 def test_no_number_is_cut_off_in_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -195,55 +183,27 @@ def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
     assert second == ""
 
 
-@pytest.mark.pitfall(50)
-def test_two_progress_callbacks_both_show() -> None:
-    files = [io.StringIO(), io.StringIO()]
-    small.fit(make(*(Progress(file=file) for file in files), n_epochs=1))
-    assert all("step 12/12" in file.getvalue() for file in files)
-
-
 # -- validations, saves and resumes
 
 
 class Saving(Regression, dt.CheckpointMixin, dt.EvalMixin):
-    """Its steps take 10 ms, its validations 100 ms and its saves 200 ms."""
-
-    naps = True
-
-    def nap(self, seconds: float) -> None:
-        if self.naps:
-            time.sleep(seconds)
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        self.nap(0.01)
-        return super().training_step(batch, batch_idx)
-
-    def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
-        self.nap(0.1 if batch_idx == 0 else 0.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        self.nap(0.2 if self.global_step else 0.0)
-        return super().state_dict()
+    """With checkpoints."""
 
 
-def make_saving(*callbacks: dt.Callback, save_every: int, cls: type[Saving], **training: Any) -> Saving:
+def make_saving(*callbacks: dt.Callback, **training: Any) -> Saving:
     config = make_config(callbacks=callbacks, log_every=1, **training)
     config.checkpoint_parameters = dt.CheckpointParameters(
-        save_every_n_steps=save_every, save_every_n_epochs=None, async_save=False
+        save_every_n_steps=6, save_every_n_epochs=None, async_save=False
     )
-    return cls(config)
-
-
-class Quick(Saving):
-    naps = False
+    return Saving(config)
 
 
 def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
     first, second = io.StringIO(), io.StringIO()
-    with make_saving(Progress(file=first), save_every=6, cls=Quick, n_epochs=1) as trainer:
+    with make_saving(Progress(file=first), n_epochs=1) as trainer:
         trainer.fit()
         trainer.evaluate({"test": trainer.val_dataloaders[""]})
-    with make_saving(Progress(file=second), save_every=6, cls=Quick, n_epochs=2, num_sanity_val_steps=1) as trainer:
+    with make_saving(Progress(file=second), n_epochs=2, num_sanity_val_steps=1) as trainer:
         trainer.fit()
     told = [line for line in first.getvalue().splitlines() if not line.startswith("epoch")]
     assert told[0] == "checkpoint | runs/tests/trainer/run/checkpoints/step_00000006"
@@ -257,69 +217,6 @@ def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
         r"epoch 1 \| step 13/24",
         second.getvalue(),
     )
-
-
-def test_a_live_bar_has_them_above_itself_and_breaks_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "40")
-    file = Terminal()
-    with make_saving(Progress(file=file), save_every=6, cls=Quick, n_epochs=1) as trainer:
-        trainer.fit()
-    text = file.getvalue()
-    assert "checkpoint | runs/tests/trainer/run/checkpoints/step_00000006\n" in text
-    assert "checkpoint | runs/tests/trainer/run/checkpoints/step_00000012\n" in text
-    assert text.index("\x1b[?25l") < text.index("checkpoint |") < text.rindex("\x1b[?25h")
-
-
-def test_a_validation_within_which_is_evaluated_has_its_own_line() -> None:
-    class Tests(Quick):
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            if not self.is_evaluating:
-                self.evaluate({"test": self.val_dataloaders[""]})
-
-    file = io.StringIO()
-    with make_saving(Progress(file=file), save_every=100, cls=Tests, n_epochs=1) as trainer:
-        trainer.fit()
-    told = [line.split(" | ") for line in file.getvalue().splitlines()]
-    assert [(kind, rest[1].split()[0]) for kind, *rest in told if kind in ("validation", "evaluation")] == [
-        ("evaluation", "val/test/loss"),
-        ("validation", "val/loss"),
-    ]
-
-
-def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them() -> None:
-    looks: list[tuple[float, float]] = []
-
-    class Looks(dt.Callback):
-        order = 1
-
-        def post_train_step(self, trainer: Any) -> None:
-            if trainer.global_step == 10:  # as a line at this step would say
-                progress._show(trainer, time.monotonic())
-                rate = progress._pace.rates()[0]
-                looks.append((rate, progress._pace.seconds_left(12, 10, time.monotonic())))
-
-    progress = Progress(file=io.StringIO(), line_seconds=3600)
-    limits = {"max_steps": 10, "val_every_n_steps": 3, "val_every_n_epochs": None}
-    small.fit(make_saving(progress, Looks(), save_every=3, cls=Saving, **limits))
-    ((rate, left),) = looks
-    # From step 3 to 10 there were three validations and saves, which would make it 7 steps in 0.97 s.
-    assert 10 < rate < 100
-    assert left > 2 * 0.97 / 7
-
-
-def test_the_second_line_tells_rates_and_the_time_left() -> None:
-    clock, file = Clock(), io.StringIO()
-
-    class SecondsPass(dt.Callback):
-        order = -1
-
-        def post_train_step(self, trainer: Any) -> None:
-            clock.now += 1.0
-
-    small.fit(make(Progress(file=file, clock=clock, line_seconds=7.5), SecondsPass(), n_epochs=1))
-    second = file.getvalue().splitlines()[1]
-    assert "1 steps/s | 2 samples/s | eta 0:03" in second
 
 
 # -- the arithmetic
@@ -353,13 +250,6 @@ def test_training_that_waits_for_its_data_says_so() -> None:
     fit(Progress(file=file), SlowRegression, n_epochs=1)
     (share,) = re.findall(r"waits for data (\d+)%", file.getvalue().splitlines()[-1])
     assert 50 < int(share) <= 100
-
-
-def test_tokens_are_shown_where_their_number_is_known() -> None:
-    file = io.StringIO()
-    fit(Progress(file=file, tokens_per_sample=128), n_epochs=1)
-    assert "tokens/s" in file.getvalue()
-    assert "samples/s" not in file.getvalue()
 
 
 @pytest.mark.pitfall(16)

@@ -20,7 +20,6 @@ from tests.api import (
     Memory,
     Profiler,
     WeightStats,
-    combined,
     group_of,
 )
 from tests.callbacks.recording import Logged, Recorder, names, record
@@ -82,12 +81,6 @@ def test_values_are_those_taken_by_hand(depth: int | None) -> None:
         assert metrics == pytest.approx(expected, rel=1e-12, abs=1e-300)
 
 
-def test_groups_are_modules_down_to_a_depth() -> None:
-    fqn = "model.blocks.0.attention.query.weight"
-    found = [group_of(fqn, depth) for depth in (0, 1, 2, 9, None)]
-    assert found == ["model", "model.blocks", "model.blocks.0", "model.blocks.0.attention.query", fqn]
-
-
 def test_parts_without_a_gradient_are_left_out_and_zeros_are_counted() -> None:
     class HalfUsed(Logged):
         def setup(self) -> None:
@@ -110,47 +103,6 @@ def test_parts_without_a_gradient_are_left_out_and_zeros_are_counted() -> None:
     assert metrics["weights/model.used.weight/zeros"] == 1 / 3
 
 
-class Parted(Logged):
-    """One group of parameters in the hands of two optimizers, as Muon and AdamW share a model."""
-
-    def setup(self) -> None:
-        super().setup()
-        parts = [[p for p in self.model.parameters() if p.dim() == dim] for dim in (2, 1)]
-        self.matrices, self.vectors = (torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in parts)
-        del self.optimizer
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
-        self.step(self.model, [self.matrices, self.vectors])
-        return {}
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_group_that_two_optimizers_share_is_counted_whole(depth: int) -> None:
-    recorder, data = Recorder(), batches(3)
-    config = make_config(callbacks=[GradientStats(1, depth=depth), recorder], log_every=1, n_epochs=1)
-    record(Parted(config, data), recorder)
-    truth = by_hand(data, depth, clip=float("inf"))
-    for step, metrics in logged(recorder).items():
-        expected = {name: value for name, value in truth[step].items() if name.startswith("gradients/")}
-        assert metrics == pytest.approx(expected, rel=1e-12, abs=1e-300)
-
-
-def test_a_gradient_that_is_not_finite_shows_as_such() -> None:
-    class Bad(Logged):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            return super().training_step((batch[0] * float("nan"), *batch[1:]), batch_idx)
-
-    recorder = Recorder()
-    config = make_config(callbacks=[GradientStats(1, depth=0), recorder], log_every=1, n_epochs=1, nonfinite="skip")
-    fused = torch.optim.SGD
-
-    trainer = Bad(config, batches(1), make_optimizer=lambda model: fused(model.parameters(), lr=0.1, fused=True))
-    record(trainer, recorder)
-    assert str(recorder.steps[1]["gradients/model/norm"]) == "nan"
-    assert str(recorder.steps[1]["gradients/model/max"]) == "nan"
-
-
 def test_histograms_are_of_each_parameter_and_of_its_gradient() -> None:
     class Keeps(Logged):
         kept: dict[str, Tensor]
@@ -168,23 +120,6 @@ def test_histograms_are_of_each_parameter_and_of_its_gradient() -> None:
     for name, values in trainer.kept.items():
         assert float(values.abs().max()) == pytest.approx(truth[f"{name}/max"], rel=1e-12)
         assert float(values.norm()) == pytest.approx(truth[f"{name}/norm"], rel=1e-12)
-
-
-class WithoutFloat64(Tensor):
-    """A tensor on a device such as MPS, which has no float64: on the CPU it is a plain one."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is not Tensor.double, "MPS has no float64"
-        found = super().__torch_function__(function, types, args, kwargs or {})
-        return found.as_subclass(Tensor) if function is Tensor.cpu else found
-
-
-def test_sums_are_widened_on_the_host() -> None:
-    with Logged(make_config(n_epochs=1), batches(1)) as trainer:
-        trainer.fit()
-        sums = torch.tensor([[9.0, 2.0, 1.0, 4.0]]).as_subclass(WithoutFloat64)
-        assert combined(["group"], sums, trainer.world) == {"group": (3.0, 2.0, 0.25)}
 
 
 class Counts(TorchDispatchMode):

@@ -5,27 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from dream_trainer.screen import print_table
 from tests.api import (
-    ConfigError,
-    GroupParameters,
     ModelSummary,
-    OptimizerParameters,
-    ScheduleParameters,
     TrainerSummary,
     forward_flops,
-    size_of,
 )
-from tests.callbacks.recording import Terminal
 from tests.trainer.small import fit, make_config
 from tests.worlds import run_world
 
@@ -87,46 +78,6 @@ def test_summaries_tell_parameters_and_batch_arithmetic() -> None:
     assert "\x1b" not in text
 
 
-@dataclass(kw_only=True)
-class Mine:
-    width: int = 3
-    kind: type = nn.Linear
-
-
-@dataclass(kw_only=True)
-class Named(dt.DreamTrainerConfig):
-    optimizer: OptimizerParameters
-    schedule: ScheduleParameters
-    plain: OptimizerParameters
-    mine: Mine
-    layer: type = Mine
-
-
-def test_nested_parameters_are_spelled_as_one_would_set_them() -> None:
-    file = io.StringIO()
-    config = Named(
-        project="p",
-        group="g",
-        experiment="e",
-        training_parameters=dt.TrainingParameters(max_steps=1),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",), wandb=dt.WandbParameters(entity="team", tags=("a",))),
-        callbacks=dt.CallbackCollection([TrainerSummary(file=file)]),
-        optimizer=OptimizerParameters(lr=0.1, groups=(GroupParameters(pattern="^head", lr_scale=2.0),)),
-        schedule=ScheduleParameters(name="cosine"),
-        plain=OptimizerParameters(),
-        mine=Mine(),
-    )
-    fit(Trainer(config))
-    rows = dict(line.split(maxsplit=1) for line in file.getvalue().splitlines()[1:])
-    assert rows["optimizer"] == "name='adamw', lr=0.1, groups.0.pattern='^head', groups.0.lr_scale=2.0"
-    assert rows["schedule"] == "name='cosine'"
-    assert rows["plain"] == "name='adamw'"
-    assert rows["logger"] == "loggers=('jsonl',), wandb.entity='team', wandb.tags=('a',)"
-    assert rows["mine"] == "width=3, kind=<class 'torch.nn.modules.linear.Linear'>"
-    assert not {"layer", "checkpoint", "training"} & rows.keys()
-
-
 def on_a_rank(directory: str) -> str:
     os.chdir(directory)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -142,20 +93,6 @@ def test_sharded_models_are_shown_whole_with_this_ranks_share(tmp_path: Path) ->
     assert "dp_shard 2" in first
     assert "20 samples = 2 micro-batch x 5 accumulated x 2 data-parallel" in first
     assert second == ""
-
-
-def test_sizes_work_on_meta() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)
-    assert size_of(model) == (1_000_000, 1_000_000, 2_000_000, 2_000_000)
-
-
-def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    file = Terminal()
-    print_table("title", ("a", "b"), [("x[bold]", "1")], file)
-    assert "x[bold]" in file.getvalue()
-    assert "│" in file.getvalue()
 
 
 def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() -> None:
@@ -178,23 +115,3 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() 
     assert forward_flops(dropout, (torch.ones(2, 4),)) == 0
     assert all(torch.equal(state[name], tensor) for name, tensor in dropout.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_inputs_of_a_model_that_is_not_there_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"inputs has \['net'\].*There are \['model'\]"):
-        trained(ModelSummary(inputs={"net": (torch.zeros(1, 5),)}, file=io.StringIO()))
-
-
-def test_a_forward_whose_flops_cannot_be_counted_stops_nothing() -> None:
-
-    class Peeks(Trainer):
-        def configure_models(self) -> None:
-            super().configure_models()
-            self.model.forward = lambda tokens: tokens[int(tokens.sum())]
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {}
-
-    file = io.StringIO()
-    trained(ModelSummary(inputs={"model": (torch.zeros(3),)}, file=file), cls=Peeks, n_epochs=1)
-    assert "FLOPs unknown (RuntimeError: " in file.getvalue()

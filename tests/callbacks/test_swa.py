@@ -122,16 +122,6 @@ def saved_config(steps: int, *callbacks: dt.Callback) -> Config:
     return config
 
 
-def test_a_checkpoint_of_before_its_start_holds_the_weights() -> None:
-    for steps in (2, 4):
-        swa = SWA(4, unit="steps")
-        with Saved(saved_config(steps, swa)) as trainer:
-            trainer.fit()
-            tensors = {name.removeprefix("model."): t.clone() for name, t in swa.checkpoint_tensors().items()}
-        assert_same_weights(tensors, weights(trainer.model))
-    assert swa.state_dict()["updates"] == {"model": 1}
-
-
 class Normalised(Validates, Alone):
     """A model with BatchNorm."""
 

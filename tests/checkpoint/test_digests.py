@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dream_trainer.checkpoint import digests
 from tests.api import Ranks, value_digests
 from tests.worlds import run_world
 
@@ -42,13 +41,6 @@ def test_what_is_equal_as_numbers_but_not_as_bits_differs() -> None:
     assert digest(torch.zeros(2)) != digest(-torch.zeros(2))
     assert digest(torch.empty(0, 3)) == digest(torch.empty(0, 3)) != digest(torch.empty(3, 0))
     assert digest(torch.tensor(1.0)) != digest(torch.tensor(2.0))
-
-
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = some(9, 11)
-    before = digest(tensor)
-    monkeypatch.setattr(digests, "_CHUNK", 10)
-    assert digest(tensor) == before
 
 
 def digests_of_layouts() -> list[dict[str, str]]:

@@ -11,12 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tests.api import (
-    CheckpointError,
     KnownPlan,
     Ranks,
-    dealt_by_main_rank,
     load_tensors,
-    to_main_rank,
     write_checkpoint,
 )
 from tests.checkpoint.states import make_snapshot
@@ -69,21 +66,6 @@ def test_only_a_save_of_other_tensors_is_planned(tmp_path: Path) -> None:
     assert not saves.save(7, {"a": torch.ones(4).double() * 7})
 
 
-def test_a_plan_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = Saves(tmp_path, Ranks.alone())
-    saves.save(1, {"a": torch.ones(3)})
-
-    def refuse(*_: Any) -> Any:
-        raise ValueError("no plan")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DefaultSavePlanner, "create_global_plan", refuse)
-        with pytest.raises(CheckpointError, match="no plan"):
-            saves.save(2, {"a": torch.ones(4)})
-    assert saves.save(3, {"a": torch.ones(4)})
-    assert saves.save(4, {"a": torch.ones(3)})
-
-
 def over_two_ranks(root: Path) -> list[bool]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -110,24 +92,3 @@ def over_two_ranks(root: Path) -> list[bool]:
 
 def test_ranks_plan_again_if_the_tensors_of_one_of_them_lie_otherwise(tmp_path: Path) -> None:
     assert run_world(over_two_ranks, 2, tmp_path) == [[True, False, True, True, False]] * 2
-
-
-def outcomes() -> list[Any]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    world, rank = Ranks.of_default_group(), dist.get_rank()
-    found: list[Any] = [to_main_rank(world, "count", lambda: rank + 1)]
-    found.append(dealt_by_main_rank(world, "deal", lambda: ["first", "second"]))
-    for function in (to_main_rank, dealt_by_main_rank):
-        try:
-            function(world, "divide", lambda: [1 // rank])
-        except CheckpointError as error:
-            found.append(str(error))
-    dist.destroy_process_group()
-    return found
-
-
-def test_what_goes_to_and_comes_from_rank_0_fails_on_all() -> None:
-    error = "Could not divide: rank 0: ZeroDivisionError: integer division or modulo by zero"
-    assert run_world(outcomes, 2) == [[[1, 2], "first", error, error], [None, "second", error, error]]

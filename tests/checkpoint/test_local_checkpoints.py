@@ -92,14 +92,6 @@ def test_only_what_follows_the_newest_checkpoint_is_found(tmp_path: Path, newest
     assert local(tmp_path, mesh={"dp_shard": 2}).find(newest) is None
 
 
-def test_another_number_of_ranks_finds_nothing(tmp_path: Path, newest: Manifest) -> None:
-    class Two(Ranks):
-        def all_gather_object(self, value: Any, /) -> list[Any]:
-            return [value, value]
-
-    assert local(tmp_path, world=Two(0, 2, None)).find(newest) is None
-
-
 @pytest.mark.parametrize("what", ["manifest.json", ".metadata", "shared.json"])
 def test_half_a_state_is_not_found(tmp_path: Path, newest: Manifest, what: str) -> None:
     (local(tmp_path).find(newest).path / what).unlink()
@@ -159,62 +151,6 @@ def test_where_there_is_no_room_the_last_one_stays_and_a_warning_says_so_once(
     assert kept(tmp_path) == ["step_00000009"]
 
 
-@pytest.mark.parametrize(
-    ("stages", "hosts", "writing"),
-    [
-        (1, [range(4)], [0]),
-        (1, [range(2), range(2, 4)], [0, 2]),
-        (2, [range(4)], [0, 2]),
-        (2, [range(2), range(2, 4)], [0, 2]),
-        (2, [range(1), range(1, 4)], [0, 1, 2]),
-        (4, [range(2), range(2, 4)], [0, 1, 2, 3]),
-    ],
-)
-def test_room_is_made_for_what_is_whole_once_for_each_host_and_stage(
-    stages: int, hosts: list[range], writing: list[int], tmp_path: Path
-) -> None:
-    """On a host ranks of other stages have other tensors."""
-    snapshot, found = make_snapshot(3), {}
-    for ranks in hosts:
-        for rank in ranks:
-            world = Ranks(rank, 4, None, stages=stages)
-            host = Ranks(rank - ranks[0], len(ranks), None)
-            run = LocalCheckpoints(
-                tmp_path,
-                experiment="e",
-                root=tmp_path,
-                mesh_shape=MESH,
-                ranks=ranks,
-                world=world,
-                beside=world,
-                host=host,
-            )
-            found[rank] = run._bytes(snapshot)
-    of_tensors = sum(tensor.nbytes for tensor in snapshot.tensors.values())
-    least = min(found.values()) - of_tensors * (len(writing) == 4)
-    assert [rank for rank, n_bytes in found.items() if n_bytes == least + of_tensors] == writing
-    assert all(n_bytes == least for rank, n_bytes in found.items() if rank not in writing)
-
-
-def test_where_the_memory_ends_in_the_midst_of_a_shard_the_last_one_stays(
-    tmp_path: Path, newest: Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from dream_trainer.checkpoint.files import NewFile
-
-    run = local(tmp_path)
-    run.loaded(run.find(newest), is_own=True)
-    run.begin()
-
-    def refuse(self: NewFile, content: Any, /) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(NewFile, "write", refuse)
-        run.write(make_snapshot(7))
-    assert "No space left" in caplog.text
-    assert kept(tmp_path) == ["step_00000006"]
-
-
 def test_a_run_that_went_on_elsewhere_keeps_nothing_of_before(tmp_path: Path, newest: Manifest) -> None:
     run = local(tmp_path)
     run.loaded(newest, is_own=True)
@@ -245,3 +181,37 @@ def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) 
     assert asks(str(theirs), optimizer="new")  # it has begun there already
     assert not asks(str(theirs))
     assert not asks(str(tmp_path / "third"), optimizer="new")
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts", "writing"),
+    [
+        (1, [range(2), range(2, 4)], [0, 2]),
+        (2, [range(1), range(1, 4)], [0, 1, 2]),
+        (4, [range(2), range(2, 4)], [0, 1, 2, 3]),
+    ],
+)
+def test_room_is_made_for_what_is_whole_once_for_each_host_and_stage(
+    stages: int, hosts: list[range], writing: list[int], tmp_path: Path
+) -> None:
+    """On a host ranks of other stages have other tensors."""
+    snapshot, found = make_snapshot(3), {}
+    for ranks in hosts:
+        for rank in ranks:
+            world = Ranks(rank, 4, None, stages=stages)
+            host = Ranks(rank - ranks[0], len(ranks), None)
+            run = LocalCheckpoints(
+                tmp_path,
+                experiment="e",
+                root=tmp_path,
+                mesh_shape=MESH,
+                ranks=ranks,
+                world=world,
+                beside=world,
+                host=host,
+            )
+            found[rank] = run._bytes(snapshot)
+    of_tensors = sum(tensor.nbytes for tensor in snapshot.tensors.values())
+    least = min(found.values()) - of_tensors * (len(writing) == 4)
+    assert [rank for rank, n_bytes in found.items() if n_bytes == least + of_tensors] == writing
+    assert all(n_bytes == least for rank, n_bytes in found.items() if rank not in writing)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.api import BranchParameters, main, read_record
-from tests.trainer.saves import Saves, make_config, run
+from tests.trainer.saves import Saves, run
 
 GROUP = Path("runs/tests/checkpoint")
 EVERY_TWO: dict[str, Any] = {"save_every_n_steps": 2, "save_every_n_epochs": None}
@@ -57,32 +57,6 @@ def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_
     train("parent", 0.05, 6)
     rates |= {"parent": "0.05 (trained 0.01)"}
     assert column(said(capsys, "runs"), "learning_rate") == rates
-
-
-class Renamed(Saves):
-    """Its rate is no field of the config."""
-
-    rate = 0.01
-
-    def sgd(self, model: Any) -> Any:
-        optimizer = super().sgd(model)
-        optimizer.param_groups[0]["lr"] = self.rate
-        return optimizer
-
-
-def test_a_kept_option_that_no_field_of_the_config_sets_is_told_by_the_optimizer_s_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options: dict[str, Any] = {"training": {"max_steps": 4}, **EVERY_TWO}
-    with Renamed(make_config(experiment="parent", **options)) as trainer:
-        trainer.fit()
-    branch = Renamed(make_config(experiment="branch", resume=str(trainer.checkpoint_dir / "step_00000002"), **options))
-    branch.rate = 0.5
-    with branch:
-        branch.fit()
-    assert column(said(capsys, "runs"), "lr") == {"parent": "-", "branch": "0.5 (trained 0.01)"}
-    columns = column(said(capsys, "runs", "--columns", "optimizer.lr"), "optimizer.lr")
-    assert columns == {"parent": "-", "branch": "0.5 (trained 0.01)"}
 
 
 def test_the_words_that_a_branch_began_with_are_told_though_a_later_start_names_none(

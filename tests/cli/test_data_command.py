@@ -76,7 +76,7 @@ def test_workers_and_a_second_call_change_nothing(tmp_path: Path) -> None:
 
 def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(tmp_path: Path) -> None:
     for number in range(6):
-        json_lines(tmp_path / f"{number}.jsonl", [f"{number} {i} " * 50 for i in range(20_000)])
+        json_lines(tmp_path / f"{number}.jsonl", [f"{number} {i} " * 50 for i in range(8000)])
     arguments = ["data", "tokenize", str(tmp_path / "*.jsonl"), "--output"]
     output = tmp_path / "out"
     program = "import sys; from dream_trainer.cli.main import main; sys.exit(main())"
@@ -91,7 +91,7 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(tmp_path: Pa
     assert 1 <= len(finished) < 6
     assert main([*arguments, str(output)]) == 0
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
-    assert written(output) == [f"{number} {i} " * 50 for number in range(6) for i in range(20_000)]
+    assert written(output) == [f"{number} {i} " * 50 for number in range(6) for i in range(8000)]
     assert not list(output.glob("*.part"))
 
 
@@ -132,10 +132,7 @@ def test_a_tokenizer_of_a_file_is_used(tmp_path: Path) -> None:
     [
         ("none", None, "there is no file"),
         ("a.jsonl", b'{"text": "fine"}\n{"body": 1}\n', "line 2 of {path}"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": null}\n', "line 2 of {path} has None as its 'text', which is no text"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": {"a": 1}}\n', "line 2 of {path} has {{'a': 1}} as its 'text'"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": "\\ud800"}\n', "line 2 of {path} cannot be encoded"),
-        ("a.jsonl", b'{"text": "fine"}\n\n', "line 2 of {path} is no JSON object"),
         ("a.txt", b"\xff\xfe", "is no text in UTF-8"),
         ("a.parquet", b"PAR1 or not", "a.parquet has no whole column 'text'"),
         ("a.jsonl", b"", "there is no document in {path}"),
@@ -152,63 +149,8 @@ def test_what_cannot_be_read_is_named(
     assert says.format(path=path) in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_mistake_does_not_lock_the_directory_and_shards_of_other_inputs_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [str(json_lines(tmp_path / "a.jsonl", TEXTS)), "--output", str(tmp_path / "out")]
-    for mistake in (["--field", "body"], ["--end", "<end>"], ["--tokenizer", str(tmp_path / "a.json")]):
-        assert main(["data", "tokenize", *given, *mistake]) == 1
-    assert main(["data", "tokenize", *given]) == 0
-    assert written(tmp_path / "out") == TEXTS
-    capsys.readouterr()
-    other = str(json_lines(tmp_path / "b.jsonl", TEXTS))
-    assert main(["data", "tokenize", other, *given[1:]]) == 1
-    assert "has shards of other inputs" in capsys.readouterr().err
-    assert main(["data", "tokenize", *given, "--workers", "0"]) == 2
-    assert "workers=0" in capsys.readouterr().err
-
-
-def test_rows_without_text_and_columns_that_are_not_there_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from datasets import Dataset
-
-    dataset = Dataset.from_dict({"text": ["one", None]})
-    dataset.to_parquet(tmp_path / "a.parquet")
-    dataset.save_to_disk(tmp_path / "saved")
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps({"text": f"{number}"}) + "\n" for number in range(1000))
-    (tmp_path / "a.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-500])
-    saved = f"hf:{tmp_path / 'saved'}"
-    for given, says in (
-        ([str(tmp_path / "a.parquet")], "row 1 of"),
-        ([saved], f"row 1 of {saved} has None as its 'text'"),
-        ([saved, "--field", "body"], "has no column 'body', but text"),
-        ([str(tmp_path / "a.jsonl.gz")], "a.jsonl.gz is no whole .gz file"),
-    ):
-        assert main(["data", "tokenize", *given, "--output", str(tmp_path / "out")]) == 1
-        assert says in " ".join(capsys.readouterr().err.split())
-
-
-def test_an_empty_input_may_be_filled_and_a_directory_above_token_files_is_no_source(tmp_path: Path) -> None:
-    given = json_lines(tmp_path / "a.jsonl", [])
-    arguments = ["data", "tokenize", str(given), "--output", str(tmp_path / "tokens" / "mine")]
-    assert main(arguments) == 1
-    json_lines(given, TEXTS)
-    assert main(arguments) == 0
-    assert written(tmp_path / "tokens" / "mine") == TEXTS
-    with pytest.raises(DataError, match="has no token files itself; there are some in mine"):
-        TokenFile(tmp_path / "tokens")
-
-
-def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}')
-    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfthree")
-    assert main(["data", "tokenize", str(tmp_path / "*"), "--output", str(tmp_path / "out")]) == 0
-    assert [bytes(document[:-1].tolist()) for document in TokenFile(tmp_path / "out")] == [b"one", b"two", b"three"]
-
-
-@pytest.mark.parametrize("module", ["dream_trainer", "dream_trainer.cli.main"])
-def test_the_command_is_a_module_too(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "data", "--help"], capture_output=True, text=True, check=True)
+def test_the_command_is_a_module_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dream_trainer", "data", "--help"], capture_output=True, text=True, check=True
+    )
     assert "tokenize" in done.stdout

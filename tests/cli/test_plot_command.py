@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,39 +61,11 @@ def test_the_usual_metrics_are_drawn_as_logged(tmp_path: Path) -> None:
     assert found["gradient norm"] == {"train/grad_norm": [(1, 1), (2, 2), (3, 3), (4, 4)]}
 
 
-def test_a_metric_of_training_is_drawn_with_that_of_the_validation(tmp_path: Path) -> None:
-    records = [record(1, **{"train/f1": 0.5, "train/other": 1.0}), record(2, **{"val/a/f1": 0.25, "val/loss": 1.0})]
-    found = panels({"one": read_run(write(tmp_path / "one", records))}, (), "steps")
-    assert [curve.metric for curve in found["f1"]] == ["train/f1", "val/a/f1"]
-    assert "other" not in found
-
-
-@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
-def test_names_that_end_in_a_usual_one_are_drawn_with_it(tmp_path: Path) -> None:
-    names = ("my_loss", "my_lr", "lr/adamw/0", "head_learning_rate", "train/my_grad_norm", "train/gradient_norm")
-    names += ("gradients/model/norm", "gradients/model.head/norm")  # of a whole model, and of a part
-    found = panels({"one": read_run(write(tmp_path / "one", [record(1, **dict.fromkeys(names, 1.0))]))}, (), "steps")
-    assert {title: [curve.metric for curve in curves] for title, curves in found.items()} == {
-        "loss": ["my_loss"],
-        "learning rate": ["my_lr", "lr/adamw/0", "head_learning_rate"],
-        "gradient norm": ["train/my_grad_norm", "train/gradient_norm", "gradients/model/norm"],
-    }
-
-
 @pytest.mark.parametrize(("x", "places"), [("samples", [8, 16, 24, 32]), ("time", [0, 1 / 30, 2 / 30, 3 / 30])])
 def test_the_axis_may_be_samples_or_time(tmp_path: Path, x: str, places: list[float]) -> None:
     figure = draw(panels({"one": read_run(a_run(tmp_path / "one"))}, ("train/loss",), x), x=x)
     assert [place for place, _ in lines(figure)["loss"]["train/loss"]] == pytest.approx(places)
     assert figure.axes[0].get_xlabel() == {"samples": "samples", "time": "minutes"}[x]
-
-
-def test_throughput_that_was_logged_is_taken_as_it_is(tmp_path: Path) -> None:
-    run = write(
-        tmp_path / "one", [record(s, **{"throughput/tokens_per_second": 7.0, "train/loss": 1.0}) for s in (1, 2)]
-    )
-    found = lines(draw(panels({"one": read_run(run)}, (), "steps"), x="steps"))
-    assert list(found) == ["loss", "tokens per second"]
-    assert found["tokens per second"] == {"throughput/tokens_per_second": [(1, 7.0), (2, 7.0)]}
 
 
 def test_several_runs_share_a_panel_and_are_told_apart(tmp_path: Path) -> None:
@@ -117,13 +88,6 @@ def test_smoothing_is_the_mean_of_the_past_without_a_pull_to_zero(tmp_path: Path
     assert found["_as logged"] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
     assert found["train/loss"][1][1] == pytest.approx((0.5 * 1.0 + 0.5) / 1.5)
     assert found["val/loss"] == [(2, 1.0), (4, 0.5)]
-
-
-def test_axes_are_logarithmic_only_where_asked_and_possible(tmp_path: Path) -> None:
-    run = write(tmp_path / "one", [record(s, **{"train/loss": 1.0 - s, "lr": 0.1}) for s in (1, 2)])
-    chosen = panels({"one": read_run(run)}, ("train/loss", "lr"), "steps")
-    assert [axes.get_yscale() for axes in draw(chosen, x="steps").axes] == ["linear", "linear"]
-    assert [axes.get_yscale() for axes in draw(chosen, x="steps", log_y=True).axes] == ["linear", "log"]
 
 
 def test_nan_is_a_gap_and_a_step_logged_again_counts_once(tmp_path: Path) -> None:
@@ -155,13 +119,9 @@ def test_the_command_writes_what_the_suffix_says(tmp_path: Path, capsys: pytest.
     ("arguments", "code", "message"),
     [
         ([], 2, "no run was given"),
-        (["nowhere"], 2, "nowhere does not exist"),
         (["run", "--output", "plot.bmp"], 2, r"plot.bmp.*\.png, \.svg or \.pdf"),
         (["run", "--smooth", "1"], 2, r"--smooth 1.0 is not in \[0, 1\)"),
         (["run", "--metrics", "nothing"], 2, "nothing: no such metric. There are .*train/loss"),
-        (["run", "run"], 2, "given twice"),
-        (["empty"], 1, "holds no metrics that can be read"),
-        (["damaged"], 1, "holds no metrics that can be read"),
         (["binary"], 1, "damaged"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -181,37 +141,6 @@ def test_what_cannot_be_drawn_is_one_line_and_an_exit_code(
     assert error.count("\n") == 1
     assert re.search(message, error)
     assert not list(Path().glob("plot.*"))
-
-
-def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", [record(1, lr=0.1), record(2, lr=0.2)], tail='{"step": 3, "l\n{"step": 4, "cut')
-    assert [line["step"] for line in read_run(run)] == [1, 2]
-
-
-def test_help_and_other_commands_do_not_import_matplotlib() -> None:
-    code = """
-import sys
-from dream_trainer.cli.main import main
-main(["plot", "--help"])
-print({"torch", "matplotlib"} & set(sys.modules))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"
-
-
-def test_of_a_group_all_runs_that_logged_something_are_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("a/one", "a/two", "b/three"):
-        a_run(tmp_path / "project" / name)
-    (tmp_path / "project/a/empty").mkdir()
-    (tmp_path / "project/a/empty/config.json").write_text("{}")
-    for path, names in (("project/a", ["one", "two"]), ("project", ["one", "two", "three"])):
-        assert main(["plot", path, "--output", "plot.svg", "--metrics", "val/loss"]) == 0
-        drawn = Path("plot.svg").read_text()
-        assert [name for name in ("one", "two", "three", "empty") if f"<!-- {name} -->" in drawn] == names
-    assert main(["plot", "project/a/empty"]) == 2
-    assert "project/a/empty/metrics.jsonl does not exist" in capsys.readouterr().err
 
 
 def test_a_missing_matplotlib_is_one_line(

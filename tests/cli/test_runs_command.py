@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import ListedRun, RunRecord, differing, main, write_record
-from tests.checkpoint.states import save
+from tests.api import RunRecord, main, write_record
 
 NOW = time.time()
 
@@ -66,31 +65,6 @@ def test_runs_are_listed_with_state_step_best_and_what_differs(capsys: pytest.Ca
     assert lines[-1] == "p/a/two: failed at step 3: ValueError: nan"
 
 
-def test_numbers_come_before_switches_and_words_of_branches_last() -> None:
-    branch = {"optimizer": "keep", "counters": "keep"}
-    config: dict[str, Any] = {
-        "checkpoint_parameters": {"save_on_best": False, "keep_last": 1, "branch": branch},
-        "training_parameters": {"deterministic": False, "n_epochs": 3},
-        "lr": 0.1,
-    }
-    other: dict[str, Any] = {
-        "checkpoint_parameters": {"save_on_best": True, "keep_last": 2, "branch": {**branch, "optimizer": "new"}},
-        "training_parameters": {"deterministic": True, "n_epochs": 5},
-        "lr": 0.2,
-    }
-    shared: dict[str, Any] = {"path": Path("a"), "state": "finished", "last": {}}
-    origin = ListedRun(name="a", record=RunRecord(), config=config, **shared)
-    branched = ListedRun(name="b", record=RunRecord(parent={"step": 1}), config=other, **shared)
-    assert differing([origin, branched]) == [
-        "lr",
-        "training_parameters.n_epochs",
-        "checkpoint_parameters.keep_last",
-        "checkpoint_parameters.save_on_best",
-        "training_parameters.deterministic",
-        "checkpoint_parameters.branch.optimizer",
-    ]
-
-
 @pytest.mark.usefixtures("runs")
 def test_the_list_is_narrowed_and_ordered(capsys: pytest.CaptureFixture[str]) -> None:
     def names(*arguments: str) -> list[str]:
@@ -104,24 +78,6 @@ def test_the_list_is_narrowed_and_ordered(capsys: pytest.CaptureFixture[str]) ->
     make_run("c/high", lr=1.0, record=RunRecord(best=best(5.0, "max")), root="more")
     make_run("c/low", lr=1.0, record=RunRecord(best=best(3.0, "max")), root="more")
     assert names("more", "--sort", "best") == ["p/c/high", "p/c/low"]
-
-
-@pytest.mark.usefixtures("runs")
-def test_a_project_group_or_run_may_be_named_as_parts_of_a_run_are(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a/checkpoints", "a/images", "a/metrics.jsonl", "a/run.json", "checkpoints/one"):
-        make_run(name, lr=0.1, record=RunRecord(), root="named")
-    old = save(Path("named/p/a/old/checkpoints"), 1).parent  # of a version that wrote nothing else
-    listed = json.loads(said(capsys, "runs", "named", "--json"))
-    assert sorted(run["name"] for run in listed) == [
-        "p/a/checkpoints",
-        "p/a/images",
-        "p/a/metrics.jsonl",
-        "p/a/old",
-        "p/a/run.json",
-        "p/checkpoints/one",
-    ]
-    assert said(capsys, "config", "show", "named/p/a/checkpoints").startswith("named/p/a/checkpoints")
-    assert " whole" in said(capsys, "checkpoints", "ls", str(old.parent))
 
 
 @pytest.mark.usefixtures("runs")
@@ -140,35 +96,6 @@ def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.Captu
     make_run("d/2", lr=0.1, record=RunRecord(), root="own", other={"hidden": 1, "b": 1}, more={"b": 1})
     wrong = said(capsys, "runs", "own", "--columns", "b", code=2)
     assert "--columns b: there are other.b, more.b. Use a whole name." in wrong
-
-
-@pytest.mark.usefixtures("runs")
-def test_a_metric_whose_best_was_not_kept_is_shown_as_it_was_last(capsys: pytest.CaptureFixture[str]) -> None:
-    record = RunRecord(metrics={"val/accuracy": 0.5}, step=3, best=best(2.0))
-    run = make_run("e/one", lr=0.1, record=record, root="more")
-    lines = [{"step": 4, "epoch": 0, "samples": 1, "time": NOW, "train/loss": 3.0}, {"step": 5, "time": NOW, "lr": 0.1}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    make_run("e/two", lr=0.1, record=RunRecord(metrics={"val/accuracy": 0.75}, step=3), root="more")
-    assert "val/loss 2 at 7" in said(capsys, "runs", "more", "--metric", "val/loss")
-    assert "val/accuracy 0.5000 last, at 3" in said(capsys, "runs", "more", "--metric", "val/accuracy")
-    assert "train/loss 3 last, at 4" in said(capsys, "runs", "more", "--metric", "train/loss")
-    ordered = json.loads(said(capsys, "runs", "more", "--metric", "val/accuracy", "--sort", "best", "--json"))
-    assert [run["name"] for run in ordered] == ["p/e/two", "p/e/one"]
-    wrong = said(capsys, "runs", "more", "--metric", "val/acuracy", code=2)
-    assert "no run has it. Did you mean val/accuracy? There are lr, train/loss, val/accuracy, val/loss." in wrong
-    assert "kept its best lr" in said(capsys, "runs", "more", "--metric", "lr", "--sort", "best", code=2)
-
-
-def test_long_errors_are_one_line_or_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    error = f"ValueError: {'x' * 300}\nsecond line\n  in step, train.py:3: step()\n"
-    make_run("f/one", lr=0.1, record=RunRecord(state="failed", why=error.split("\n")[0], error=error, failed_rank=1))
-    lines = said(capsys, "runs").splitlines()
-    assert lines[-1] == "--long shows errors whole"
-    assert len(lines[-2]) == 160
-    assert lines[-2].endswith("xxx...")
-    assert "  second line\n    in step, train.py:3: step()\n" in said(capsys, "runs", "--long")
-    (run,) = json.loads(said(capsys, "runs", "--json"))
-    assert (run["record"]["error"], run["record"]["failed_rank"]) == (error, 1)
 
 
 @pytest.mark.usefixtures("runs")
@@ -191,18 +118,6 @@ def test_configs_are_shown_and_compared(capsys: pytest.CaptureFixture[str]) -> N
     assert found == {"experiment": ["one", "two"], "optimizer.lr": [0.1, 0.2], "dropout": [None, 0.5]}
     assert "optimizer.lr  0.1  0.2" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two", code=1)
     assert "are the same" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/one")
-
-
-@pytest.mark.usefixtures("runs")
-def test_a_config_file_is_compared_with_a_run_in_what_it_names(capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run("c/four", lr=0.3, record=None, callbacks=[], hidden=64)
-    Path("a.yaml").write_text("optimizer: {lr: 3e-1}\nhidden: 16\n")
-    Path("b.toml").write_text("hidden = 32\nseed = 1")
-    found = json.loads(said(capsys, "config", "diff", "a.yaml", str(run), "--json", code=1))
-    assert found == {"hidden": [16, 64]}
-    assert json.loads(said(capsys, "config", "diff", str(run), "b.toml", "--json", code=1)) == {"hidden": [64, 32]}
-    found = json.loads(said(capsys, "config", "diff", "a.yaml", "b.toml", "--json", code=1))
-    assert found == {"optimizer.lr": [0.3, None], "hidden": [16, 32], "seed": [None, 1]}
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,8 @@ def test_seed_zero_is_a_seed() -> None:
     ("values", "message"),
     [
         ({"seed": -1}, "seed=-1"),
-        ({"seed": None}, "seed=None"),
-        ({"seed": 2**64}, "63 bits"),
         ({"training_parameters": {"n_epochs": 3}}, r"Use TrainingParameters\("),
         ({"device_parameters": TrainingParameters()}, r"Use DeviceParameters\("),
-        ({"runs_dir": ""}, "runs_dir='' is not a directory"),
-        ({"runs_dir": 3}, "runs_dir=3 is not a directory"),
         ({"runs_dir": "s3://bucket/runs"}, "runs_dir='s3://bucket/runs' is not in a file system"),
         ({"callbacks": []}, r"of type list\. Use CallbackCollection\("),
     ],
@@ -108,17 +104,6 @@ def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
 def test_callbacks_are_a_list_of_callbacks(given: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         CallbackCollection(given)
-
-
-def test_a_post_init_without_super_does_not_switch_validation_off() -> None:
-    @dataclass
-    class Careless(BaseTrainerConfig):
-        def __post_init__(self) -> None:
-            self.own = 1
-
-    config = Careless(**NAMES, seed=-1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="seed=-1"):
-        check_config(config)
 
 
 @pytest.mark.pitfall(67)
@@ -141,15 +126,6 @@ def test_a_forgotten_dataclass_is_found_with_the_fields_it_loses() -> None:
         check_config(Forgotten(**NAMES))  # type: ignore[arg-type]
 
 
-@pytest.mark.pitfall(67)
-def test_a_forgotten_dataclass_is_found_below_a_proper_one() -> None:
-    class Forgotten(PlainConfig):
-        dropout: float = 0.1
-
-    with pytest.raises(ConfigError, match="dropout"):
-        check_config(Forgotten(**NAMES))
-
-
 def test_a_default_overridden_without_a_type_is_found() -> None:
     @dataclass
     class Untyped(BaseTrainerConfig):
@@ -159,33 +135,11 @@ def test_a_default_overridden_without_a_type_is_found() -> None:
         check_config(Untyped(**NAMES))  # type: ignore[arg-type]
 
 
-def test_a_subclass_with_methods_only_needs_no_dataclass() -> None:
-    class Methods(PlainConfig):
-        def double(self) -> int:
-            return 2 * self.hidden_size
-
-    check_config(Methods(**NAMES))
-
-
 def test_values_assigned_after_the_config_was_built_are_checked() -> None:
     config = PlainConfig(**NAMES)
     config.shelf_parameters = {"size": 2}  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"Use ShelfParameters\("):
         check_config(config)
-
-
-def test_an_own_init_that_leaves_fields_out_is_found() -> None:
-    class Handmade(BaseTrainerConfig):
-        def __init__(self) -> None:
-            self.project = "p"
-
-    with pytest.raises(ConfigError, match="no value for group"):
-        check_config(Handmade())
-
-
-def test_something_that_is_no_config_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="BaseTrainerConfig"):
-        check_config({"project": "p"})
 
 
 @pytest.mark.pitfall(53)

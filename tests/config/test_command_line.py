@@ -11,7 +11,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import tyro
 
 import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
@@ -100,12 +99,8 @@ def test_a_wrong_argument_ends_with_code_2_and_says_why(
 
 MEANT = {
     "--training-parameters.n-epoch 3": "--training-parameters.n-epochs",
-    "--training_parameters.n_epoch=3": "--training-parameters.n-epochs",
-    "--training-parameter.n-epochs 3": "--training-parameters.n-epochs",
-    "--n-epochs 3": "--training-parameters.n-epochs",
     "--batch-size 3": "--training-parameters.train-batch-size",
     "--lr 3": "--learning-rate",
-    "--learning-rates 3": "--learning-rate",
     "--training-parameters.no-fast-dev-runs": "--training-parameters.fast-dev-run",
 }
 
@@ -154,18 +149,6 @@ def test_a_dict_that_has_keys_is_set_key_by_key(capsys: pytest.CaptureFixture[st
         parse(start, ["--extra_rates", "k", "4"])
     said = "--extra-rates is a dict, and each of its keys has a flag. Write --extra-rates.KEY VALUE."
     assert capsys.readouterr().err == f"error: {said}\n"
-
-
-@dataclass
-class TyroConfig(BaseTrainerConfig):
-    takes_a_value: tyro.conf.FlagConversionOff[bool] = False
-    is_alone: tyro.conf.FlagCreatePairsOff[bool] = False
-
-
-def test_a_boolean_that_tyro_is_told_to_treat_otherwise_is_left_to_tyro() -> None:
-    start = TyroConfig(project="p", group="g", experiment="e")
-    parsed = parse(start, ["--takes-a-value", "True", "--is-alone"])
-    assert (parsed.takes_a_value, parsed.is_alone) == (True, True)
 
 
 def helped(flag: str, config: Any, capsys: pytest.CaptureFixture[str]) -> str:
@@ -241,26 +224,6 @@ def test_a_flag_into_a_section_that_is_none_builds_it(of_class: bool) -> None:
     assert parsed("--optional", "None", optional=Part()).optional is None
 
 
-def test_a_section_is_chosen_in_tyros_own_way_too() -> None:
-    config = parse(PartsConfig(group="g", experiment="e"), ["optional:part", "--optional.size", "4"])
-    assert config.optional == Part(size=4)
-
-
-@pytest.mark.parametrize("of_class", [False, True])
-def test_help_has_each_name_once_and_the_fields_of_what_is_nested(
-    of_class: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = helped("--help", PartsConfig if of_class else PartsConfig(group="g", experiment="e"), capsys)
-    flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert len(set(flags)) == len(flags)
-    words = " ".join(text.split())
-    assert "--project First part of the run directory: what the work is about. [mine]" in words
-    assert "--optional.* Its fields: size, names. [None]" in words
-    assert "--part.* What is nested. Its fields: size, names." in words
-    assert "run without any limit stops after one epoch. [5]" in words
-    assert "--checkpoint-parameters.best-mode" in words
-
-
 SCRIPT = """
 from dataclasses import dataclass
 import dream_trainer as dt
@@ -293,4 +256,3 @@ def test_a_config_error_ends_a_script_in_a_line_and_a_bug_with_its_traceback(tmp
     assert code == 1
     assert said.startswith("Traceback")
     assert said.endswith("IndexError: list index out of range\n")
-    assert run("--seed", "-1")[0] == 2

@@ -97,48 +97,10 @@ def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
     assert "left out: project, group, experiment, runs_dir, callbacks, checkpoint_parameters.resume" in caplog.text
 
 
-def test_a_copy_of_a_saved_config_is_taken_as_that_and_says_what_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    theirs = FileConfig(**NAMES, learning_rate=0.7, callbacks=CallbackCollection([Callback()]))  # type: ignore[arg-type]
-    copy = write("wide.json", json.dumps(to_dict(theirs)))
-    mine = FileConfig(project="mine", group="g", experiment="other")
-    config = load_config(mine, copy)
-    assert (config.project, config.experiment, config.learning_rate) == ("mine", "other", 0.7)
-    assert "wide.json is what a run saved; left out: project, group, experiment, runs_dir, callbacks" in caplog.text
-
-
-def test_a_directory_within_or_above_runs_is_refused_with_the_place_of_a_config() -> None:
-    run = Path("runs/p/g/e")
-    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
-    write("runs/p/g/e/config.json", json.dumps(to_dict(given())))
-    for path in (run / "checkpoints", run / "checkpoints" / "step_00000001"):
-        with pytest.raises(ConfigError, match=rf"{path} has no config.json. The run's is .*runs/p/g/e/config.json\."):
-            load_config(given(), path)
-    with pytest.raises(ConfigError, match=r"runs/p has no config.json. It has 1 runs: give one, such as runs/p/g/e\."):
-        load_config(given(), "runs/p")
-
-
-def test_of_several_files_the_one_that_says_what_cannot_work_is_named() -> None:
-    good = write("good.yaml", "training_parameters: {max_steps: 5}")
-    bad = write("bad.toml", "[training_parameters]\nn_epochs = -1")
-    with pytest.raises(ConfigError, match=r"^bad\.toml: training_parameters: n_epochs=-1 is too small"):
-        load_config(given(), good, bad, write("more.json", '{"training_parameters": {"val_batch_size": 3}}'))
-
-
-def test_a_file_of_the_users_own_that_is_called_config_json_counts_whole() -> None:
-    text = '{"experiment": "mine", "runs_dir": "there", "checkpoint_parameters": {"resume": 4}}'
-    config = load_config(given(), write("config.json", text))
-    assert (config.experiment, config.runs_dir, config.checkpoint_parameters.resume) == ("mine", "there", 4)
-
-
 @dataclass(frozen=True)
 class Inner:
     a: int = 1
     b: tuple[int, ...] = (1, 2)
-
-
-@dataclass(frozen=True)
-class Wider(Inner):
-    c: int = 5
 
 
 @dataclass
@@ -171,31 +133,6 @@ def test_a_section_that_may_be_none_is_changed_field_by_field() -> None:
         load_config(nested(), write("wrong.yaml", "maybe: {bb: 1}"))
 
 
-def test_a_section_with_nothing_under_it_changes_nothing() -> None:
-    config = load_config(nested(inner=Inner(a=3)), write("a.yaml", "training_parameters:\n  # n_epochs: 3\ninner:\n"))
-    assert (config.inner, config.training_parameters) == (Inner(a=3), nested().training_parameters)
-
-
-def test_what_no_file_names_is_not_touched_whatever_it_is() -> None:
-    before = nested(activation=len, inner=Wider(c=7))
-    config = load_config(before, write("a.yaml", "inner: {a: 2}"))
-    assert (config.activation, config.inner, before.inner) == (len, Wider(a=2, c=7), Wider(c=7))
-
-
-def test_a_value_where_a_section_belongs_is_named() -> None:
-    five, section = write("five.yaml", "inner: 5"), write("section.yaml", "inner: {a: 2}")
-    with pytest.raises(ConfigError, match=r"five\.yaml sets inner to 5, which is no Inner"):
-        load_config(nested(), five, section)
-
-
-def test_a_file_that_is_not_utf_8_is_named() -> None:
-    Path("a.yaml").write_bytes("experiment: gr\xfcn\n".encode("latin1"))
-    with pytest.raises(ConfigError, match=r"a\.yaml is not UTF-8"):
-        load_config(given(), "a.yaml")
-    Path("a.yaml").write_text("experiment: gr\xfcn\n", encoding="utf-8")
-    assert load_config(given(), "a.yaml").experiment == "gr\xfcn"
-
-
 @dataclass
 class RequiringConfig(dt.DreamTrainerConfig):
     data_parts: int = field(kw_only=True)
@@ -224,32 +161,20 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
         ("a.yaml", "schedule.name: cosine", r"A dot does not nest: write name under schedule, as in schedule: {name: "),
         ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
         ("a.yaml", "learning_rate: fast", "a.yaml sets learning_rate to 'fast'. It takes a number."),
-        ("a.yaml", "learning_rate: '1e-3'", "'1e-3'. It takes a number. Leave the quotes out."),
-        ("a.yaml", "training_parameters: {max_time: true}", "max_time to True. It takes a number of seconds or null."),
         ("a.yaml", "training_parameters: {max_time: 1:30}", "max_time to '1:30'. It takes a number of seconds or null"),
         ("a.yaml", "seed: 1\nlearning_rate: 0123", "a.yaml sets learning_rate to 0123 on line 2.*Write 123, 0o123 "),
-        ("a.yaml", "optimizer:\n  name: None", "a.yaml sets name to None on line 2, .*Write null, or 'None' in quotes"),
-        ("a.yaml", "seed: yes", "a.yaml sets seed to yes on line 1, .*Write true, or 'yes' in quotes"),
-        ("a.yaml", "weights: {b: [1, [Off]]}", "a.yaml sets b to Off on line 1, .*Write false, or 'Off' in quotes"),
-        ("a.yaml", "device_parameters: {precision: fp8}", r"to 'fp8'. It takes 'fp32', 'tf32', 'bf16' or 'fp16'\."),
         ("a.yaml", "weights: {b: x}", r"It takes names and values, each value a number. Wrong is weights\['b'\]"),
         ("a.yaml", "logger_parameters: {loggers: csv}", r"It takes a list, each item text\. Write \[csv\]\."),
-        ("a.yaml", "seed: -1", "a.yaml: seed=-1 is too small"),
         ("a.yaml", "seed: 1\nschedule: {}\nseed: 2", "a.yaml sets seed on line 1 and again on line 3. Leave one out."),
-        ("a.yaml", "schedule: {name: a, name: b}", "sets name on line 1 and again on line 1"),
         ("a.json", '{"seed": 1,\n "a\\"{": {"seed": 2},\n "seed": 3}', "json sets seed on line 1 and again on line 3"),
-        ("a.toml", "seed = 1\nseed = 2\n", "a.toml is not valid: Cannot overwrite a value .at line 2"),
         (
             "a.yaml",
             "training_parameters: {train_batch_size: 0}",
             "a.yaml: training_parameters: train_batch_size=0 is too small",
         ),
-        ("a.yaml", "training_parameters: {max_steps: 1e4}", r"max_steps to 10000\.0. It takes an integer or"),
         ("a.yaml", "callbacks: []", "sets callbacks, which are code"),
         ("a.yaml", "- 1", "holds a list"),
-        ("a.yaml", "a: [", "a.yaml is not valid"),
         ("a.json", "{", "a.json is not valid"),
-        ("a.toml", "=", "a.toml is not valid"),
         ("a.txt", "x", "ends in '.txt'. Use .yaml"),
     ],
 )
@@ -300,23 +225,3 @@ def test_yaml_says_what_its_text_says() -> None:
         "merged": {"a": 1, "b": 2},
     }
     assert repr(found) == repr(same)
-
-
-@dataclass(kw_only=True)
-class DoubtfulConfig(FileConfig):
-    layers: int | str = 0
-    tag: str | None = None
-
-
-@pytest.mark.parametrize("text", ["yes", "None", "0123", "1:30", "2024-01-02", "~", "null", "1e-3", ".nan", "true"])
-def test_a_saved_config_is_the_same_from_json_and_yaml(text: str) -> None:
-    config = DoubtfulConfig(**NAMES, layers=text, tag=text)
-    saved = json.dumps(to_dict(config) | NAMES)
-    for name in ("saved.json", "saved.yaml"):
-        again = load_config(DoubtfulConfig(**NAMES), write(name, saved))
-        assert (again.layers, again.tag) == (text, text)
-
-
-def test_a_class_wants_its_names_from_somewhere() -> None:
-    with pytest.raises(ConfigError, match="no file sets group, experiment, which FileConfig has no default for"):
-        load_config(FileConfig, write("a.yaml", "project: p"))

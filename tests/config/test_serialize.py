@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserList
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,12 +24,11 @@ from dream_trainer.config import (
     from_dict,
     to_dict,
 )
-from dream_trainer.config.logger_parameters import LoggerParameters, WandbParameters
+from dream_trainer.config.logger_parameters import WandbParameters
 from dream_trainer.config.serialize import with_later_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.events.collection import CallbackCollection
-from dream_trainer.optim import OptimizerParameters
 
 
 class Colour(Enum):
@@ -84,26 +85,6 @@ def test_callbacks_are_recorded_by_class_and_plain_fields_and_stay_at_their_defa
     assert len(from_dict(RichConfig, data).callbacks) == 0
 
 
-def test_a_config_class_inside_a_function_can_be_recorded() -> None:
-    @dataclass
-    class Inner:
-        size: int = 2
-
-    @dataclass
-    class Local(BaseTrainerConfig):
-        inner: Inner = field(default_factory=Inner)
-
-    assert to_dict(Local(project="p", group="g", experiment="e"))["inner"] == {"size": 2}
-
-
-def test_a_nested_subclass_keeps_its_own_fields() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class More(TrainingParameters):
-        warmup_steps: int = 7
-
-    assert to_dict(rich(training_parameters=More()))["training_parameters"]["warmup_steps"] == 7
-
-
 @dataclass
 class CodeConfig:
     activation: Callable[..., Any] = torch.relu
@@ -116,11 +97,6 @@ def test_code_is_recorded_by_name_and_not_restored() -> None:
     with pytest.raises(ConfigError, match="set this field in code instead"):
         from_dict(CodeConfig, data)
     assert from_dict(CodeConfig, {}).layer is torch.nn.Linear
-
-
-def test_a_value_without_a_plain_form_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no plain form"):
-        to_dict(rich(anything=torch.zeros(2)))
 
 
 @pytest.mark.parametrize(
@@ -140,50 +116,11 @@ def test_data_that_does_not_fit_is_named(change: dict[str, Any], message: str) -
         from_dict(RichConfig, {"project": "p", "group": "g", "experiment": "e", **change})
 
 
-class OtherList(Sequence[Any]):
-    """As hydra's ListConfig: a sequence that is no list."""
-
-    def __init__(self, *values: Any) -> None:
-        self._values = values
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._values[index]
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-class OtherDict(Mapping[str, Any]):
-    """As hydra's DictConfig."""
-
-    def __init__(self, **values: Any) -> None:
-        self._values = values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
 def test_lists_and_dicts_of_other_libraries_are_taken_as_pythons_own() -> None:
-    tags, arguments = OtherList("a", "b"), OtherDict(settings=OtherDict(x=OtherList(1, 2)))
-    assert WandbParameters(tags=tags, init_arguments=arguments) == WandbParameters(  # type: ignore[arg-type]
-        tags=("a", "b"), init_arguments={"settings": {"x": [1, 2]}}
-    )
-    assert OptimizerParameters(name="adamw", lr=0.1, betas=OtherList(0.8, 0.9)).betas == (0.8, 0.9)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="loggers"):
-        LoggerParameters(loggers=OtherList("jsonl", 3))  # type: ignore[arg-type]
-
-    @dataclass
-    class Own(BaseTrainerConfig):
-        layers: Any = None
-
-    own = Own(project="p", group="g", experiment="e", layers=OtherDict(sizes=OtherList(1, 2)))
-    assert to_dict(own)["layers"] == {"sizes": [1, 2]}
+    tags, arguments = UserList(["a", "b"]), MappingProxyType({"settings": {"x": UserList([1, 2])}})
+    found = WandbParameters(tags=tags, init_arguments=arguments)  # type: ignore[arg-type]
+    assert found == WandbParameters(tags=("a", "b"), init_arguments={"settings": {"x": [1, 2]}})
+    assert to_dict(rich(anything=MappingProxyType({"sizes": UserList([1, 2])})))["anything"] == {"sizes": [1, 2]}
 
 
 @pytest.mark.pitfall(56)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -43,12 +42,3 @@ def test_sizes_that_do_not_divide_are_answered_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         accumulation_steps(TrainingParameters(global_batch_size=total), batch_size, dp_size)
-
-
-def test_every_field_has_a_line_of_help() -> None:
-    import inspect
-
-    source = inspect.getsource(TrainingParameters)
-    for f in fields(TrainingParameters):
-        declaration = source[source.index(f"    {f.name}: ") :].splitlines()
-        assert declaration[1].startswith('    """'), f.name

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.api import copy_stream, on_device
-from tests.trainer.small import Alone, batches, fit, make_config
 
 CPU = torch.device("cpu")
 
@@ -67,19 +66,3 @@ def test_with_a_stream_the_next_is_moved_before_one_is_trained_and_each_stream_w
     ]
     events.clear()
     assert trained(Told("aside", events), events, 1) == ["move 0", "train 0"]
-
-
-def test_a_trainer_on_the_cpu_moves_each_batch_once_just_before_its_step() -> None:
-    events: list[str] = []
-
-    class Tells(Alone):
-        def move_batch(self, batch: Any, device: torch.device) -> Any:
-            events.append(f"move {batch[2].tolist()[0]}")
-            return super().move_batch(batch, device)
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            events.append(f"train {batch[2].tolist()[0]}")
-            return super().training_step(batch, batch_idx)
-
-    fit(Tells(make_config(n_epochs=1, gradient_accumulation_steps=2), batches(4, size=1)))
-    assert events == [f"{what} {number}" for number in range(4) for what in ("move", "train")]

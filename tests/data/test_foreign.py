@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import timeit
 from collections.abc import Iterator
 from itertools import count
 
@@ -90,12 +89,6 @@ class EpochSampler:
         return 4
 
 
-def test_steps_per_epoch_are_known_where_the_length_is() -> None:
-    assert open_stream([1, 2, 3, 4, 5], accumulation=2).steps_per_epoch == 3
-    assert open_stream(x for x in range(3)).steps_per_epoch is None
-    assert open_stream(DataLoader(ShuffledStream(8), 4)).steps_per_epoch is None
-
-
 def test_an_endless_generator_is_read_window_by_window() -> None:
     stream = open_stream(count(), accumulation=3)
     windows = [stream.next_window() for _ in range(3)]
@@ -171,22 +164,3 @@ def test_an_iterator_can_be_sought_before_it_is_read_only() -> None:
     assert read(stream, passes=1) == [[4, 5]]
     with pytest.raises(DataError, match="cannot go back"):
         stream.seek(DataPosition(0, 0, 0), None)
-
-
-def test_windows_of_a_list_cost_microseconds() -> None:
-    batches = list(range(20_000))
-
-    def bare() -> None:
-        for _ in batches:
-            pass
-
-    def windows() -> None:
-        stream = open_stream(batches, accumulation=4)
-        while (window := stream.next_window()) is not None:
-            for _ in window.batches:
-                pass
-
-    cost = (min(timeit.repeat(windows, number=1, repeat=5)) - min(timeit.repeat(bare, number=1, repeat=5))) / len(
-        batches
-    )
-    assert cost < 3e-6

@@ -91,29 +91,15 @@ class EndedUntilRead:
         self.next, self.was_loaded = state["next"], True
 
 
-class HandWritten:
-    """Draws its order and each batch's noise, and keeps no state."""
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        order = torch.randperm(LENGTH).tolist()
-        for first in range(0, LENGTH, 2):
-            yield [*order[first : first + 2], random.random()]
-
-
-class EagerBatches:
-    """A batch sampler that draws the whole order in `__iter__`."""
+class LazyBatches:
+    """A batch sampler that draws its order when the first batch is asked for."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(LENGTH).tolist()
-        return iter([order[first : first + 2] for first in range(0, LENGTH, 2)])
+        yield from (order[first : first + 2] for first in range(0, LENGTH, 2))
 
     def __len__(self) -> int:
         return LENGTH // 2
-
-
-class LazyBatches(EagerBatches):
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from super().__iter__()
 
 
 DATA = list(range(LENGTH))
@@ -121,10 +107,6 @@ DATA = list(range(LENGTH))
 
 def nodes_by_number() -> nodes.Loader[Any]:
     return nodes.Loader(nodes.Batcher(nodes.MapStyleWrapper(DATA, RandomSampler(DATA)), 2))
-
-
-def nodes_in_a_stream() -> nodes.Loader[Any]:
-    return nodes.Loader(nodes.Batcher(nodes.IterableWrapper(ShuffledStream(LENGTH)), 2))
 
 
 def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
@@ -135,14 +117,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "live shuffle": LiveShuffle,
     "order at start": OrderAtStart,
     "ended until read": EndedUntilRead,
-    "hand-written": HandWritten,
     "nodes": nodes_by_number,
-    "nodes stream": nodes_in_a_stream,
     "weighted": lambda: DataLoader(DATA, 2, sampler=weighted()),
-    "stream": lambda: DataLoader(ShuffledStream(LENGTH), 2),
-    "stateful": lambda: StatefulDataLoader(DATA, 2, sampler=weighted()),
     "stateful, workers": lambda: StatefulDataLoader(DATA, 2, sampler=weighted(), num_workers=2),
-    "eager": lambda: StatefulDataLoader(DATA, batch_sampler=EagerBatches()),
     "lazy": lambda: StatefulDataLoader(DATA, batch_sampler=LazyBatches()),
     "stateful stream": lambda: StatefulDataLoader(ShuffledStream(LENGTH), 2),
 }
@@ -230,18 +207,6 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
 
 
 @pytest.mark.pitfall(76)
-def test_the_same_rank_reads_again_by_its_own_samples_when_its_batches_changed() -> None:
-    stream = open_stream(Strided(4, 0, 1), batch_size=SampleCount())
-    window = stream.next_window()
-    assert window.rank_state["samples"] == 12
-    resumed = open_stream(Strided(2, 0, 1), batch_size=SampleCount())
-    resumed.seek(window.end, window.rank_state)
-    assert [number for batches in read(resumed, passes=1) for batch in batches for number in batch] == [
-        number for batches in read(stream, passes=1) for batch in batches for number in batch
-    ]
-
-
-@pytest.mark.pitfall(76)
 def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
     stream = open_stream(Strided(5, 0, 1), batch_size=SampleCount())
     with pytest.raises(DataError, match=r"24 samples.*Strided.*batch of 5.*after 20"):
@@ -263,14 +228,6 @@ def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytes
     assert (loader.reads, caplog.records) == (0, [])
     window = stream.next_window()
     assert window.end == DataPosition(1, 0, 3)
-
-
-def test_a_plain_loader_reads_again_by_samples_too() -> None:
-    make = MAKERS["weighted"]
-    expected = [number for batches in read(open_stream(make()), passes=1) for batch in batches for number in batch]
-    stream = open_stream(make(), batch_size=SampleCount())
-    stream.seek(DataPosition(0, 8, 1), None)
-    assert [number for batches in read(stream, passes=1) for batch in batches for number in batch] == expected[8:]
 
 
 class Shuffled(torch.utils.data.Sampler[int]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,19 @@ import pytest
 import torch
 
 from tests.api import (
-    Batch,
     DataError,
     DataPosition,
     Filter,
-    HuggingFaceShards,
     IterableShards,
     Map,
-    Pack,
     PerRankLoader,
     Shuffle,
     StreamLoader,
-    Unbatch,
     WebDatasetShards,
     lane_plan,
     validation_batches,
 )
 from tests.data.lane_truth import LiveLines, next_step, open_lanes, read_in_parts, write_tar
-from tests.data.reading import open_stream
 
 LIVE = IterableShards(LiveLines, [(shard, 20) for shard in range(8)])
 SHORT = IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
@@ -39,11 +33,6 @@ SHORT = IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
     [
         ((3, 8, 4, None, None), "3 shards, fewer than dp_size=4 data-parallel ranks.* at most 3 ranks, .* in 4 shards"),
         ((8, 8, 1, 5, None), "lanes=5 is not a divisor of the global batch of 8 .* Use 1, 2, 4 or 8"),
-        ((6, 8, 1, 8, None), "more than the 6 shards of the source.* Use 1, 2 or 4"),
-        (
-            (6, 24, 4, None, None),
-            r"lanes=6 .* dp_size=4 .* \(6 shards, global batch 24\). Use 1, 2, 3 or 6 ranks, or lanes=4 in",
-        ),
         (
             (8, 8, 4, 2, None),
             "lanes=2 cannot be dealt .* dp_size=4 .* Use 1 or 2 ranks, or lanes=4 or 8 in a new",
@@ -54,15 +43,6 @@ SHORT = IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
 def test_numbers_that_do_not_fit_are_named_with_those_that_do(arguments: tuple, message: str) -> None:
     with pytest.raises(DataError, match=message):
         lane_plan(*arguments)
-
-
-def test_every_rank_refuses_in_the_same_words() -> None:
-    said = set()
-    for rank in range(4):
-        with pytest.raises(DataError) as raised:
-            open_stream(StreamLoader(IterableShards(LiveLines, [(0, 5), (1, 5)]), 2), rank=rank, size=4)
-        said.add(str(raised.value))
-    assert len(said) == 1
 
 
 class Forgetful(LiveLines):
@@ -127,14 +107,9 @@ def shuffled_stream() -> Any:
 @pytest.mark.parametrize(
     ("message", "make"),
     [
-        ("has no files of .tar", lambda: WebDatasetShards(Path())),
         ("there is no file .*gone.tar", lambda: WebDatasetShards([Path("gone.tar")])),
-        ("no files are given", lambda: WebDatasetShards([])),
         ("got no items", lambda: IterableShards(LiveLines, [])),
-        ("list is not a source in shards", lambda: StreamLoader([1, 2, 3], 2)),
         (r"whose buffer is not in its state.*Shuffle\(window\)", lambda: StreamLoader(shuffled_stream(), 2)),
-        ("batch_size=0", lambda: StreamLoader(LIVE, 0)),
-        ("Shuffle: window=0 is not a positive integer", lambda: Shuffle(0)),
         (
             "A StreamLoader is for training",
             lambda: validation_batches(StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0),
@@ -221,12 +196,6 @@ def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogC
     assert caplog.text.count("skipped sample 3 of shard (2, 20): ValueError: damaged") == 1
 
 
-def test_shards_have_the_same_name_in_each_process(tmp_path: Path) -> None:
-    items = [tmp_path / "a.txt", "b.txt", (1, 2), object()]
-    source = IterableShards(LiveLines, items)
-    assert [source.name(shard) for shard in range(4)] == [str(items[0]), "shard 'b.txt'", "shard (1, 2)", "shard 3"]
-
-
 def test_skipping_has_a_limit_of_each_lane_that_a_resume_keeps() -> None:
     options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [Map(fails_at_three)], "on_error": "skip"}
     with pytest.raises(DataError, match=r"sample 13 of shard \(0, 20\).*lane 0 would skip 2 samples.*max_skipped=1"):
@@ -307,59 +276,3 @@ class WithGenerator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left = state["left"]
         self.generator.set_state(state["generator"])
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [([Shuffle(32)], [Shuffle(64)]), ([Pack(16, 64)], [Pack(32, 64)]), ([Batch(2)], [Batch(4)])],
-    ids=["window", "row length", "batch"],
-)
-def test_transforms_with_other_options_are_refused_though_a_block_is_as_large(before: list, after: list) -> None:
-    tokens = Map(as_tokens)
-    position, state = position_after(LIVE, 1, lanes=4, turns=1, transforms=[tokens, *before])
-    (stream,) = open_lanes(LIVE, (1, 1, 0), lanes=4, turns=1, transforms=[tokens, *after])
-    with pytest.raises(DataError, match="another one now"):
-        stream.seek(position, state)
-
-
-def as_tokens(number: int) -> list[int]:
-    return [number] * 7
-
-
-def drawn_thrice(number: int) -> list[int]:
-    return [number] * 3
-
-
-def test_what_is_drawn_for_parts_of_a_sample_is_not_what_is_drawn_for_the_next_one() -> None:
-    transforms = [Map(drawn_thrice), Unbatch(), Map(with_a_draw)]
-    source = IterableShards(LiveLines, [(0, 40)])
-    (batch,) = open_stream(StreamLoader(source, 96, transforms=transforms, collate_fn=list)).next_window().batches
-    assert len({draw for _, draw in batch}) == 96
-
-
-def with_a_draw(sample: int) -> tuple[int, float]:
-    return sample, random.random()
-
-
-@pytest.mark.parametrize("length", [3, 7, 15, 40])
-def test_a_short_shard_that_does_not_come_back_is_refused_too(length: int) -> None:
-    source = IterableShards(Forgetful, [(0, length)])
-    with pytest.raises(DataError, match="does not come back to where it was by its own state"):
-        open_stream(StreamLoader(source, 2, collate_fn=list)).next_window()
-
-
-def test_a_damaged_file_of_a_hugging_face_dataset_is_named(tmp_path: Path) -> None:
-    import datasets
-
-    files = [tmp_path / f"{number}.jsonl" for number in range(2)]
-    for file in files:
-        file.write_text('{"n": 1}\n' * 50)
-    files[1].write_text('{"n": 1}\n{"n":')
-    dataset = datasets.load_dataset(
-        "json", data_files=list(map(str, files)), split="train", streaming=True, cache_dir=str(tmp_path / "cache")
-    )
-    lane_files = HuggingFaceShards(dataset)
-    assert lane_files.name(1) == "shard 1 of 2 of the Hugging Face dataset"  # as checkpoints have it
-    loader = StreamLoader(dataset, batch_size=2, lanes=2)
-    with pytest.raises(DataError, match=rf"shard 1 of 2 of the Hugging Face dataset \({files[1]}\) cannot be read"):
-        next(iter(loader))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.api import Batch, DataPosition, Filter, IterableShards, Map, Shuffle, StreamLoader, Unbatch, divisors
+from tests.api import Batch, Filter, IterableShards, Map, Shuffle, Unbatch, divisors
 from tests.data.lane_truth import (
     KINDS,
     LAYOUTS,
@@ -70,7 +69,7 @@ def test_steps_are_those_of_a_hand_written_reading_in_any_layout(
 
 
 @pytest.mark.parametrize("transforms", [[TO_NUMBER], EVERYTHING], ids=["in order", "everything"])
-@pytest.mark.parametrize("stop", range(0, 40, 1))
+@pytest.mark.parametrize("stop", range(0, 40, 3))
 def test_a_stream_goes_on_at_any_step_in_any_layout_twice_in_a_row(transforms: list, stop: int, tmp_path: Path) -> None:
     def source() -> Any:
         return make_source("live", tmp_path, SMALL)
@@ -82,7 +81,7 @@ def test_a_stream_goes_on_at_any_step_in_any_layout_twice_in_a_row(transforms: l
     assert [digest(step) for step in found] == [digest(step) for step in expected]
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(4))
 def test_plans_of_any_numbers_go_on_in_any_layout(number: int) -> None:
     chosen = random.Random(number)
     batch, counts = chosen.choice([1, 2, 4, 6, 8, 12]), [chosen.randint(1, 30) for _ in range(chosen.randint(1, 14))]
@@ -153,15 +152,6 @@ def test_each_sample_of_an_epoch_comes_once_in_each_lane(tmp_path: Path) -> None
     assert orders[0] != orders[1]
 
 
-def test_a_lane_reads_its_shards_in_another_order_in_each_epoch(tmp_path: Path) -> None:
-    source = make_source("live", tmp_path, [2] * 24)
-    found = read_in_parts(lambda: source, [((1, 1, 0), 24)], lanes=4, turns=1, shuffle_shards=True)
-    of_lane_0 = [sample // 1000 for step in found for sample in step if sample // 1000 % 4 == 0]
-    epochs = [of_lane_0[start : start + 12 : 2] for start in range(0, 48, 12)]
-    assert all(sorted(epoch) == [0, 4, 8, 12, 16, 20] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
 @pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 0), (4, 1, 2)])
 def test_a_pass_without_repeat_ends_with_the_last_step_that_each_lane_can_fill(
     layout: tuple[int, int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -180,24 +170,6 @@ def test_a_pass_without_repeat_ends_with_the_last_step_that_each_lane_can_fill(
     expected = [sorted(1000 * lane + 2 * step + i for lane in range(4) for i in (0, 1)) for step in range(4)]
     assert epochs == [expected, expected]
     assert "The pass over the training data ends after 4 steps: lane 0 has 1 of the 2 samples" in caplog.text
-
-
-def is_not_of_the_last_shards(sample: int) -> bool:
-    return sample < 7000
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 0), (4, 1, 2)])
-def test_a_lane_that_yields_nothing_ends_the_pass_in_any_layout(layout: tuple[int, int, int], tmp_path: Path) -> None:
-    # In the second turn lane 6 is too short, and nothing is left of lane 7: which is looked at first is the layout's.
-    source = make_source("live", tmp_path, [9, 9, 9, 9, 9, 9, 1, 9])
-    streams = open_lanes(source, layout, lanes=4, turns=2, repeat=False, transforms=[Filter(is_not_of_the_last_shards)])
-    for _ in range(2):
-        assert next_step(streams) is not None
-        assert next_step(streams) is None
-        for stream in streams:
-            stream.end_pass()
-    for stream in streams:
-        stream.close()
 
 
 def test_transforms_are_applied_in_their_order(tmp_path: Path) -> None:
@@ -229,45 +201,3 @@ def test_draws_depend_on_the_sample_and_the_epoch_and_leave_training_alone(tmp_p
     assert global_states() == before
     draws = [value for step in found for (first, *second) in step for value in (*first[1:], *second)]
     assert len(set(draws)) == len(draws) == 12 * 8 * 6
-
-
-def test_batches_are_collated_as_by_a_loader(tmp_path: Path) -> None:
-    loader = StreamLoader(make_source("live", tmp_path, [10] * 4), 4)
-    batches = list(islice(loader, 3))
-    assert [batch.tolist() for batch in batches] == [[shard * 1000 + step for shard in range(4)] for step in range(3)]
-
-
-def test_a_load_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
-    class Interrupts:
-        calls = 0
-
-        def __call__(self, sample: int) -> int:
-            self.calls += 1
-            if self.calls == 30:
-                raise KeyboardInterrupt
-            return sample
-
-    source = make_source("live", tmp_path, COUNTS)
-    streams = open_lanes(source, (1, 1, 0), lanes=4, turns=1, transforms=[Map(Interrupts())])
-    found = []
-    while len(found) < 6:
-        try:
-            found.append(sorted(next_step(streams)[0]))  # type: ignore[index]
-        except KeyboardInterrupt:
-            assert len(found) == 3
-    assert found == expected_steps(COUNTS, 6, lanes=4)
-
-
-def test_a_position_in_a_later_epoch_begins_it(tmp_path: Path) -> None:
-    source = make_source("live", tmp_path, [4] * 8)
-    streams = open_lanes(source, (1, 1, 0), repeat=False)
-    streams[0].seek(DataPosition(2, 32, 4), None, is_pass_over=True)
-    found = next_step(streams)
-    assert (sorted(found[0]), found[1]) == ([1000 * shard for shard in range(8)], DataPosition(3, 8, 1))
-
-
-def test_more_workers_than_parts_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        streams = open_lanes(make_source("live", tmp_path, [4] * 8), (1, 1, 2), lanes=8)
-    streams[0].close()
-    assert "1 of num_workers=2 have nothing to load" in caplog.text

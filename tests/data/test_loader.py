@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.api import DataError, DistributedDataLoader, PerRankLoader, loader_batch_size, rebuild
 from tests.data.reading import open_stream
-from tests.data.samples import DrawingDataset, ShuffledStream
+from tests.data.samples import ShuffledStream
 
 DATA = TensorDataset(torch.arange(12))
 
@@ -109,16 +109,6 @@ def test_what_cannot_be_rebuilt_serves_one_rank_and_is_refused_with_the_fix_beyo
 
 
 @pytest.mark.pitfall(12)
-def test_a_plain_loader_with_several_ranks_gives_each_its_own_samples() -> None:
-    seen = []
-    for rank in range(3):
-        stream = open_stream(DataLoader(DATA, 2, shuffle=True), rank=rank, size=3)
-        while (window := stream.next_window()) is not None:
-            seen += [index for (batch,) in window.batches for index in batch.tolist()]
-    assert sorted(seen) == list(range(12))
-
-
-@pytest.mark.pitfall(12)
 def test_a_subclass_that_adds_only_a_constructor_is_dealt_with_all_that_it_sets() -> None:
     """As PyTorch Geometric's loader of graphs."""
     seen = []
@@ -131,13 +121,6 @@ def test_a_subclass_that_adds_only_a_constructor_is_dealt_with_all_that_it_sets(
             assert window.sizes == [batch.num_graphs] == [3]
             seen += [int(sample[0]) for sample in batch]
     assert sorted(seen) == list(range(12))
-
-
-def test_our_loader_by_itself_is_a_loader_for_a_single_process() -> None:
-    loader = DistributedDataLoader(DrawingDataset(10), 4)
-    assert len(loader) == 2
-    assert [batch["index"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert len(DistributedDataLoader(DrawingDataset(10), 4, drop_last=False)) == 3
 
 
 @pytest.mark.parametrize(

@@ -119,13 +119,6 @@ def test_loaders_take_turns_by_steps(ranks: int, accumulation: int) -> None:
     assert read(longest, 3) == by_hand(10)
 
 
-def test_turns_are_spread_evenly() -> None:
-    order = turns({"a": 6, "b": 3, "c": 1})
-    assert [order.count(name) for name in "abc"] == [6, 3, 1]
-    assert all(order[at : at + 2].count("a") >= 1 for at in range(9))
-    assert turns({"a": 30, "b": 10}) == turns({"a": 3, "b": 1})
-
-
 class Live:
     """A loader of another kind with a state, which it hands out as it is."""
 
@@ -325,14 +318,10 @@ def test_what_cannot_work_is_named() -> None:
     for wrong, message in [
         (lambda: LoaderGroup({}), "no loaders"),
         (lambda: LoaderGroup([text, images]), "no loaders"),  # type: ignore[arg-type]
-        (lambda: LoaderGroup({"text": text}, end="last"), "end='last' is not one of"),  # type: ignore[arg-type]
-        (lambda: LoaderGroup({1: text}), "named 1"),  # type: ignore[dict-item]
         (lambda: LoaderGroup({"all": {"text": text}}), "'all' of LoaderGroup is itself a dict"),
         (lambda: LoaderGroup({"one": text, "other": text}), "'one' and 'other' read the same DistributedDataLoader"),
         (lambda: AlternatingLoaders({"text": text}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
         (lambda: AlternatingLoaders({"text": text}, {"text": 0}), "0 for 'text' is not a whole number"),
-        (lambda: AlternatingLoaders({"text": text}, {"text": -2}), "-2 for 'text' is not a whole number"),
-        (lambda: AlternatingLoaders({"text": text}, {"text": 1.5}), "1.5 for 'text'"),  # type: ignore[dict-item]
         (lambda: AlternatingLoaders(ours(1, 1), {"text": 10**6, "images": 1}), "a round of 1000001 steps"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -343,24 +332,15 @@ def test_what_cannot_work_is_named() -> None:
     ("loaders", "ranks", "message"),
     [
         ({"text": [], "images": [numbers(2)[:]]}, 1, "'text': .*0 batches"),
-        ({"text": PerRankLoader([]), "images": PerRankLoader([1])}, 2, "'text': .*0 batches"),
         ({"text": DistributedDataLoader(numbers(3), 4)}, 1, "'text': .*3 samples, fewer than one global batch"),
         ({"text": [numbers(2)[:]]}, 1, "'text': .*has 1 batches in a pass, fewer than one step of 2"),
         ({"text": Plain(4)}, 2, "'text': .*cannot be dealt to dp_size=2"),
-        ({"text": 7}, 1, "'text': .*must be an iterable"),
         ({"text": PerRankLoader([1, 2])}, 2, "different numbers of batches of 'text'"),
     ],
 )
 def test_a_loader_that_cannot_be_read_is_named(loaders: Any, ranks: int, message: str) -> None:
     with pytest.raises(DataError, match=message):
         train_stream(loaders, accumulation=2, dp_rank=0, dp_size=ranks, seed=0)
-
-
-def test_one_dataset_with_an_order_cannot_be_in_two_loaders() -> None:
-    one = mixture(1)
-    loaders = {"one": one, "other": DistributedDataLoader(one.dataset, 2)}
-    with pytest.raises(DataError, match="'one' and 'other' read the same Mixture"):
-        train_stream(loaders, accumulation=1, dp_rank=0, dp_size=1, seed=0)
 
 
 def test_a_loader_that_fails_is_named_with_its_error() -> None:
@@ -385,10 +365,8 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
         (lambda: LoaderGroup({"text": ours(1, 1)["text"]}), r"loaders \['text', 'images'\], and there are \['text'\]"),
         (lambda: LoaderGroup(ours(1, 1), end="shortest"), "read by .*longest.*now by .*shortest"),
         (lambda: AlternatingLoaders(ours(1, 1)), "read by .*LoaderGroup.*now by .*AlternatingLoaders"),
-        (lambda: LoaderGroup(ours(1, 2)), "'text' gave 8 samples to a step.*gives 4 now"),
         (lambda: LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset has 48"),
         (lambda: ours(1, 1)["text"], r"loaders \['text', 'images'\], and this one has one loader"),
-        (lambda: Plain(9), r"loaders \['text', 'images'\], and this one has one loader"),
     ],
 )
 def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:

@@ -5,24 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.api import ConfigError, DistributedDataLoader, Mixture, PackedRows, Stage, TrainStream, train_stream
-
-
-class Documents:
-    """Of 1 to 11 tokens."""
-
-    def __init__(self, first: int, count: int) -> None:
-        self.first = first
-        self.lengths = np.random.RandomState(first).randint(1, 12, count)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(self.lengths[index], self.first + index)
+from tests.api import ConfigError, DistributedDataLoader, Mixture, Stage, TrainStream, train_stream
 
 
 def two(**options: Any) -> Mixture:
@@ -63,33 +48,6 @@ def test_a_stage_that_begins_within_the_ramp_before_it_is_refused() -> None:
     two(stages=[Stage(at=500, weights={"a": 1}, ramp=300), Stage(at=800, weights={"b": 1})])
 
 
-def test_a_second_run_over_a_mixture_knows_nothing_of_the_first() -> None:
-    mixture = two(num_samples=1000)
-    expected = [step(stream)[0] for stream in [opened(two(num_samples=1000))] for _ in range(5)]
-    stream = opened(mixture)
-    for number in range(12):
-        if number == 3:
-            mixture.set_weights({"b": 1})
-        step(stream)
-    stream = opened(mixture)
-    assert [step(stream)[0] for _ in range(5)] == expected
-
-
-@pytest.mark.parametrize("options", [{"num_samples": 300}, {"max_epochs": {"a": 2, "b": 2}}])
-def test_weights_that_were_set_count_in_the_passes_after_too(options: dict[str, Any]) -> None:
-    mixture = two(**options)
-    stream = opened(mixture)
-    shares = {}
-    for number in range(16):
-        if number == 2:
-            mixture.set_weights({"a": 1, "b": 9})
-        samples, end = step(stream)
-        if end.epoch and end.samples <= 300:
-            shares[number] = share_of_b(samples)
-    assert len(shares) >= 3
-    assert all(share > 0.8 for share in shares.values())
-
-
 def test_weights_asked_for_when_a_pass_has_ended_are_saved() -> None:
     for asked_after in range(1, 9):
         mixture = two(num_samples=250)  # 2 steps of 100 in a pass, and 50 that are left out
@@ -101,39 +59,3 @@ def test_weights_asked_for_when_a_pass_has_ended_are_saved() -> None:
         resumed = opened(two(num_samples=250))
         resumed.seek(end, None, is_pass_over=asked_after % 2 == 0, state=state)
         assert [step(resumed)[0] for _ in range(5)] == [step(stream)[0] for _ in range(5)], asked_after
-
-
-@pytest.mark.parametrize("block_size", [5, 40])
-def test_rows_are_counted_anew_when_weights_were_set(block_size: int) -> None:
-    def new() -> tuple[Mixture, TrainStream]:
-        mixture = Mixture({"a": Documents(1, 50), "b": Documents(1000, 30)}, {"a": 4, "b": 1}, num_samples=100)
-        return mixture, opened(PackedRows(mixture, 16, block_size=block_size), 8)
-
-    mixture, stream = new()
-    following: list[Any] | None = None
-    for number in range(16):
-        window = stream.next_window()
-        found = [row["tokens"].tolist() for batch in window.batches for row in batch]
-        assert following is None or found == following
-        if window.is_last:
-            stream.end_pass()
-        mixture.set_weights({"a": 1 + number % 3, "b": 1 + number % 2})
-        state = json.loads(json.dumps(stream.state_at(window.end)))  # as a checkpoint that is written now
-        _, resumed = new()
-        resumed.seek(window.end, None, is_pass_over=bool(window.is_last), state=state)
-        following = [row["tokens"].tolist() for row in step(resumed)[0]]
-
-
-def test_many_changes_are_laid_out_as_if_all_were_there_at_once() -> None:
-    def mixture() -> Mixture:
-        sources = {"a": range(40), "b": range(500), "c": range(10**6)}
-        return Mixture(sources, {"a": 1, "b": 2, "c": 3}, max_epochs={"a": 7, "b": 1.5}, seed=3)
-
-    changed = mixture()
-    for number in range(60):
-        changed.set_weights({"a": 1, "b": number % 5, "c": 3})
-        assert changed.changes_at(number * 77)
-    at_once = mixture()
-    at_once.begin(0, changed.state_at(0))
-    assert [changed.locate(position) for position in range(6000)] == [at_once.locate(p) for p in range(6000)]
-    assert changed.drawn(10**7) == at_once.drawn(10**7)

@@ -100,29 +100,6 @@ def straight(length: int, steps: int, turn_after: int | None = None) -> list[Any
     return before + read(streams, steps - len(before))[0]
 
 
-def test_sample_p_of_an_endless_dataset_is_consumed_pth() -> None:
-    steps = straight(ENDLESS, 5)
-    assert [row[1] for step in steps for row in step] == list(range(40))
-    assert [row[3] for step in steps for row in step] == [p * (p - 1) // 2 for p in range(40)]
-    assert {row[4] for step in steps for row in step} == {3}
-    stream = open_streams(1, 1, 0)[0]
-    assert stream.steps_per_epoch is None
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_resume_anywhere_on_another_layout_goes_on(layout: Layout, stop: int) -> None:
-    expected = straight(ENDLESS, 8)
-    first = open_streams(*LAYOUTS[-1 - LAYOUTS.index(layout)])
-    found, position, states, _ = read(first, stop)
-    close(first)
-    second = open_streams(*layout)
-    seek(second, position, states[-1])
-    found += read(second, 8 - stop)[0]
-    close(second)
-    assert found == expected
-
-
 @pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resume(layout: Layout, stop: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import DataError, Filter, Map, Pack
+from tests.api import DataError, Map, Pack
 from tests.data.lane_truth import digest, make_source, open_lanes, read_in_parts
 
 ROW, COUNTS = 32, [37, 41, 33, 29]
@@ -60,14 +60,6 @@ def test_rows_go_on_within_a_block_on_other_ranks_and_workers(stop: int, tmp_pat
     assert [digest(step) for step in found] == [digest(step) for step in expected]
     other = read_in_parts(lambda: source, [((1, 1, 0), stop + 6)], seed=8, **options)
     assert [digest(step) for step in other] != [digest(step) for step in expected]
-
-
-def test_rows_of_many_short_documents_are_full(tmp_path: Path) -> None:
-    source = make_source("live", tmp_path, [4096])
-    transforms = [Filter(lambda sample: sample % 40), Map(document), Pack(256), Map(plain)]
-    steps = read_in_parts(lambda: source, [((1, 1, 0), 20)], lanes=1, transforms=transforms)
-    rows = [row for step in steps for row in step]
-    assert sum(tokens_of(rows).values()) / (256 * len(rows)) > 0.98
 
 
 def test_a_document_that_is_none_is_named(tmp_path: Path) -> None:

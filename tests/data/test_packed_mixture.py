@@ -82,17 +82,9 @@ def other_weights(job: Job) -> None:
     job.set_weights({"docs": 1, "web": 1})
 
 
-SPANNING = [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)]
-
-
 @pytest.mark.parametrize(
     ("stops", "number", "between"),
-    [
-        pytest.param(stops, number, between, marks=() if (stops, number, between) in SPANNING else pytest.mark.slow)
-        for stops in ((1, 2), (5, 6), (3, 11))
-        for number in (0, 3)
-        for between in (nothing, other_weights)
-    ],
+    [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)],
 )
 def test_a_curriculum_goes_on_twice_with_the_same_tokens_in_each_step(
     between: Callable[[Job], None], number: int, stops: tuple[int, int]
@@ -139,10 +131,6 @@ def test_weights_that_are_set_lose_no_token_of_the_block_that_was_begun(layout: 
     assert found[-1][1]["docs"] == sum(found[-1][1].values()) > 0
 
 
-def test_another_seed_is_another_order() -> None:
-    assert Job(LAYOUTS[0], seed=4).steps(3)[0] != Job(LAYOUTS[0], seed=3).steps(3)[0]
-
-
 def test_another_mixture_is_refused_or_goes_on_with_the_next_block() -> None:
     found, saved = Job((2, 1, 0)).steps(6)
     other = {"weights": {"docs": 1}, "stages": ()}
@@ -157,33 +145,6 @@ def test_another_mixture_is_refused_or_goes_on_with_the_next_block() -> None:
     assert found[5][1]["code"] > 0
 
 
-def test_each_source_is_gone_through_once_where_its_epochs_are_limited() -> None:
-    limited = mixture(stages=(), weights={"code": 1, "docs": 1, "web": 1}, max_epochs=dict.fromkeys(NAMES, 1))
-    rows = PackedRows(limited, ROW_LENGTH)
-    tokens = [row["tokens"][row["documents"] >= 0].tolist() for row in map(rows.__getitem__, range(len(rows)))]
-    sources = [Source(number) for number in range(len(NAMES))]
-    expected = [token for source in sources for index in range(len(source)) for token in source[index].tolist()]
-    assert sorted(token for row in tokens for token in row) == sorted(expected)
-
-
 def test_a_source_without_lengths_is_named_before_anything_is_read() -> None:
     with pytest.raises(DataError, match="source 'plain'.*lengths"):
         PackedRows(Mixture({"plain": [document(0, 3)]}), 8)
-
-
-def test_samples_that_are_read_in_any_order_do_not_plan_the_mixture_again_and_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As packing reads the documents of a block."""
-    planned: list[int] = []
-    make = Mixture._make_plan
-
-    def counted(self: Mixture, segment: Any, block: int) -> Any:
-        planned.append(block)
-        return make(self, segment, block)
-
-    monkeypatch.setattr(Mixture, "_make_plan", counted)
-    own = mixture(stages=())
-    for position in np.random.RandomState(0).permutation(5 * 1024).tolist():
-        own.locate(position)
-    assert sorted(planned) == [0, 1, 2, 3, 4]

@@ -80,9 +80,3 @@ def test_rows_of_a_block_are_98_percent_full(row_length: int) -> None:
     lengths = web_like_lengths(512 * row_length // 90)
     plan = pack_best_fit(lengths, row_length)
     assert plan.num_tokens >= 0.98 * plan.num_rows * row_length
-
-
-def test_one_by_one_has_the_longest_rows_first() -> None:
-    plan = pack_one_by_one(np.array([3, 12, 1]), 5)
-    assert plan.row_tokens().tolist() == [5, 5, 3, 2, 1]
-    assert plan.pieces(3) == [(1, 10, 2)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import DataError, DistributedDataLoader, PaddedRows
+from tests.api import DistributedDataLoader, PaddedRows
 from tests.data.documents import NumberedDocuments, document, web_like_lengths
 
 LONGEST, BUCKET = 200, 16
@@ -58,12 +58,6 @@ def test_batches_are_as_long_as_their_longest_row_and_say_what_is_padding() -> N
         assert batch["weights"].dtype is torch.float32
         num_tokens += int(real.sum())
     assert num_tokens == web_like_lengths(100).sum()
-
-
-def test_wrong_sizes_are_refused() -> None:
-    for name in ("bucket_size", "multiple_of", "block_size"):
-        with pytest.raises(DataError, match=f"{name}=0 is not a positive integer"):
-            padded([3], **{name: 0})
 
 
 def test_documents_that_are_cut_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -23,12 +21,10 @@ from torch.utils.data import (
 from dream_trainer.checkpoint import typed_json
 from tests.api import (
     DataPosition,
-    PerRankLoader,
     TrainStream,
     draws_at_start_only,
     hash_seed,
     iterate,
-    preserved_random_state,
     seed_cpu,
 )
 from tests.data import reading
@@ -139,28 +135,6 @@ def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise
         assert read(resumed, passes=2 - last.end.epoch) == expected[stop_after:], stop_after
 
 
-@pytest.mark.pitfall(33)
-@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
-def test_a_state_of_before_that_does_not_say_what_was_drawn_seeds_every_batch_as_then(kind: str) -> None:
-    stream = open_stream(LateNoiseWithState(kind, 1))
-    window = stream.next_window()
-    state = {name: value for name, value in window.rank_state.items() if name != "drawn"}
-    resumed = open_stream(LateNoiseWithState(kind, 5))
-    resumed.seek(window.end, state)
-    drawn = [batch[1] for batches in read(resumed, passes=1) for batch in batches if len(batch) == 2]
-    assert drawn == [next(drawn_with(hash_seed(b"batch", SEED, 0, number, 0))[kind]) for number in range(5, LENGTH)]
-
-
-@pytest.mark.pitfall(11)
-@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
-def test_ranks_and_passes_draw_differently_also_where_they_begin_late(kind: str) -> None:
-    found = []
-    for rank in (0, 1):
-        stream = open_stream(PerRankLoader(LateNoise(kind, 5)), rank=rank, size=2)
-        found += [[batch[1] for window in read(stream, passes=1) for batch in window if len(batch) == 2] for _ in "01"]
-    assert len({number for numbers in found for number in numbers}) == 4 * (LENGTH - 5)
-
-
 class Order:
     """Somebody's sampler, which draws its order from a global generator when a pass begins."""
 
@@ -220,56 +194,21 @@ class Numbers(IterableDataset[int]):
         return iter(range(LENGTH))
 
 
-class Passing(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 WEIGHTS = [1.0] * LENGTH
 TENSORS = TensorDataset(torch.arange(LENGTH))
-QUIET: dict[str, Callable[[], DataLoader[Any]]] = {
-    "list": lambda: DataLoader(list(range(LENGTH)), batch_size=None),
-    "shuffled tensors": lambda: DataLoader(TENSORS, 1, shuffle=True),
-    "replacement": lambda: DataLoader(TENSORS, 1, sampler=RandomSampler(TENSORS, replacement=True, num_samples=80)),
-    "weighted": lambda: DataLoader(TENSORS, 1, sampler=WeightedRandomSampler(WEIGHTS, LENGTH)),
-    "subset": lambda: DataLoader(TENSORS, 1, sampler=SubsetRandomSampler(range(LENGTH))),
-    "batch sampler": lambda: DataLoader(TENSORS, batch_sampler=BatchSampler(RandomSampler(TENSORS), 1, False)),
-    "workers": lambda: DataLoader(Passing(), 1, sampler=SubsetRandomSampler(range(LENGTH)), num_workers=1),
-    "iterable in workers": lambda: DataLoader(Numbers(), 1, num_workers=1),
-}
-
-
-@pytest.mark.parametrize("name", list(QUIET))
-def test_loaders_that_are_known_to_draw_at_a_passes_start_only_do(name: str) -> None:
-    loader = QUIET[name]()
-    assert draws_at_start_only(loader)
-    with preserved_random_state():
-        batches = iter(loader)
-        next(batches)
-        before = global_states()
-        assert len(list(batches)) >= LENGTH - 1
-        assert global_states() == before
 
 
 NOT_KNOWN: dict[str, Callable[[], Any]] = {
-    "own samples": lambda: DataLoader(Passing(), 1),
     "own collate_fn": lambda: DataLoader(TENSORS, 1, collate_fn=lambda samples: samples),
-    "own sampler": lambda: DataLoader(TENSORS, 1, sampler=Order(torch.randperm)),  # type: ignore[arg-type]
     "own sampler, workers": lambda: DataLoader(TENSORS, 1, sampler=Order(torch.randperm), num_workers=1),  # type: ignore[arg-type]
     "own sampler in batches": lambda: DataLoader(
         TENSORS,
         batch_sampler=BatchSampler(Order(torch.randperm), 1, False),  # type: ignore[arg-type]
     ),
-    "own batch sampler": lambda: DataLoader(TENSORS, batch_sampler=[[0], [1]]),
     "iterable in this process": lambda: DataLoader(Numbers(), 1),
     "training's generator": lambda: DataLoader(
         TENSORS, 1, sampler=RandomSampler(TENSORS, num_samples=20, generator=torch.default_generator)
     ),
-    "a subclass": lambda: type("Mine", (DataLoader,), {})(TENSORS, 1),
-    "no DataLoader": lambda: SequentialSampler(range(3)),
 }
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from tests.api import (
     IGNORED,
     PADDING,
-    DataError,
     DataPosition,
     DistributedDataLoader,
     Mixture,
@@ -71,15 +70,6 @@ def test_every_token_predicts_what_it_does_in_the_whole_document(length: int) ->
         return PackedRows(Mixture({"all": source}, max_epochs={"all": 1}, seed=3), row_length=32)
 
     assert read(rows(Pieces(documents(), length))) == read(rows(documents()))
-
-
-def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(DataError, match="does not say how many tokens"):
-        Pieces([np.arange(3)], 8)
-    with pytest.raises(DataError, match="length=0 is not a positive integer"):
-        Pieces(documents(), 0)
-    with pytest.raises(DataError, match="document 0 is of type dict"):
-        Pieces(WithLengths([{"tokens": np.arange(3)}], [3]), 8)[0]
 
 
 def two_sources(at: int, **options: Any) -> Mixture:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from tests.api import DataError, HookError, SampleCount
 
 Pair = namedtuple("Pair", ["x", "y"])
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    image: Tensor
-    name: str
 
 
 class Graphs:
@@ -45,11 +37,7 @@ def counted(batch: Any, declared: int | None = None) -> tuple[int, int]:
 OF_FIVE: dict[str, Any] = {
     "tensor": torch.ones(5, 2),
     "tuple": (torch.ones(5, 2), torch.ones(5)),
-    "pair as torch collates it": [torch.ones(5, 10), torch.ones(5, 1)],
-    "pair of two types": [torch.ones(5, 4), torch.ones(5, 4, dtype=torch.long)],
-    "number first": [torch.tensor(1.0), torch.ones(5)],
     "nested": {"name": "x", "inner": {"ids": torch.ones(5, 1)}},
-    "dataclass": Record(torch.ones(5), "a"),
     "UserDict": UserDict({"ids": torch.ones(5)}),
     "graphs": Graphs([3, 1, 2, 4, 1]),
     "graphs and rows of nodes": (torch.ones(11), Graphs([3, 1, 2, 4, 1])),
@@ -57,8 +45,6 @@ OF_FIVE: dict[str, Any] = {
 }
 DOUBTFUL: dict[str, Any] = {
     "images": [torch.ones(3, 8, 8)] * 4,
-    "images of several sizes": ([torch.ones(3, 8, 8), torch.ones(3, 9, 6)], [1, 0]),
-    "texts": {"tokens": [torch.ones(3, dtype=torch.long)] * 2},
     "time first": (torch.ones(3, 2, 4), torch.ones(2)),
     "namedtuple": Pair(torch.ones(3), torch.ones(5)),
 }

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
@@ -13,23 +11,6 @@ from tests.data.samples import DrawingDataset, global_states, rows
 from tests.data.test_pass_draws import DRAWS, drawn_with
 
 
-class HubDataset:
-    """Loads many samples at once, like Hugging Face's datasets."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("loaded one by one")
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
-        self.asked.append(indices)
-        return [(index, random.random()) for index in indices]
-
-
 def test_each_sample_is_drawn_under_its_own_seed_whatever_its_batch() -> None:
     data = KeyedDataset(DrawingDataset(10), default_collate, 7)
     together = rows(data.__getitems__((0, [3, 4, 5])))
@@ -37,31 +18,6 @@ def test_each_sample_is_drawn_under_its_own_seed_whatever_its_batch() -> None:
     assert together == alone[::-1]
     torch.manual_seed(sample_seed(7, 0, 3) & 0xFFFF_FFFF)
     assert together[0][1] == torch.rand((), dtype=torch.float64).item()
-
-
-def test_torch_and_numpy_do_not_get_the_same_stream() -> None:
-    seed_cpu(sample_seed(1, 2, 3))
-    from_torch = torch.randint(0, 2**31, (4,)).tolist()
-    assert from_torch != np.random.randint(0, 2**31, 4).tolist()
-
-
-def test_loading_in_process_leaves_the_global_generators_where_they_were() -> None:
-    data = KeyedDataset(DrawingDataset(10), lambda samples: torch.rand(2), 7)
-    before = global_states()
-    data.__getitems__((0, [1, 2]))
-    assert global_states() == before
-
-
-def test_the_global_generators_are_put_back_when_a_sample_fails() -> None:
-    before = global_states()
-    with pytest.raises(IndexError):
-        KeyedDataset(DrawingDataset(10), default_collate, 7).__getitems__((0, [1, 99]))
-    assert global_states() == before
-
-
-def test_a_random_collate_function_is_seeded_too() -> None:
-    data = KeyedDataset(TensorDataset(torch.ones(4)), lambda samples: torch.rand(2).tolist(), 7)
-    assert data.__getitems__((0, [1])) == data.__getitems__((0, [1]))
 
 
 def test_datasets_of_tensors_and_their_parts_are_known_to_draw_nothing() -> None:
@@ -75,22 +31,6 @@ def test_datasets_of_tensors_and_their_parts_are_known_to_draw_nothing() -> None
 def test_a_subset_is_seeded_per_sample_though_torch_gives_it_getitems() -> None:
     data = KeyedDataset(Subset(DrawingDataset(10), [8, 6, 4]), default_collate, 7)
     assert rows(data.__getitems__((0, [0, 1])))[1] == rows(data.__getitems__((0, [1])))[0]
-
-
-def test_a_dataset_that_loads_batches_is_asked_once_and_seeded_once() -> None:
-    hub = HubDataset()
-    data = KeyedDataset(hub, list, 7)
-    first = data.__getitems__((0, [2, 4]))
-    assert hub.asked == [[2, 4]]
-    assert first == data.__getitems__((0, [2, 4]))
-
-
-def test_unseeded_loading_draws_from_the_process_itself() -> None:
-    data = KeyedDataset(DrawingDataset(10), default_collate, None)
-    torch.manual_seed(3)
-    expected = torch.rand((), dtype=torch.float64).item()
-    torch.manual_seed(3)
-    assert rows(data.__getitems__((0, [1])))[0][1] == expected
 
 
 class LateDataset:
@@ -109,7 +49,7 @@ class LateDataset:
 
 
 @pytest.mark.parametrize("is_in_process", [True, False])
-@pytest.mark.parametrize("first", [0, 1, 3, 7, 11])
+@pytest.mark.parametrize("first", [0, 3, 11])
 @pytest.mark.parametrize("kind", list(DRAWS))
 def test_a_sample_that_is_the_first_to_draw_does_so_from_its_own_seed(
     kind: str, first: int, is_in_process: bool, monkeypatch: pytest.MonkeyPatch
@@ -126,18 +66,6 @@ def test_a_sample_that_is_the_first_to_draw_does_so_from_its_own_seed(
     assert len(dataset.loaded) == (15 if first > 2 else 12)  # the batch with the first draw is loaded twice
     if is_in_process:
         assert global_states() == before
-
-
-def test_samples_that_begin_to_draw_from_more_generators_are_still_drawn_from_their_own_seeds() -> None:
-    class Growing:
-        def __getitem__(self, index: int) -> list[float]:
-            return [DRAWS[kind]() for kind in ("python", "torch", "numpy")[: index + 1]]
-
-    data = KeyedDataset(Growing(), list, 7)
-    drawn = [data.__getitems__((0, [index]))[0] for index in range(3)]
-    for index, numbers in enumerate(drawn):
-        own = drawn_with(sample_seed(7, 0, index))
-        assert numbers == [next(own[kind]) for kind in ("python", "torch", "numpy")[: index + 1]]
 
 
 def test_a_collate_function_that_begins_to_draw_late_does_so_from_its_last_samples_seed() -> None:

@@ -79,17 +79,6 @@ def test_samples_come_by_number_in_any_order_and_in_workers(make: Any, tmp_path:
         assert [as_row(sample) for batch in loader for sample in batch] == ROWS
 
 
-def test_tars_have_what_webdataset_reads(tmp_path: Path) -> None:
-    import webdataset
-
-    tar_samples(tmp_path)
-    ours = TarSamples(tmp_path / "0.tar")
-    theirs = list(webdataset.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False))
-    assert len(theirs) == len(ours) == 10
-    for mine, other in zip([ours[i] for i in range(10)], theirs, strict=True):
-        assert mine == {key: value for key, value in other.items() if key in mine}
-
-
 def test_what_is_missing_or_damaged_is_named_at_opening_or_at_its_sample(tmp_path: Path) -> None:
     lines = json_lines(tmp_path)
     parquet_rows(tmp_path)
@@ -172,16 +161,6 @@ def tar_of(path: Path, names: list[str]) -> bytes:
         for name in names:
             archive.addfile(tarfile.TarInfo(name))
     return path.read_bytes()
-
-
-def test_a_tar_that_is_damaged_or_cut_between_two_files_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    whole = tar_of(path, [f"{number}.txt" for number in range(9)])
-    assert len(TarSamples(path)) == 9
-    for content in (whole[: 512 * 4], whole[: 512 * 4] + b"9" * 512 + whole[512 * 5 :], whole[: 512 * 4 + 100]):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=r"a\.tar is damaged or cut off at byte 2048"):
-            TarSamples(path)
 
 
 def test_tars_read_by_number_have_the_samples_of_tars_read_in_sequence(tmp_path: Path) -> None:

@@ -125,28 +125,6 @@ def test_a_pass_loads_exactly_what_it_trains_and_a_window_only_when_it_is_iterat
     assert data.loaded == list(range(8))
 
 
-def test_a_window_says_how_many_samples_it_has_and_where_it_ends() -> None:
-    stream = open_streams(2, 3, length=26)[1]
-    assert stream.steps_per_epoch == 2
-    assert stream.is_even
-    windows = [stream.next_window() for _ in range(4)]
-    assert [window and (window.samples, window.size, window.end, window.is_uneven) for window in windows] == [
-        (12, 3, DataPosition(0, 12, 3), False),
-        (12, 3, DataPosition(0, 24, 6), False),
-        None,
-        (12, 3, DataPosition(1, 12, 3), False),
-    ]
-
-
-@pytest.mark.pitfall(10)
-def test_a_position_at_the_end_of_a_pass_goes_on_with_the_next() -> None:
-    stream = open_streams(1, 1, length=24)[0]
-    stream.seek(DataPosition(3, 24, 2), None)
-    assert stream.next_window() is None
-    window = stream.next_window()
-    assert window.end == DataPosition(4, 12, 1)
-
-
 def ragged_steps(length: int, batch_size: int, world: int, accumulation: int) -> list[tuple[list[list[int]], bool]]:
     """Each step: per rank the sizes of its micro-batches, and whether it says that it is uneven. Checks that no sample
     repeats."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.api import DataError, Mixture, TokenFile, TokenFileWriter
+from tests.api import DataError, TokenFile, TokenFileWriter
 
 DOCUMENTS = [[5, 6, 7], [], [8], list(range(200)), [65_535]]
 
@@ -66,17 +66,6 @@ def test_a_large_file_takes_no_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-def test_a_mixture_of_token_files_draws_by_tokens(tmp_path: Path) -> None:
-    short = TokenFile(write(tmp_path / "short.bin", [[1] * 10] * 50))
-    long = TokenFile(write(tmp_path / "long.bin", [[2] * 100] * 50))
-    mixture = Mixture({"short": short, "long": long}, unit="tokens")
-    mixture.begin(0, None)
-    documents = [mixture[position] for position in range(1024)]
-    assert [len(document) for document in documents] == mixture.lengths(0, 1024).tolist()
-    tokens = np.concatenate(documents)
-    assert abs((tokens == 2).mean() - 0.5) < 0.02
-
-
 def test_an_exception_leaves_no_shard(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="document 1 has token ids from 3 to 300, and vocabulary_size=256"):
         write(tmp_path / "a.bin", [[1], [3, 300]], 256)
@@ -125,9 +114,3 @@ def test_one_shard_is_written_by_one_at_a_time(tmp_path: Path) -> None:
     assert [document.tolist() for document in TokenFile(tmp_path / "a.bin")] == [[1, 2], [4]]
     (tmp_path / "b.bin.part").write_bytes(b"left by one that was killed")
     assert [document.tolist() for document in TokenFile(write(tmp_path / "b.bin", [[3]], 10))] == [[3]]
-
-
-@pytest.mark.parametrize("size", [0, 2**32 + 1])
-def test_ids_that_no_file_can_hold_are_refused(size: int, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"vocabulary_size={size} is not from 1 to"):
-        TokenFileWriter(tmp_path / "a.bin", size)

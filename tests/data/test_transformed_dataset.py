@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import Any
 
 import pytest
 from torch.utils.data import Dataset
@@ -116,11 +115,6 @@ def test_a_skipped_sample_is_replaced_by_the_next_counted_and_limited(caplog: py
     every = TransformedDataset(Numbers(3, broken=(0, 1, 2)), [], on_error="skip", max_skipped=9)
     with pytest.raises(DataError, match="No sample of the dataset"):
         every[0]
-
-
-def test_a_filter_leaves_out_what_is_broken() -> None:
-    data: Any = TransformedDataset(Numbers(9, broken=(3,)), [Filter(lambda x: x % 2)], on_error="skip", max_skipped=1)
-    assert [data[index] for index in range(len(data))] == [1, 5, 7]
 
 
 def test_what_cannot_be_reached_by_number_is_refused() -> None:

@@ -86,8 +86,6 @@ def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
     "several",
     [
         [DataLoader(TensorDataset(torch.ones(2))), DataLoader(TensorDataset(torch.ones(2)))],
-        (DistributedDataLoader(TensorDataset(torch.ones(2))),),
-        PerRankLoader([PerRankLoader([torch.ones(2)])]),
         PerRankLoader({"one": DataLoader(TensorDataset(torch.ones(2)))}),
     ],
 )
@@ -96,11 +94,6 @@ def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
 def test_several_loaders_in_the_place_of_one_are_refused(several: Any, dp_size: int, open_data: Any) -> None:
     with pytest.raises(DataError, match=r"of \d data loaders.*Give a dict of named loaders"):
         open_data(several, dp_rank=0, dp_size=dp_size, seed=0)
-
-
-def test_a_list_of_batches_is_a_loader_whatever_the_batches_are() -> None:
-    batches = [[torch.ones(2), "text"], {"x": torch.ones(2)}]
-    assert list(validation_batches(batches, dp_rank=0, dp_size=1, seed=0)) == batches
 
 
 def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.api import Interrupted, Requests, Signals, preserved_random_state, random_state, relayed, seed_cpu
+from tests.api import Requests, Signals, preserved_random_state, random_state, relayed, seed_cpu
 from tests.worlds import run_world
 
 
@@ -61,22 +61,6 @@ def test_a_signal_that_stops_ends_a_wait_for_data_at_once(signals: Signals, numb
     assert signals.wait_for_data(lambda: "more") is None  # nothing is fetched any more
 
 
-def test_a_second_sigterm_while_the_first_one_ends_the_wait_is_harmless(signals: Signals) -> None:
-    ended = []
-
-    def wait() -> None:
-        try:
-            time.sleep(30)
-        finally:
-            time.sleep(0.3)  # the second one comes here
-            ended.append(True)
-
-    sender = send_in(0.1, signal.SIGTERM, signal.SIGTERM)
-    assert signals.wait_for_data(wait) is None
-    sender.join()
-    assert ended == [True]
-
-
 def test_a_save_is_answered_from_within_the_wait_which_goes_on(signals: Signals) -> None:
     answers = []
 
@@ -95,28 +79,6 @@ def test_a_save_is_answered_from_within_the_wait_which_goes_on(signals: Signals)
     assert not signals.requests.ends_by_signal
 
 
-def test_an_answer_may_end_the_wait_and_so_does_a_save_that_nobody_answers(signals: Signals) -> None:
-    for answer in (lambda: False, None):
-        sender = send_in(0.1, signal.SIGUSR1)
-        assert signals.wait_for_data(long_wait, answer) is None
-        sender.join()
-
-
-def test_a_signal_that_stops_while_a_save_is_answered_ends_the_wait_after_it(signals: Signals) -> None:
-    done = []
-
-    def answer() -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-        done.append(True)
-        return True
-
-    sender = send_in(0.1, signal.SIGUSR1)
-    assert signals.wait_for_data(long_wait, answer) is None
-    sender.join()
-    assert done == [True]
-
-
 def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
@@ -132,18 +94,6 @@ def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
     sender.join()
 
 
-def test_under_nohup_a_run_outlives_its_terminal() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        signals = Signals(Requests())
-        with signals.handled():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.wait_for_data(lambda: "data") == "data"
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def forget_and_sleep() -> None:
     time.sleep(60)
 
@@ -157,49 +107,6 @@ def test_a_forked_child_is_ended_by_its_parent_as_ever(signals: Signals) -> None
     child.join(10)
     assert child.exitcode == -signal.SIGTERM
     assert not signals.requests.ends_by_signal
-
-
-def test_a_forked_child_leaves_the_others_signals_to_the_parent(signals: Signals) -> None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.05)
-            os.write(writer, bytes([signals.requests.save_signalled]))
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reader, 1) == b"\0"
-    os.close(reader)
-    os.close(writer)
-
-
-def test_what_came_before_the_wait_is_answered_at_its_start(signals: Signals) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    answers = []
-
-    def answer() -> bool:
-        answers.append(True)
-        signals.requests.save_signalled = False
-        return True
-
-    assert signals.wait_for_data(lambda: "data", answer) == "data"
-    assert answers == [True]
-
-
-def test_an_error_of_the_answer_is_raised_after_the_wait_and_not_in_the_data_set(signals: Signals) -> None:
-    def answer() -> bool:
-        raise ValueError("the disk is full")
-
-    sender = send_in(0.1, signal.SIGUSR1)
-    with pytest.raises(ValueError, match="disk is full"):
-        signals.wait_for_data(long_wait, answer)
-    sender.join()
-
-
-def test_interrupted_is_no_exception_that_a_data_set_could_swallow() -> None:
-    assert not issubclass(Interrupted, Exception)
 
 
 @pytest.mark.pitfall(32)

@@ -57,8 +57,3 @@ def test_the_page_on_extending_lists_every_hook_that_mixins_share() -> None:
     hooks -= {"_media_log"}
     listed = set(re.findall(r"`(_[a-z_]+)\(", text.partition("## The hooks")[2]))
     assert listed == hooks
-
-
-def test_the_readme_opens_with_a_trainer_of_about_thirty_lines() -> None:
-    first = (ROOT / "README.md").read_text().split("```")[1]
-    assert len([line for line in first.splitlines()[1:] if line.strip()]) <= 36

@@ -30,20 +30,6 @@ def metric(run: Path, name: str) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
-def test_a_run_without_a_planned_end_warms_up_and_keeps_its_rate(example: ModuleType) -> None:
-    trainer = example.Finetune(example.default_config())
-    assert trainer.total_steps is None
-    trainer.optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
-    trainer.configure_schedulers()
-    rates = []
-    for _ in range(200):
-        rates += trainer.scheduler.get_last_lr()
-        trainer.optimizer.step()
-        trainer.scheduler.step()
-    assert rates[0] < rates[50] < 0.5
-    assert rates[100:] == [0.5] * 100
-
-
 def test_it_learns_and_exports_what_transformers_load(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,34 +35,6 @@ def test_no_position_sees_a_later_byte() -> None:
     assert not torch.equal(before[:, 7], after[:, 7])
 
 
-def test_embedding_and_head_share_one_table_and_every_parameter_is_initialised() -> None:
-    from model import GPT, GPTConfig
-
-    model = GPT(GPTConfig(n_layers=2, n_heads=2, dim=16, window=12))
-    assert model.head.weight is model.embedding.weight
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-    model.init_weights()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-def test_generation_continues_the_prompt_by_the_length_asked_for() -> None:
-    from model import GPT, GPTConfig, generate
-
-    model = GPT(GPTConfig(n_layers=1, n_heads=2, dim=16, window=8))
-    text = generate(model, b"def ", 10, window=8, device=torch.device("cpu"))
-    assert text.startswith(b"def ")
-    assert len(text) == 14
-
-
-def test_a_width_that_its_heads_do_not_divide_is_an_error() -> None:
-    from model import GPTConfig
-
-    with pytest.raises(ValueError, match="Use a multiple of 6"):
-        GPTConfig(dim=16, n_heads=3)
-
-
 def test_the_corpus_is_real_and_the_same_each_time() -> None:
     from corpus import load_corpus
 
@@ -73,60 +45,6 @@ def test_the_corpus_is_real_and_the_same_each_time() -> None:
     assert corpus.train[0].dtype is torch.uint8
     assert len(corpus.validation) <= 1024
     assert torch.equal(corpus.validation.windows, again.validation.windows)
-
-
-def test_the_unigram_entropy_is_that_of_the_byte_counts() -> None:
-    from corpus import Windows
-
-    text = torch.tensor([1, 1, 1, 1, 2, 2, 3, 4], dtype=torch.uint8)
-    expected = (
-        0.5 * torch.log(torch.tensor(2.0)) + 0.25 * torch.log(torch.tensor(4.0)) + 0.25 * torch.log(torch.tensor(8.0))
-    )
-    assert Windows(text, 4).unigram_entropy() == pytest.approx(float(expected))
-
-
-def test_both_corpora_are_real_and_of_other_files_than_they_are_validated_with() -> None:
-    from texts import END, load_corpora
-
-    corpora, again = load_corpora(), load_corpora()
-    for name, documents in corpora.train.items():
-        held_out = corpora.validation[name]
-        assert documents.texts == again.train[name].texts
-        assert len(documents) > 10 * len(held_out) > 50
-        assert all(text.endswith(END) and text.count(END) == 1 for text in [*documents.texts, *held_out.texts])
-        assert documents.lengths.tolist() == [len(text) for text in documents.texts]
-        assert documents[3].tobytes() == documents.texts[3]
-    assert any(text.startswith(b"Returns whether ") for text in corpora.train["docs"].texts)
-    texts = b"".join(text for source in corpora.validation.values() for text in source.texts)
-    counts = torch.bincount(torch.frombuffer(bytearray(texts), dtype=torch.uint8)).double()
-    assert corpora.unigram_entropy() == pytest.approx(float(torch.special.entr(counts / len(texts)).sum()))
-
-
-def test_rows_of_both_corpora_are_98_percent_full_and_every_byte_is_in_one_of_them() -> None:
-    from texts import load_corpora
-
-    from dream_trainer.data import Mixture, PackedRows
-
-    validation = load_corpora().validation
-    rows = PackedRows(Mixture(validation, max_epochs={"code": 1, "docs": 1}), 128)
-    found = [row["tokens"][row["documents"] >= 0] for row in map(rows.__getitem__, range(len(rows)))]
-    expected = bytearray(b"".join(text for source in validation.values() for text in source.texts))
-    assert sum(map(len, found)) == len(expected) >= 0.98 * 128 * len(rows)
-    assert torch.equal(
-        torch.bincount(torch.cat(found)), torch.bincount(torch.frombuffer(expected, dtype=torch.uint8).long())
-    )
-
-
-@pytest.mark.parametrize("row_length", [128, 512, 2048])
-def test_training_rows_are_98_percent_full(row_length: int) -> None:
-    from texts import load_corpora
-
-    from dream_trainer.data import Mixture, PackedRows
-
-    mixture = Mixture(load_corpora().train, weights={"code": 3, "docs": 1}, unit="tokens")
-    rows = PackedRows(mixture, row_length)
-    num_tokens = sum(int((rows[position]["documents"] >= 0).sum()) for position in range(1500))
-    assert num_tokens >= 0.98 * 1500 * row_length
 
 
 def test_the_loss_curve_is_drawn_from_the_metrics_file(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -73,27 +72,6 @@ def test_each_job_of_a_manifest_bears_evictions_leaves_time_to_save_and_keeps_it
     assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
 
 
-def test_the_job_of_one_node_replaces_its_pod_and_those_of_several_replace_all_pods() -> None:
-    (job,) = jobs("kubernetes.yaml")
-    assert "completions" not in job
-    assert "parallelism" not in job
-    assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["Ignore", "Ignore"]
-    assert job["podFailurePolicy"]["rules"][1]["onExitCodes"] == {
-        "containerName": job["template"]["spec"]["containers"][0]["name"],
-        "operator": "In",
-        "values": [128 + signal.SIGTERM],
-    }
-    (jobset,) = documents("jobset.yaml")
-    runtime = documents("trainjob.yaml")[0]["spec"]["template"]
-    for name, whole in (("jobset.yaml", jobset["spec"]), ("trainjob.yaml", runtime["spec"])):
-        (job,) = jobs(name)
-        assert job["backoffLimit"] == 0
-        assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["FailJob"]
-        (rule,) = whole["failurePolicy"]["rules"]
-        assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-
-
 def test_the_job_of_one_node_gives_torchrun_arguments_that_it_knows_and_a_process_for_each_gpu() -> None:
     from torch.distributed.run import parse_args
 
@@ -104,30 +82,6 @@ def test_the_job_of_one_node_gives_torchrun_arguments_that_it_knows_and_a_proces
     assert arguments.standalone
     assert arguments.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
     assert (ROOT / arguments.training_script).exists()
-
-
-def test_jobset_yaml_meets_at_the_name_of_its_first_pod_and_starts_a_process_for_each_gpu() -> None:
-    (jobset,) = documents("jobset.yaml")
-    (replicated,) = jobset["spec"]["replicatedJobs"]
-    (job,) = jobs("jobset.yaml")
-    (container,) = job["template"]["spec"]["containers"]
-    first = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['spec']['network']['subdomain']}"
-    assert any(part.startswith(f"--rdzv-endpoint={first}:") for part in container["command"])
-    assert (job["completionMode"], job["completions"]) == ("Indexed", job["parallelism"])
-    assert f"--nnodes={job['completions']}" in container["command"]
-    assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in container["command"]
-
-
-def test_the_train_job_uses_the_runtime_beside_it_where_kubeflow_finds_the_container() -> None:
-    runtime, job = documents("trainjob.yaml")
-    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
-    trainer = job["spec"]["trainer"]
-    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
-    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    assert [container["name"] for container in replicated["template"]["spec"]["template"]["spec"]["containers"]] == [
-        "node"
-    ]
 
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot reads its file")

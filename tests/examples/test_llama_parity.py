@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from tests.api import ConfigError, PipelineSchedule
 from tests.examples.launch import ROOT, imported, run_script
 
 
@@ -27,15 +24,11 @@ def spanning(cell: Any) -> list[Any]:
     return [
         cell(1, 1, 2, accumulation=2, recompute="full", loss_parallel=True),
         cell(1, 2, 1, accumulation=2, dtype="float32"),
-        cell(2, 1, 1, recompute="selective"),
         cell(1, 2, 2, accumulation=2, recompute="selective", loss_parallel=True, tied=True, backend="aot_eager"),
         cell(2, 1, 2, accumulation=2, sequence_parallel=False),
         cell(1, 2, 1, accumulation=2, recompute="full", odd_parts=True),
-        cell(1, 1, 2, recompute="selective", odd_parts=True),
         cell(1, 1, 1, recompute="selective", cp=2, packed=True),
         cell(1, 2, 1, accumulation=2, recompute="full", cp=2, attention="ulysses"),
-        cell(1, 1, 2, cp=2),
-        cell(2, 1, 1, accumulation=2, recompute="full", ep=2, experts=True),
         cell(1, 4, 1, recompute="selective", ep=2, tied=True, experts=True),
         cell(1, 1, 2, accumulation=2, recompute="full", pp=2, microbatches=2, packed=True, tied=True),
         cell(pp=2, schedule="ZBVZeroBubble", layers=4, experts=True, weighted=False),
@@ -66,29 +59,6 @@ def test_the_matrix_has_every_mesh_of_up_to_eight_processes_and_every_option(par
     assert {(1, *mesh, 1, 1, ep) for mesh, ep in (((8, 1), 8), ((1, 8), 4), ((2, 4), 2))} <= {c.mesh for c in cells}
 
 
-def test_pipelines_are_on_every_mesh_that_they_go_with_and_any_two_options_meet(parity: Any) -> None:
-    cells = [cell for cell in parity.all_cells() if cell.pp > 1]
-    data = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
-    meshes = {(pp, *two) for pp in (2, 4, 8) for n in (1, 2, 4) if pp * n <= 8 for two in data[n]}
-    assert {cell.mesh[:3] for cell in cells if cell.pp in (2, 4, 8)} == meshes
-    assert {cell.pp for cell in cells} == set(range(2, 9))
-    schedules = get_args(PipelineSchedule)
-    assert {(cell.mesh[:3], cell.schedule) for cell in cells} >= {
-        (mesh, schedule) for mesh in meshes for schedule in schedules if mesh[2] == 1 or schedule in ("1F1B", "GPipe")
-    }
-    options = {"packed": (False, True), "weighted": (False, True), "experts": (False, True), "accumulation": (1, 2)}
-    options |= {"schedule": schedules, "tied": (False, True), "recompute": ("none", "full", "selective")}
-    for (one, a), (other, b) in itertools.combinations([(n, value) for n in options for value in options[n]], 2):
-        assert one == other or any(getattr(cell, one) == a and getattr(cell, other) == b for cell in cells), (a, b)
-    assert {tuple(size > 1 for size in cell.mesh) for cell in cells if cell.tied} >= {
-        (True, False, shards, False, tensors, False) for shards in (False, True) for tensors in (False, True)
-    }
-    many = {(cell.schedule, (cell.microbatches or 2 * cell.pp) > cell.pp) for cell in cells}
-    assert many == {*itertools.product(schedules, (False, True))} - {("DualPipeV", False)}
-    for recompute in ("full", "selective"):
-        assert {c.schedule for c in cells if c.recompute == recompute} == set(schedules)
-
-
 def test_a_cell_that_is_off_by_more_than_rounding_is_a_miss(parity: Any) -> None:
     def record(loss: float = 1.0, norm: float = 1.0, weight: float = 1.0, start: float = 1.0) -> dict[str, Any]:
         return {
@@ -105,23 +75,6 @@ def test_a_cell_that_is_off_by_more_than_rounding_is_a_miss(parity: Any) -> None
     for other in (record(loss=off), record(norm=off), record(weight=1 + 1e-6), record(start=1 + 1e-6)):
         assert not parity.compare(ranks, other).is_parity()
         assert not parity.compare([record(), other], record()).is_parity()
-
-
-def test_what_cannot_be_split_is_refused_before_any_process_waits(parity: Any) -> None:
-    config = parity.config_of(parity.Cell(tp=2))
-
-    def change(tp: int, **values: Any) -> Any:
-        devices = dataclasses.replace(config.device_parameters, tensor_parallel=tp)
-        return dataclasses.replace(config, device_parameters=devices, **values)
-
-    with pytest.raises(ConfigError, match="n_heads=16 cannot be split over tensor_parallel=3 ranks"):
-        change(3)
-    with pytest.raises(ConfigError, match="n_kv_heads=8 cannot be split over tensor_parallel=16 ranks. Use a divisor"):
-        change(16)
-    with pytest.raises(ConfigError, match="15 tokens cannot be split over tensor_parallel=2.*sequence_parallel=False"):
-        change(2, seq_len=15)
-    layers_alone = dataclasses.replace(config.tensor_parallel_parameters, sequence_parallel=False)
-    assert change(2, seq_len=15, tensor_parallel_parameters=layers_alone).seq_len == 15
 
 
 @pytest.mark.slow

@@ -101,16 +101,3 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert {"exp_avg", "exp_avg_sq", "step"} <= {name.rpartition(".")[2] for name in found}
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-
-
-def test_the_chains_have_every_mesh_and_no_two_hops_alike_in_a_row(chain: Any) -> None:
-    long, short = whole(chain.Cell), spanning(chain.Cell)
-    assert len({cell.mesh for cell in long if cell.pp == cell.cp == cell.ep == 1}) == 1 + 3 + 6 + 10
-    assert max(cell.world_size for cell in short) <= 4
-    for cells in (long, short):
-        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep"):
-            assert any(getattr(cell, axis) > 1 for cell in cells), axis
-        for kind in {cell.alone() for cell in cells}:
-            run = [cell for cell in cells if cell.alone() == kind]
-            assert all(a.mesh != b.mesh for a, b in itertools.pairwise(run))
-            assert run[0].world_size == 1 or kind.experts

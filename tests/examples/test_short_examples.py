@@ -120,32 +120,6 @@ def test_it_learns_and_draws_and_ranks_or_a_resume_change_nothing(
     assert alone[: example.compared] == pytest.approx(both[: example.compared], rel=2e-3, abs=1e-4)
 
 
-def sparse_on_meshes(directory: Path, meshes: list[str]) -> None:
-    for number, mesh in enumerate(meshes):
-        os.chdir(directory)
-        arguments = ["--experiment", f"mesh-{number}", *mesh.split(), "--training-parameters.max-steps", "5"]
-        sys.argv = ["sparse_language", *BY_NAME["sparse_language"].every, *arguments]
-        runpy.run_path(str(EXAMPLES / "sparse_language.py"), run_name="__main__")
-
-
-@pytest.mark.slow
-def test_the_sparse_language_model_learns_the_same_in_stages_parts_of_sequences_and_shares_of_experts(
-    tmp_path: Path,
-) -> None:
-    """By the command line alone."""
-    ways = ["--device-parameters.expert-parallel 2"]
-    ways += [f"--device-parameters.{one}-parallel 2" for one in ("context", "pipeline")]
-    for directory, n_ranks, meshes in ((tmp_path / "one", 1, [""]), (tmp_path / "two", 2, ways)):
-        directory.mkdir()
-        run_world(sparse_on_meshes, n_ranks, directory, meshes)
-    runs = sorted((tmp_path / "two/runs/examples/sparse_language").iterdir())
-    alone = list(metric(tmp_path / "one", "sparse_language", "train/loss").values())
-    assert (len(alone), len(runs)) == (5, len(ways))
-    for run in runs:
-        found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [line["train/loss"] for line in found if "train/loss" in line] == pytest.approx(alone, rel=2e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key", "better_than"),

@@ -74,12 +74,12 @@ def check_goes_on(job: Job, directory: Path, truth: dict[str, Any], newest: int)
     assert outcome(directory) == truth
 
 
-SAVING = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-
-
-@pytest.mark.parametrize(
+ASYNC = pytest.mark.parametrize(
     "is_async", [pytest.param(False, id="sync", marks=pytest.mark.slow), pytest.param(True, id="async")]
 )
+
+
+@ASYNC
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     assert listed(tmp_path) == [*range(2, job.n_steps + 1, 2)]
 
 
-@SAVING
+@ASYNC
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_with_warn_the_run_outlives_a_full_disk_and_saves_again(
     ranks: int, is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
@@ -116,8 +116,15 @@ def test_with_warn_the_run_outlives_a_full_disk_and_saves_again(
     assert outcome(tmp_path) == truth(ranks)
 
 
-@SAVING
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize(
+    ("is_async", "on_error"),
+    [
+        (False, "raise"),
+        pytest.param(False, "warn", marks=pytest.mark.slow),
+        pytest.param(True, "raise", marks=pytest.mark.slow),
+        (True, "warn"),
+    ],
+)
 def test_a_disk_that_turns_read_only(
     is_async: bool, on_error: str, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -143,10 +150,14 @@ def test_a_disk_that_turns_read_only(
 
 
 @pytest.mark.pitfall(31)
-@SAVING
 @pytest.mark.parametrize(
-    ("ranks", "phase", "rank"),
-    [(2, "after the first shard", 1), (1, "before the manifest", 0), (2, "before the rename", 0)],
+    ("ranks", "phase", "rank", "is_async"),
+    [
+        (2, "after the first shard", 1, True),
+        pytest.param(2, "after the first shard", 1, False, marks=pytest.mark.slow),
+        (1, "before the manifest", 0, False),
+        pytest.param(2, "before the rename", 0, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_writer_that_raises_is_an_error_on_all_ranks(
     ranks: int, phase: str, rank: int, is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
@@ -163,17 +174,3 @@ def test_a_writer_that_raises_is_an_error_on_all_ranks(
     else:
         assert listed(tmp_path) == [2, 4]
     check_goes_on(job, tmp_path, truth(ranks), newest=listed(tmp_path)[-1])
-
-
-@pytest.mark.pitfall(31)
-@SAVING
-def test_with_warn_a_writer_that_raises_loses_that_checkpoint_alone(
-    is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
-    fault = Fault(phase="after the first shard", does="raise", rank=1, calls=(3, 4))
-    job = job_for(is_async=is_async, on_error="warn", fault=fault)
-    with Attempt(job, tmp_path) as attempt:
-        assert attempt.wait(SECONDS_OF_A_RUN) == [0, 0], attempt.report()
-        assert attempt.error(0).count("the test broke the writer") == 2
-    assert listed(tmp_path) == [2, 4, *range(10, job.n_steps + 1, 2)]
-    assert outcome(tmp_path) == truth(2)

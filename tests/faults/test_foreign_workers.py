@@ -80,9 +80,7 @@ with Job(config) as trainer:
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        pytest.param("own-plain", 1, marks=pytest.mark.slow),
         ("stateful-plain", 1),
-        pytest.param("own-persistent", 1, marks=pytest.mark.slow),
         pytest.param("stateful-persistent", 1, marks=pytest.mark.slow),
         ("own-plain", 2),
     ],

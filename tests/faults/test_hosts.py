@@ -6,7 +6,6 @@ Hosts are network namespaces with real wires between them; it takes root and ipr
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -82,24 +81,15 @@ def test_hosts_that_train_on_their_own_are_the_workers_of_one_host(ranks: int, h
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("variable", "said"),
-    [
-        ("lo", "only this host is reached by it, and the job has several hosts"),
-        ("eth7", "this host has no such interface with an address"),
-    ],
-)
-def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks_at_once(
-    variable: str, said: str, hosts: Hosts, tmp_path: Path
-) -> None:
+def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks_at_once(hosts: Hosts, tmp_path: Path) -> None:
     began = time.monotonic()
-    environment = [{}, {"GLOO_SOCKET_IFNAME": variable}]
+    environment = [{}, {"GLOO_SOCKET_IFNAME": "lo"}]
     with Attempt(job_of(2), tmp_path, hosts=hosts, environment=environment) as attempt:
         assert attempt.wait(30) == [1, 1]
     assert time.monotonic() - began < 20
     for rank in (0, 1):
         error = (attempt.directory / f"rank_{rank}.err").read_text()
-        assert f"GLOO_SOCKET_IFNAME={variable}: {said}" in error
+        assert "GLOO_SOCKET_IFNAME=lo: only this host is reached by it, and the job has several hosts" in error
         assert "Unset it, or set it to 'eth0', on the way to 10.77.0.1" in error
         assert "host 1 (" in error
 
@@ -229,10 +219,3 @@ def test_hosts_with_other_numbers_of_ranks_are_refused_on_all_ranks(hosts: Hosts
         error = (attempt.directory / f"rank_{rank}.err").read_text()
         assert "RanksDifferError: not every host of this job has as many ranks" in error
         assert "the number of its processes is 2 on host 0 (" in error
-
-
-def test_the_hosts_are_gone_afterwards() -> None:
-    with Hosts(2) as hosts:
-        assert all(hosts.namespace(host).exists() for host in range(2))
-    assert not any(hosts.namespace(host).exists() for host in range(2))
-    assert not os.path.exists("/run/netns") or not [name for name in os.listdir("/run/netns") if hosts.name in name]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +18,6 @@ from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 from tests.faults.torchrun import rank_pid, report, torchrun
-from tests.trainer.small import ROOT
 
 SECONDS_TO_STOP = 60.0
 # No multiple of any step at which these runs stop.
@@ -101,13 +98,9 @@ def cases() -> Iterator[Case]:
 
 SPANNING = [
     Case(2, "before the first step", "1"),
-    Case(2, "in a data wait", "0"),
     Case(2, "in a data wait of a worker", "groups"),
-    Case(2, "in a data wait of a worker", "groups", SIGHUP),
     Case(1, "in a data wait", "twice", SIGHUP),
     Case(2, "in validation", "1"),
-    Case(1, "in validation, of a worker", "0", is_async=False),
-    Case(2, "during a save", "all"),
     Case(2, "during a save", "twice", is_async=False),
     Case(2, "in training", "repeatedly"),
     Case(1, "in training with workers", "groups", SIGINT),
@@ -201,30 +194,6 @@ def test_sigusr1_to_one_rank_saves_and_the_run_goes_on(
         assert first - attempt.numbers("step")[0] < 12
         assert attempt.numbers("interrupted") == []
     assert outcome(tmp_path) == truth(2)
-
-
-def test_a_plain_process_ends_with_the_code_that_shells_expect(tmp_path: Path) -> None:
-    """`python train.py`, as a user starts it."""
-    job = Job(step_seconds=0.05, checkpoint=EVERY)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.job", job.to_json()],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        diary = tmp_path / "attempts" / "000" / "rank_0.log"
-        deadline = time.monotonic() + SECONDS_OF_A_RUN
-        while not (diary.exists() and "step 2" in diary.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(SIGTERM)
-        text = process.communicate(timeout=SECONDS_TO_STOP)[1]
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 143, text
-    assert len(listed(tmp_path)) == 1
 
 
 @pytest.mark.pitfall(42)

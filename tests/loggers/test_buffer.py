@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dream_trainer.loggers import buffer as buffer_module
-from tests.api import DeviceParameters, MetricBuffer, World, reading_waits, start_copy
+from tests.api import DeviceParameters, MetricBuffer, World, reading_waits
 from tests.worlds import run_world
 
 # As on an accelerator, for which the CPU stands in; what crosses ranks, further down, is read at once as on a CPU.
@@ -98,20 +97,6 @@ def test_values_of_every_dtype_arrive_exactly(world: World, dtype: torch.dtype) 
     assert buffer.reduce(world) == {"x": float(value.double()), "y": math.pi}
 
 
-def test_several_dtypes_cross_to_the_host_together_and_exactly() -> None:
-    stacks = [
-        torch.tensor([math.pi, math.nan], dtype=torch.float64),
-        torch.tensor([2**53 + 1], dtype=torch.int64),
-        torch.tensor([0.1, 1e-40], dtype=torch.float32),
-        torch.tensor([1 / 3], dtype=torch.bfloat16),
-        torch.tensor([True, False]),
-    ]
-    found = start_copy([number for stack in stacks for number in stack])()
-    expected = [float(number) for stack in stacks for number in stack.tolist()]
-    assert found[:1] + found[2:] == expected[:1] + expected[2:]
-    assert math.isnan(found[1])
-
-
 def test_what_is_taken_out_stays_as_it_was_while_more_comes_in(world: World) -> None:
     buffer, value = MetricBuffer(), torch.tensor(1.0)
     buffer.add("x", value)
@@ -157,23 +142,6 @@ def test_a_tensor_on_the_cpu_is_read_at_once_and_exactly(world: World, monkeypat
     assert operations.names == []
 
 
-def test_the_graph_is_not_kept() -> None:
-    loss = torch.ones(3, requires_grad=True).sum()
-    buffer = MetricBuffer()
-    buffer.add("loss", loss, loss)
-    ((_, *kept),) = buffer._values
-    assert all(isinstance(item, Tensor) and not item.requires_grad for item in kept)
-
-
-def test_a_small_part_does_not_keep_a_large_tensor() -> None:
-    large = torch.zeros(1000, 1000)
-    buffer = MetricBuffer()
-    buffer.add("first", large[0, 0])
-    ((_, value, _),) = buffer._values
-    assert isinstance(value, Tensor)
-    assert value.untyped_storage().nbytes() == 4
-
-
 def test_a_parameter_is_logged_as_it_was(world: World) -> None:
     parameter = torch.nn.Parameter(torch.tensor(1.0))
     running = torch.zeros(()).add_(5)
@@ -202,34 +170,16 @@ def test_a_result_is_logged_by_its_scalars_and_nested_names(world: World) -> Non
     ("add", "error"),
     [
         (lambda b: b.add("bad", torch.zeros(2)), TypeError),
-        (lambda b: b.add("bad", torch.tensor(1j)), TypeError),
         (lambda b: b.add("bad", "text"), TypeError),
-        (lambda b: b.add("bad", None), TypeError),
         (lambda b: b.add("bad", 1.0, torch.zeros(2)), TypeError),
         (lambda b: b.add("bad", 1.0, -1), ValueError),
         (lambda b: b.add("bad", 1.0, 1, "median"), ValueError),
         (lambda b: (b.add("bad", 1.0), b.add("bad", 1.0, 1, "sum")), ValueError),
-        (lambda b: (b.add("bad", 1.0), b.begin(), b.add("bad", 1.0, 1, "sum")), ValueError),
     ],
 )
 def test_what_cannot_be_logged_is_an_error_that_names_it(add: Callable[[MetricBuffer], Any], error: type) -> None:
     with pytest.raises(error, match="bad"):
         add(MetricBuffer())
-
-
-def test_what_was_refused_does_not_decide_how_its_key_is_reduced(world: World) -> None:
-    buffer = MetricBuffer()
-    with pytest.raises(TypeError, match="'x'"):
-        buffer.add("x", "text", 1, "sum")  # type: ignore[arg-type]
-    buffer.add("x", 2.0)
-    buffer.add("x", 4.0)
-    assert buffer.reduce(world) == {"x": 3.0}
-
-
-def test_a_weight_that_is_no_number_shows(world: World) -> None:
-    buffer = MetricBuffer()
-    buffer.add("x", 2.0, math.nan)
-    assert math.isnan(buffer.reduce(world)["x"])
 
 
 def test_a_rewind_takes_back_what_came_after_the_mark_and_nothing_that_is_under_way(world: World) -> None:
@@ -381,7 +331,7 @@ def expected(ranks: list[int]) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow), 4])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_world(on_a_rank, request.param)
 
@@ -399,18 +349,15 @@ def test_ranks_with_different_keys_agree_on_exact_values_without_a_hang(ranks: l
 
 def test_a_flush_of_known_keys_is_one_collective(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["costs"] == ([0, 0, 0, 0] if len(ranks) == 1 else [2, 1, 1, 1])
+        assert rank["costs"] == [2, 1, 1, 1]
 
 
 def test_one_key_with_two_reductions_is_an_error_on_every_rank_also_if_one_is_under_way(
     ranks: list[dict[str, Any]],
 ) -> None:
     for rank in ranks:
-        if len(ranks) == 1:
-            assert rank["errors"] == [None, None]
-        else:
-            assert "'clash'" in rank["errors"][0]
-            assert "'late'" in rank["errors"][1]
+        assert "'clash'" in rank["errors"][0]
+        assert "'late'" in rank["errors"][1]
 
 
 def test_pending_values_of_all_ranks_survive_a_save(ranks: list[dict[str, Any]]) -> None:

@@ -25,16 +25,11 @@ def test_the_console_gets_one_plain_line(capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.0, "0"),
         (3.0, "3"),
         (48000.0, "48,000"),
         (1.23456, "1.235"),
-        (12.3456, "12.35"),
-        (1234.5, "1,234"),
         (0.012345, "0.01235"),
         (3e-7, "3e-07"),
-        (-2.5, "-2.500"),
-        (1.5e12, "1.5e+12"),
         (math.nan, "nan"),
         (-math.inf, "-inf"),
     ],

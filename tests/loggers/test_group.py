@@ -26,10 +26,6 @@ def test_what_is_no_list_of_loggers_is_refused_with_what_to_write(given: Any, me
         LoggerGroup(given, lambda key, text: None, strict=False)
 
 
-def test_any_sequence_of_loggers_will_do() -> None:
-    assert not LoggerGroup((CSVLogger(),), lambda key, text: None, strict=False).is_open
-
-
 class Spoken(Logger):
     """As another package may bring it."""
 

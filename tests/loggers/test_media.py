@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,21 +64,6 @@ def test_table_cells_are_plain() -> None:
     assert found.rows == ((1.5, None), ("x", True))
     with pytest.raises(ValueError, match="row 1 of 't' has 1 cells for the 2 columns"):
         media.table("t", ["a", "b"], [[1, 2], [3]])
-
-
-@pytest.mark.parametrize(
-    ("columns", "rows", "message"),
-    [
-        (["a"], [1, 2], r"row 0 of 't' is 1\. .*\[1\]"),
-        (["a"], torch.ones(2), r"row 0 of 't' is tensor\(1\.\)"),
-        (["a", "b"], [[1, 2], "xy"], r"row 1 of 't' is 'xy'\. .*\['xy'\]"),
-        (["a"], 5, r"the rows of 't' are 5\. Log a list of rows"),
-        ("ab", [[1, 2]], r"the columns of 't' are the string 'ab'\. .*\['ab'\]"),
-    ],
-)
-def test_a_table_of_no_rows_and_columns_is_refused_by_its_name(columns: Any, rows: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        media.table("t", columns, rows)
 
 
 @pytest.mark.pitfall(44)

@@ -58,7 +58,7 @@ def write(run_dir: Path, steps: range, resumed_step: int | None = None, *, kille
 
 
 @pytest.mark.pitfall(44)
-@pytest.mark.parametrize("resumed_step", [0, 6, 9])
+@pytest.mark.parametrize("resumed_step", [0, 6])
 def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(tmp_path: Path, resumed_step: int) -> None:
     write(tmp_path, range(1, 10), killed=True)
     write(tmp_path, range(resumed_step + 1, 13), resumed_step)
@@ -85,18 +85,6 @@ def test_steps_that_do_not_come_again_are_in_no_file_after_a_resume_also_of_a_fi
     assert recorded(tmp_path) == [step for step in (*range(1, 7), 12, 13, 20, 21) for _ in range(2)]
     assert shown(tmp_path, "picture") == [*range(1, 7), 12, 13, 20, 21]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 3
-
-
-@pytest.mark.pitfall(44)
-def test_a_tensorboard_that_watches_while_a_run_restarts_forgets_what_comes_again(tmp_path: Path) -> None:
-    write(tmp_path, range(1, 10), killed=True)
-    watching = plugin_event_accumulator.EventAccumulator(
-        str(tmp_path / "tensorboard"), tensor_size_guidance={"scalars": 0}
-    )
-    watching.Reload()
-    write(tmp_path, range(7, 13), 6)
-    watching.Reload()
-    assert [event.step for event in watching.Tensors("train/loss")] == list(range(1, 13))
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:

@@ -13,11 +13,8 @@ from wandb.sdk.lib import module
 
 import dream_trainer as dt
 from tests.api import (
-    ConfigError,
-    LoggerParameters,
     WandbLogger,
     WandbParameters,
-    check_loggers,
 )
 from tests.loggers.readers import MEDIA, newest_wandb_file, stamp, wandb_files, wandb_history, wandb_records
 from tests.loggers.wandb_server import wandb_server
@@ -205,24 +202,6 @@ def test_arguments_of_init_reach_wandb(tmp_path: Path) -> None:
     (path,) = wandb_files(tmp_path)
     (run,) = [record.run for record in wandb_records(path) if record.WhichOneof("record_type") == "run"]
     assert (run.notes, run.job_type, run.project) == ("why", "sweep", "p")
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("project", "the config's project"), ("tags", "WandbParameters.tags"), ("id", "kept in checkpoints")],
-)
-def test_arguments_of_init_that_have_their_place_are_refused_with_it(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"init_arguments has '{name}', which is {said}"):
-        WandbParameters(init_arguments={name: "x"})
-
-
-def test_arguments_that_wandb_does_not_know_are_refused_before_training_with_the_nearest() -> None:
-    def chosen(*loggers: Any) -> LoggerParameters:
-        return LoggerParameters(loggers=loggers, wandb=WandbParameters(init_arguments={"note": "why"}))
-
-    check_loggers(chosen("jsonl"))
-    with pytest.raises(ConfigError, match="init_arguments has 'note', which wandb.init does not take. .*notes?"):
-        check_loggers(chosen("wandb"))
 
 
 def test_wandb_mode_decides_where_the_config_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

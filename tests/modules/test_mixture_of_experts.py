@@ -66,18 +66,6 @@ def test_a_mixture_is_each_token_through_its_own_experts(options: dict[str, Any]
     assert layer.loads.sum() == 21 * layer.top_k
 
 
-def test_no_token_at_all_is_no_mistake() -> None:
-    layer = MoE(WIDTH, HIDDEN, 4, 2, n_shared=1)
-    found = gradients(layer, layer, torch.zeros(0, WIDTH))
-    assert found["out"].shape == (0, WIDTH)
-    assert not found["experts.gate"].any()
-
-
-def test_it_runs_without_values() -> None:
-    with torch.device("meta"):
-        assert MoE(WIDTH, HIDDEN, 4, 2, n_shared=1)(torch.zeros(3, 5, WIDTH)).shape == (3, 5, WIDTH)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_product_is_the_products_of_the_experts(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -85,15 +73,6 @@ def test_the_grouped_product_is_the_products_of_the_experts(dtype: torch.dtype) 
     counts = torch.tensor([3, 0, 6, 0])
     one_by_one = [part @ weight.T for part, weight in zip(rows.split(counts.tolist()), weights, strict=True)]
     torch.testing.assert_close(_Grouped(counts)(rows, weights), torch.cat(one_by_one))
-
-
-def test_biases_choose_and_do_not_weigh() -> None:
-    torch.manual_seed(0)
-    layer = MoE(WIDTH, HIDDEN, 4, 2).double()
-    layer.balance_bias[1] = 100.0
-    x = torch.randn(50, WIDTH, dtype=torch.float64)
-    assert layer(x).abs().max() < 10
-    assert layer.loads[1] == 50
 
 
 def test_biases_move_towards_even_loads() -> None:
@@ -144,12 +123,8 @@ def test_under_autocast_the_router_stays_in_float32() -> None:
     ("options", "message"),
     [
         ({"top_k": 5}, "top_k=5 experts of each token, but there are n_experts=4. Use top_k of 1 to 4"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"n_experts": 0}, "n_experts=0"),
         ({"scores": "relu"}, "scores='relu' is not known. Use 'sigmoid' or 'softmax'"),
         ({"balance_rate": -1.0}, "balance_rate=-1.0 is not a rate"),
-        ({"balance_rate": float("nan")}, "balance_rate=nan is not a rate"),
-        ({"n_shared": -1}, "n_shared=-1"),
         ({"normalize": 1}, "normalize=1 is not a boolean"),
     ],
     ids=str,
@@ -157,14 +132,3 @@ def test_under_autocast_the_router_stays_in_float32() -> None:
 def test_what_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         MoE(WIDTH, HIDDEN, **({"n_experts": 4, "top_k": 2} | options))
-
-
-def test_scores_that_all_underflow_give_nothing_and_not_nan() -> None:
-    layer = MoE(8, 16, 4, top_k=2, scores="sigmoid")
-    with torch.no_grad():
-        layer.router.weight.fill_(-20)
-    x = torch.ones(1, 3, 8, requires_grad=True)
-    output = layer(x)
-    output.sum().backward()
-    assert torch.equal(output, torch.zeros_like(output))
-    assert x.grad.isfinite().all()

@@ -37,50 +37,33 @@ def seeded() -> torch.Generator:
 
 OF_SEQUENCES: dict[str, Callable[[], Any]] = {
     "one number": lambda: torch.rand(()),
-    "one integer": lambda: torch.randint(1000, (1,)),
     "a sample's": lambda: torch.rand(ROWS),
     "a sample's, to multiply": lambda: torch.empty(ROWS, 1, 1).bernoulli_(0.5),
-    "a sample's vector": lambda: torch.randn(ROWS, WIDTH),
     "a micro-batch's": lambda: torch.rand(ROWS // 2),
     "like": lambda: torch.randn_like(torch.zeros(ROWS, WIDTH)),
     "an order": lambda: torch.randperm(WIDTH),
     "dropout": lambda: F.dropout(torch.ones(ROWS, WIDTH)),
     "dropout of an encoder": lambda: nn.Dropout(0.5)(torch.ones(ROWS, PART + 1, WIDTH)),
-    "dropout in place": lambda: F.dropout(torch.ones(ROWS, WIDTH), inplace=True),
-    "by chances": lambda: torch.bernoulli(torch.full((ROWS,), 0.5)),
     "one of each row": lambda: torch.multinomial(torch.ones(ROWS, PART), 1),
-    "mean and deviation": lambda: torch.normal(torch.zeros(ROWS), 1.0),
-    "of numbers": lambda: torch.normal(0.0, 1.0, (ROWS,)),
     "an operation": lambda: ops.rand.default([ROWS]),
-    "an operation of a tensor": lambda: ops.bernoulli.p(torch.ones(ROWS), 0.5),
     "out of place": lambda: torch.rand(ROWS, out=torch.empty(ROWS)),
-    "uniform": lambda: torch.empty(ROWS).uniform_(),
-    "exponential": lambda: torch.empty(ROWS).exponential_(),
     "a distribution's": lambda: torch.distributions.Gamma(torch.ones(ROWS), torch.ones(ROWS)).sample(),
     "a weight's": lambda: torch.randn_like(nn.Parameter(torch.zeros(PART, PART))),
     "choices": lambda: F.gumbel_softmax(torch.zeros(ROWS, WIDTH)),
     "channels of positions": lambda: F.dropout1d(torch.ones(ROWS, WIDTH, PART)),
     "channels of images": lambda: nn.Dropout2d(0.5)(torch.ones(ROWS, WIDTH, PART, PART)),
-    "channels of images, to zero mean": lambda: F.feature_alpha_dropout(torch.ones(ROWS, WIDTH, PART), training=True),
-    "windows of images": lambda: F.fractional_max_pool2d(torch.rand(1, 1, 9, 9, generator=seeded()), 2, output_size=3),
-    "a low rank": lambda: torch.svd_lowrank(torch.rand(9, 9, generator=seeded()), 3, niter=0)[1],
-    "weights": lambda: nn.init.kaiming_uniform_(nn.Parameter(torch.zeros(PART, PART))),
     "Python's": random.random,
     "numpy's": np.random.rand,
 }
 OF_POSITIONS: dict[str, Callable[[], Any]] = {
     "each": lambda: torch.rand(ROWS, PART),
-    "each of a micro-batch in one dimension": lambda: torch.rand(PART * 4),
     "each of a batch in one dimension": lambda: torch.randn(ROWS * PART, WIDTH),
-    "features": lambda: torch.randn(ROWS, PART, WIDTH),
     "like": lambda: torch.rand_like(torch.zeros(ROWS, PART)),
     "dropout": lambda: F.dropout(torch.ones(ROWS, PART, WIDTH)),
     "dropout of a module": lambda: nn.Dropout(0.5)(torch.ones(ROWS, PART, WIDTH)),
-    "dropout of pieces": lambda: F.dropout(torch.ones(ROWS, PART // 2, WIDTH)),
     "one of each": lambda: torch.multinomial(torch.ones(ROWS * PART, WIDTH), 1),
     "choices": lambda: F.gumbel_softmax(torch.zeros(ROWS, PART, WIDTH)),
     "positions whole": lambda: F.dropout1d(torch.ones(ROWS, PART, WIDTH)),
-    "to hide some": lambda: torch.empty(ROWS, PART).bernoulli_(0.5),
 }
 
 
@@ -120,30 +103,11 @@ def test_what_is_of_positions_is_each_ranks_own(what: str) -> None:
     assert not torch.equal(first, second)
 
 
-def test_draws_of_one_kind_do_not_move_those_of_the_other() -> None:
-    def without() -> Tensor:
-        return torch.rand(ROWS, PART)
-
-    def after() -> Tensor:
-        F.dropout(torch.ones(ROWS, WIDTH))
-        return torch.rand(ROWS, PART)
-
-    assert torch.equal(InAStep(0).run(without), InAStep(0).run(after))
-
-
 def test_a_generator_of_ones_own_is_left_alone() -> None:
     def draw() -> Tensor:
         return torch.rand(ROWS, generator=torch.Generator().manual_seed(7))
 
     assert torch.equal(InAStep(0).run(draw), draw())
-
-
-def test_what_is_no_draw_draws_nothing() -> None:
-    def draw() -> float:
-        assert torch.equal(torch.tensor([6]).__rand__(3), torch.tensor([2]))  # the reversed `&`
-        return random.random()
-
-    assert InAStep(0).run(draw) == InAStep(0).run(random.random)
 
 
 class Skipping(nn.Module):

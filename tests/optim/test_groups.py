@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.nn as nn
 
 from tests.api import ConfigError, GroupParameters, freeze, keep_only, parameter_groups, remember_whole, values_in_whole
-from tests.optim.models import Block, model
+from tests.optim.models import model
 
 MATRICES = {
     "position",
@@ -119,39 +118,6 @@ def test_layer_decay_follows_the_formula() -> None:
     assert rates == expected
 
 
-def test_layer_decay_multiplies_a_groups_scale_and_leaves_its_rate() -> None:
-    module = model()
-    scaled = parameter_groups(
-        module, lr=1.0, weight_decay=0.0, layer_decay=0.5, groups=(GroupParameters(pattern="position", lr_scale=2.0),)
-    )
-    assert values(scaled, "lr")["position"] == 0.25
-    fixed = parameter_groups(
-        module, lr=1.0, weight_decay=0.0, layer_decay=0.5, groups=(GroupParameters(pattern="position", lr=3.0),)
-    )
-    assert values(fixed, "lr")["position"] == 3.0
-
-
-def test_layer_decay_takes_what_stands_between_blocks_as_the_one_before() -> None:
-    class Stages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Sequential(Block(), Block())
-            self.between = nn.Linear(6, 6)
-            self.second = nn.Sequential(Block(), Block())
-            self.label = nn.Embedding(3, 6)
-
-    rates = values(parameter_groups(Stages(), lr=1.0, weight_decay=0.0, layer_decay=0.5), "lr")
-    assert rates["first.1.up.weight"] == rates["between.weight"] == 0.5**3
-    assert rates["second.0.up.weight"] == 0.5**2
-    assert rates["label.weight"] == 0.5**5  # embeddings are lowest wherever they stand
-
-
-def test_layer_decay_uses_the_blocks_it_is_given() -> None:
-    module = model()
-    rates = values(parameter_groups(module, lr=1.0, weight_decay=0.0, layer_decay=0.5, blocks=[module.blocks]), "lr")
-    assert rates["blocks.0.up.weight"] == rates["blocks.1.up.weight"] == 0.5
-
-
 def test_layer_decay_without_blocks_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"layer_decay=0.5 needs repeated blocks.*blocks=\[...\]"):
         parameter_groups(nn.Linear(2, 2), lr=1.0, weight_decay=0.0, layer_decay=0.5)
@@ -164,48 +130,12 @@ def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
         freeze(model(), ["head", "embeding"])
 
 
-def test_a_pattern_that_has_no_effect_is_an_error() -> None:
-    module = model()
-    first, second = GroupParameters(pattern="head", lr=1.0), GroupParameters(pattern=r"head\.weight", lr=2.0)
-    with pytest.raises(ConfigError, match="frozen or taken by a pattern before it"):
-        parameter_groups(module, lr=1, weight_decay=0, groups=(first, second))
-    freeze(module, ["head"])
-    with pytest.raises(ConfigError, match="frozen or taken by a pattern before it"):
-        parameter_groups(module, lr=1, weight_decay=0, groups=(first,))
-
-
 def test_frozen_parameters_are_in_no_group() -> None:
     module = model()
     frozen = freeze(module, [r"^embedding\.", r"^blocks\.0\."])
     assert frozen == ["embedding.weight", *(n for n, _ in module.named_parameters() if n.startswith("blocks.0."))]
     names = values(parameter_groups(module, lr=1.0, weight_decay=0.0), "lr")
     assert set(names) == {n for n, _ in module.named_parameters()} - set(frozen)
-
-
-def test_nothing_trainable_is_an_error() -> None:
-    module = model()
-    freeze(module, ["."])
-    with pytest.raises(ConfigError, match="no trainable parameter"):
-        parameter_groups(module, lr=1.0, weight_decay=0.0)
-
-
-def test_freezing_works_on_meta_and_refuses_a_bare_text() -> None:
-    with torch.device("meta"):
-        module = model()
-    assert freeze(module, ["head"]) == ["head.weight", "head.bias"]
-    with pytest.raises(ConfigError, match=r"Use a list of patterns: \['head'\]"):
-        freeze(module, "head")
-
-
-def test_names_leave_out_the_wrappers_of_activation_checkpointing() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    plain, wrapped = model(), model()
-    for index, block in enumerate(wrapped.blocks):
-        wrapped.blocks[index] = checkpoint_wrapper(block)
-    options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.1, "layer_decay": 0.5}
-    options["groups"] = (GroupParameters(pattern=r"^blocks\.0\.up", lr_scale=2.0),)
-    assert values(parameter_groups(wrapped, **options), "lr") == values(parameter_groups(plain, **options), "lr")
 
 
 def test_a_stage_of_a_pipeline_knows_how_many_values_the_whole_model_has() -> None:

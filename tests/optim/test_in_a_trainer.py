@@ -127,22 +127,6 @@ def test_a_run_stopped_and_resumed_has_the_same_weights_and_rates(config: Config
         assert torch.equal(mine, theirs)
 
 
-def test_a_run_whose_groups_had_no_names_yet_goes_on_in_named_ones(config: Config) -> None:
-    class Unnamed(Trainer):
-        def configure_optimizers(self) -> None:
-            super().configure_optimizers()
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    del group["name"]
-
-    before = fit(Unnamed(replace(config, experiment="parts", stop_at=5)))
-    resumed = run(replace(config, experiment="parts"))
-    assert before.steps + resumed.steps == run(config).steps
-    names = [group["name"] for optimizer in resumed.optimizers for group in optimizer.param_groups]
-    assert "^head layer_3_decay" in names
-    assert "layer_0_decay" in names
-
-
 def test_a_frozen_base_trains_its_head_alone(config: Config) -> None:
     frozen = replace(config, optimizer=OptimizerParameters(lr=0.1), frozen=(r"^(?!head\.)",))
     trainer = run(frozen)
@@ -190,25 +174,3 @@ def test_muon_on_two_ranks_trains_as_on_one(mesh: dict[str, int], tmp_path: Path
         assert is_shared
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
-
-
-def config_in(directory: Path, experiment: str, **values: Any) -> Config:
-    """A run of SGD with a group per depth, fused on one rank and by foreach on shards; changes the directory."""
-    os.chdir(directory)
-    optimizer, training = replace(MUON, name="sgd", momentum=0.9), dt.TrainingParameters(max_steps=12)
-    return run_config(experiment, Config, training_parameters=training, optimizer=optimizer, **SAVED, **values)
-
-
-def rates_on_each_rank(directory: Path) -> list[list[float]]:
-    """Trains to step 5 and returns the rates of each step."""
-    return [rates for *_, rates in run(config_in(directory, experiment="parts", stop_at=5)).steps]
-
-
-def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(tmp_path: Path) -> None:
-    whole = run(config_in(tmp_path, experiment="whole"))
-    first, second = run_world(rates_on_each_rank, 2, tmp_path)
-    resumed = run(config_in(tmp_path, experiment="parts"))
-    assert first == second
-    assert first + [rates for *_, rates in resumed.steps] == [rates for *_, rates in whole.steps]
-    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)

@@ -48,15 +48,6 @@ def test_a_named_optimizer_steps_bit_for_bit_as_pytorchs(
     assert_equal(by_name, by_hand)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "adafactor"])
-def test_what_is_left_out_has_pytorchs_default(name: str) -> None:
-    optimizer = build_optimizer(OptimizerParameters(name=name, decay_vectors=True, fused=False), model())
-    theirs: Any = type(optimizer)
-    for key, value in theirs(model().parameters(), foreach=True, lr=1e-3).param_groups[0].items():
-        if key != "params":
-            assert optimizer.param_groups[0][key] == value, key
-
-
 def test_groups_step_as_groups_built_by_hand() -> None:
     by_name, by_hand = model(), model()
     parameters = OptimizerParameters(
@@ -116,33 +107,3 @@ def test_muon_takes_the_matrices_that_patterns_name() -> None:
     assert sum(len(group["params"]) for group in adamw.param_groups) == 5
     with pytest.raises(ConfigError, match="hidden: '2.bias' matches no trainable matrix"):
         build_optimizers(OptimizerParameters(name="muon", hidden=("2.bias",)), module)
-
-
-def test_muon_over_nothing_but_hidden_matrices_is_one_optimizer() -> None:
-    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    assert [type(optimizer) for optimizer in build_optimizers(OptimizerParameters(name="muon"), module)] == [Muon]
-
-
-def test_a_pattern_group_reaches_into_both_of_muons_halves() -> None:
-    parameters = OptimizerParameters(name="muon", lr=0.1, groups=(GroupParameters(pattern="blocks.0", lr=0.5),))
-    for optimizer in build_optimizers(parameters, model()):
-        rates = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
-        assert rates == {n: 0.5 if "blocks.0" in n else 0.1 for n in rates}
-        assert 0.5 in rates.values()
-
-
-def test_one_optimizer_cannot_stand_for_muon() -> None:
-    with pytest.raises(ConfigError, match="build_optimizers"):
-        build_optimizer(OptimizerParameters(name="muon"), model())
-
-
-def test_every_name_is_built_as_a_list_too() -> None:
-    (optimizer,) = build_optimizers(OptimizerParameters(name="sgd"), model())
-    assert type(optimizer) is SGD
-
-
-def test_fused_steps_back_where_there_is_no_kernel_and_true_insists() -> None:
-    module = nn.Linear(2, 2, dtype=torch.complex64)
-    assert build_optimizer(OptimizerParameters(), module).param_groups[0]["foreach"] is True
-    with pytest.raises(ConfigError, match=r"AdamW has no fused kernel for torch.complex64 parameters"):
-        build_optimizer(OptimizerParameters(fused=True), module)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop
 
 from tests.api import (
     ConfigError,
@@ -17,7 +17,6 @@ from tests.api import (
     build_optimizer,
     build_optimizers,
     refuse_unshardable,
-    refuse_unshardable_class,
 )
 from tests.optim.models import N_TOKENS, batch, loss, model, train
 from tests.worlds import run_world
@@ -129,19 +128,6 @@ def errors(mesh: Any) -> dict[str, str]:
         build_optimizer(OptimizerParameters(name="sgd", fused=True), sharded(mesh))
     except ConfigError as error:
         said["sgd refused"] = str(error)
-    module = nn.Embedding(4, 4, sparse=True)
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(module, mesh=mesh)
-    try:
-        refuse_unshardable(SparseAdam(module.parameters()))
-    except ConfigError as error:
-        said["sparse refused"] = str(error)
-    try:
-        module(torch.tensor([1, 2])).sum().backward()
-        SparseAdam(module.parameters()).step()
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        said["sparse failed"] = repr(error)
     return said
 
 
@@ -181,22 +167,3 @@ def test_a_mixture_of_sharded_and_plain_parameters_is_stepped_one_by_one(world: 
 def test_names_that_cannot_step_shards_are_refused_when_built(world: dict[str, Any]) -> None:
     assert "torch.optim.Adafactor cannot step sharded parameters: it takes norms" in world["refused"]["Adafactor"]
     assert "SGD has no fused kernel for sharded parameters" in world["sgd refused"]
-
-
-def test_sparse_adam_is_refused_and_really_fails(world: dict[str, Any]) -> None:
-    assert "SparseAdam cannot step sharded parameters" in world["sparse refused"]
-    assert world["sparse failed"]
-
-
-def test_lbfgs_is_not_sent_to_one_process_where_its_closure_is_refused() -> None:
-    for cls, advises in ((LBFGS, False), (Rprop, True)):
-        with pytest.raises(ConfigError) as raised:
-            refuse_unshardable_class(cls)
-        assert ("train in one process" in str(raised.value)) is advises
-
-
-def test_plain_parameters_are_refused_nothing() -> None:
-    module = model()
-    optimizers = [cls(module.parameters()) for cls in (Adafactor, LBFGS, Rprop)]
-    for optimizer in [*optimizers, SGD(module.parameters(), fused=True)]:
-        assert refuse_unshardable(optimizer) is None  # else it raises

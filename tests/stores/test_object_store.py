@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.api import CheckpointError, ConfigError, Ownership, StorePath, as_path, open_store, without_secrets
+from tests.api import CheckpointError, ConfigError, Ownership, StorePath, as_path, without_secrets
 from tests.stores.servers import SECRET, Server, winners_of_a_race
 
 
@@ -18,24 +16,6 @@ def test_of_many_that_create_one_object_one_does(url: str) -> None:
     place = StorePath(url) / "one.json"
     (won,) = winners_of_a_race(place)
     assert place.read_bytes() == str(won).encode()
-
-
-def test_a_refusal_without_its_reason_is_one_where_the_object_is_there(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As SeaweedFS answers."""
-    place = StorePath(url) / "one.json"
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.EINVAL, "a condition did not hold")
-
-    monkeypatch.setattr(place.store._files, "pipe_file", refuse)
-    with pytest.raises(ConnectionError, match="did not hold"):
-        place.store.create(place.key, b"")
-    monkeypatch.undo()
-    place.store.write(place.key, b"first")
-    monkeypatch.setattr(place.store._files, "pipe_file", refuse)
-    assert not place.store.create(place.key, b"second")
 
 
 def test_a_large_file_goes_in_parts_and_is_read_in_ranges(url: str, tmp_path: Path, s3: Server) -> None:
@@ -113,13 +93,6 @@ def test_addresses_that_cannot_work_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         as_path(text)
     assert "key:secret" not in str(raised.value)
-
-
-def test_a_store_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    open_store.cache_clear()
-    with pytest.raises(ConfigError, match=r"dream-trainer\[gs\]"):
-        as_path("gs://bucket/x").exists()
 
 
 def test_a_run_belongs_to_one_job(url: str, tmp_path: Path) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, get_peft_model
 
 import dream_trainer as dt
 from dream_trainer.checkpoint import typed_json
@@ -65,11 +62,7 @@ def refusal(kind: type[Adapted], here: str, **more: Any) -> str:
     ("changes", "said"),
     [
         ({"lora_alpha": 16}, "lora_alpha was 8 and is 16"),
-        ({"use_rslora": True}, "use_rslora was False and is True"),
-        ({"r": 4}, "r was 2 and is 4"),
-        ({"alpha_pattern": {"up": 1}}, "alpha_pattern was {} and is {'up': 1}"),
         ({"use_dora": True, "target_modules": ["up"]}, "use_dora was False and is True"),
-        ({"target_modules": ["up"]}, "target_modules was ['down', 'embed', 'up'] and is ['up']"),
         ({"modules_to_save": None}, "modules_to_save was ['head'] and is None"),
     ],
 )
@@ -97,11 +90,6 @@ def test_nor_under_another_kind_of_adapter_or_without_any(here: str) -> None:
     assert "model 'model' had adapters of peft there, and has none in this run" in refusal(Plain, here)
 
 
-def test_a_branch_takes_the_adapters_for_what_they_are_too(here: str) -> None:
-    words = dt.BranchParameters(optimizer="new", schedule="new", counters="new", data="new")
-    assert "lora_alpha was 8 and is 16" in refusal(kind_of(lora_alpha=16), here, branch=words)
-
-
 def test_and_so_does_a_start_from_the_weights_alone(here: str) -> None:
     step = f"{here}/checkpoints/step_00000002"
     message = refusal(kind_of(lora_alpha=16), here, resume="auto", init_from=step, init_strict=False)
@@ -112,14 +100,6 @@ def test_and_so_does_a_start_from_the_weights_alone(here: str) -> None:
 def test_what_training_alone_looks_at_may_change_and_is_said(here: str, caplog: pytest.LogCaptureFixture) -> None:
     fit("dropout", 3, kind_of(lora_dropout=0.1), resume=here)
     assert "lora_dropout was 0.0 and is 0.1. The new values apply" in caplog.text
-
-
-def test_the_same_layers_may_be_spelt_otherwise(here: str, caplog: pytest.LogCaptureFixture) -> None:
-    spelt = kind_of(target_modules=r".*\.(up|down)|embed", init_lora_weights="gaussian")
-    caplog.set_level(logging.WARNING, "dream_trainer")
-    found, plain = (fit(name, 4, kind, resume=here) for name, kind in (("spelt", spelt), ("plain", Adapted)))
-    assert all(torch.equal(found[name], value) for name, value in plain.items())
-    assert "adapters" not in caplog.text
 
 
 def test_a_checkpoint_that_says_nothing_loads_with_one_line(
@@ -159,60 +139,6 @@ def test_a_directory_of_peft_is_compared_too(here: str) -> None:
     straight = start_from("theirs", [])
     on_purpose = start_from("theirs", ["lora_alpha"], lora_alpha=16)
     assert all(torch.equal(on_purpose[name], value) for name, value in straight.items())
-
-
-def test_a_field_that_the_peft_of_then_did_not_have_is_its_default(here: str, tmp_path: Path) -> None:
-    shutil.copytree("theirs", tmp_path / "older")
-    file = tmp_path / "older/adapter_config.json"
-    fields = json.loads(file.read_text())
-    for name in ("use_rslora", "alpha_pattern", "lora_bias", "megatron_core", "qalora_group_size"):
-        del fields[name]
-    file.write_text(json.dumps(fields | {"of_a_later_peft": False}))
-    start_from(str(tmp_path / "older"), [])
-    file.write_text(json.dumps(fields | {"of_a_later_peft": 3}))
-    with pytest.raises(CheckpointError, match="of_a_later_peft was 3 and is None"):
-        start_from(str(tmp_path / "older"), [])
-
-
-def test_a_file_without_a_config_loads_with_one_line(
-    here: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copy("theirs/adapter_model.safetensors", tmp_path)
-    start_from(str(tmp_path / "adapter_model.safetensors"), [], lora_alpha=16)
-    assert caplog.text.count("it has no config of its adapters, so it could not be checked") == 1
-
-
-class Two(Adapted):
-    """Two adapters, of which one or both are active."""
-
-    active = ("default", "second")
-    second: LoraConfig = lora(target_modules=["up"], modules_to_save=None)
-    changes = {"target_modules": ["up"], "modules_to_save": None}
-
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.model.add_adapter("second", self.second)
-        self.model.base_model.set_adapter(list(self.active))
-        self.model.double()
-
-
-class OneOfTwo(Two):
-    active = ("second",)
-
-
-class OtherSecond(Two):
-    second = lora(target_modules=["up"], modules_to_save=None, lora_alpha=4)
-
-
-def test_of_several_adapters_all_that_are_active_count(here: str) -> None:
-    fit("two", 1, Two, save_frozen=True)
-    for kind, said in (
-        (OneOfTwo, r"active adapters was \['default', 'second'\] and is \['second'\]"),
-        (OtherSecond, "second.lora_alpha was 8 and is 4"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            fit("two", 2, kind, save_frozen=True)
-    fit("two", 2, Two, save_frozen=True)
 
 
 def refusals_on_ranks(directory: str, step: Path) -> list[str]:

@@ -224,41 +224,6 @@ def test_merging_into_a_tied_weight_or_two_adapters_at_once_is_refused(runs: Run
         torch.testing.assert_close(predictions(merged), predictions(trainer.model), rtol=0, atol=1e-11)
 
 
-def export_tied(directory: str) -> list[str]:
-    """What is said of merging into tied ends, which stages of a pipeline have copies of; the last one is merged."""
-    os.chdir(directory)
-    said = []
-    for kind in (Tied, TrainedWhole, Untouched):
-        with make(f"stages-{kind.__name__}", 1, "pipeline", kind=kind, resume=None) as trainer:
-            trainer.fit()
-            trainer.export(f"stages-{kind.__name__}-adapters")
-            try:
-                trainer.export(f"stages-{kind.__name__}", merge_adapters=True)
-            except CheckpointError as error:
-                said.append(str(error))
-    return said
-
-
-def test_tied_ends_in_stages_are_merged_or_refused_as_in_one_process(runs: Runs) -> None:
-    for said in run_world(export_tied, 2, str(Path.cwd())):
-        assert len(said) == 2
-        assert "model.embed is added to a weight that is also base_model.model.head.weight" in said[0]
-        assert "head is trained whole, and its weight was also base_model.model.embed.weight" in said[1]
-    adapted, merged = Net().double(), Net().double()
-    for model in (adapted, merged):
-        model.head.weight = model.embed.weight
-    merged.load_state_dict(load_file("stages-Untouched/model.safetensors"), strict=False)
-    base = load_file("stages-Untouched/model.safetensors")
-    assert base.keys() == base_values().keys() - {"head.weight"}
-    adapters = load_file("stages-Untouched-adapters/adapter_model.safetensors")
-    for block in range(3):  # the base is what is left without the products
-        layer = f"base_model.model.blocks.{block}.up.lora"
-        base[f"blocks.{block}.up.weight"] -= 4 * adapters[f"{layer}_B.weight"] @ adapters[f"{layer}_A.weight"]
-    adapted.load_state_dict(base, strict=False)
-    given = PeftModel.from_pretrained(adapted, "stages-Untouched-adapters")
-    torch.testing.assert_close(predictions(given), predictions(merged), rtol=0, atol=1e-11)
-
-
 def test_a_model_without_adapters_is_refused() -> None:
     for load in (dt.load_base_weights, dt.load_adapters):
         with pytest.raises(ConfigError, match="Net is not wrapped by peft. Use load_weights"):

@@ -25,7 +25,6 @@ from tests.api import (
     export_model,
     file_order,
     model_tensors,
-    parse_size,
     renamed,
     write_safetensors,
 )
@@ -128,20 +127,6 @@ def test_a_dtype_that_the_format_lacks_is_named_before_anything_is_written(tmp_p
     assert torch.load(tmp_path / "out.pt", weights_only=True)["phase"].dtype == torch.complex128
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1.5 kB", 1500), ("2GiB", 2 << 30), ("10B", 10), (7, 7)],
-)
-def test_sizes_are_read_as_hugging_face_reads_them(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["5", "many", "-1GB", 0, 1.5, True, "0GB"])
-def test_what_is_no_size_is_an_error(text: Any) -> None:
-    with pytest.raises(ConfigError, match="is not a size"):
-        parse_size(text)
-
-
 # -- from a checkpoint
 
 
@@ -179,17 +164,6 @@ def test_one_file_may_be_asked_for_by_name(tmp_path: Path, model: Tied, checkpoi
     assert [path.name for path in out.parent.iterdir()] == [name]
     found = load_file(out) if name.endswith("safetensors") else torch.load(out, weights_only=True)
     assert_equal(found, expected_of(model))
-
-
-def test_a_name_like_a_files_that_becomes_a_directory_is_told(
-    tmp_path: Path, model: Tied, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("net", "net-v1.5", "net.safetensors"):
-        export_checkpoint(checkpoint, tmp_path / name)
-    assert caplog.messages == []
-    export_checkpoint(checkpoint, tmp_path / "net.ckpt")
-    (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path / 'net.ckpt'} is a directory: one file is written where the name ends in .safet")
 
 
 def test_floating_point_is_cast_and_the_rest_is_not(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
@@ -242,13 +216,6 @@ def test_ema_weights_are_the_averaged_ones_with_the_models_buffers(tmp_path: Pat
         CheckpointError, match=r'no EMA of model \'net\' for weights="ema\.2". It has EMA callbacks 0, 1'
     ):
         export_checkpoint(path, tmp_path / "third", weights="ema.2")
-
-
-def test_a_checkpoint_without_ema_says_so(tmp_path: Path, checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="saved without an EMA callback"):
-        export_checkpoint(checkpoint, tmp_path / "out", weights="ema")
-    with pytest.raises(ConfigError, match="weights='average' is not understood"):
-        export_checkpoint(checkpoint, tmp_path / "out", weights="average")
 
 
 def test_names_are_changed_by_pattern(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
@@ -317,16 +284,6 @@ def test_a_runs_checkpoints_are_no_place_for_an_export(checkpoint: Path, where: 
     with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
         export_checkpoint(checkpoint, checkpoint.parent / where, overwrite=True)
     assert {path.name for path in checkpoint.parent.iterdir()} == before
-
-
-@pytest.mark.pitfall(40)
-def test_a_runs_directory_before_its_first_checkpoint_is_no_place_either(tmp_path: Path, model: Tied) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.lock").touch()
-    with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
-        export_model(model, tmp_path / "run" / "checkpoints" / "out", world=Ranks.alone())
-    export_model(model, tmp_path / "run" / "exports" / "step_00000003", world=Ranks.alone())
-    export_model(model, tmp_path / "run" / "exports" / "step_00000004", world=Ranks.alone())
 
 
 @pytest.fixture

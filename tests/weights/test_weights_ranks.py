@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.api import (
@@ -68,33 +68,12 @@ def tensor_parallel(model: Net) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
-def scattered(model: Net) -> None:
-    """Strided over ranks that do not share the rest, so that a rank's rows are no block."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    strided = [placement_of(mesh), Replicate()]
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            cut = distribute_tensor(parameter.detach(), mesh, strided, src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-    model.head.weight = model.embed.weight
-
-
-def placement_of(mesh: Any) -> Any:
-    """The strided placement, as FSDP makes it: PyTorch has no public name for it."""
-    layer = nn.Linear(4, 8, bias=False)
-    parallelize_module(layer, mesh["tp"], ColwiseParallel())
-    fully_shard(layer, mesh=mesh["dp"])
-    assert isinstance(layer.weight, DTensor)
-    return layer.weight.placements[0]
-
-
 Outcomes = dict[str, list[dict[str, Any]]]
 
 LAYOUTS: dict[str, Callable[[Net], None]] = {
     layout.__name__: layout for layout in (fsdp, hsdp, replicas, last_dimension, tensor_parallel)
 }
-if torch.__version__ >= "2.13":  # 2.11 has no `full_tensor` of such a layout, by which these tests compare
-    LAYOUTS["scattered"] = scattered
+
 ONE_OF_EACH_READER = ["hf_sharded", "bare_pt", "checkpoint"]
 
 
@@ -290,7 +269,7 @@ def test_every_layout_is_filled_from_every_kind_as_one_process_would_be(outcomes
         assert not wrong
         assert all(outcome[f"{layout} is sharded"] for layout in LAYOUTS)
         strided = {layout for layout in LAYOUTS if outcome[f"{layout} is strided"]}
-        assert strided == LAYOUTS.keys() & {"tensor_parallel", "scattered"}
+        assert strided == {"tensor_parallel"}
     assert any(outcome["fsdp has empty shards"] for outcome in outcomes["layouts"])
 
 
