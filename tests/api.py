@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
+    "dream_trainer.callbacks.model_average": "HostAverage",
     "dream_trainer.best_value": "mode_by_name mode_of",
     "dream_trainer.callbacks": (
         "ActivationStats EarlyStopping Every GarbageCollection GradientStats ImageFiles LearningRate Memory "
@@ -18,7 +19,7 @@ _NAMES = {
     "dream_trainer.callbacks.gradient_stats": "group_of",
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",
     "dream_trainer.checkpoint.digests": "value_digests",
-    "dream_trainer.checkpoint.files": "checksum named_step step_directories",
+    "dream_trainer.checkpoint.files": "NewFile checksum named_step step_directories",
     "dream_trainer.checkpoint.loading": "load_tensors read_rank read_shared tensor_metadata",
     "dream_trainer.checkpoint.local_checkpoints": "LocalCheckpoints",
     "dream_trainer.checkpoint.manifest": (
@@ -124,8 +125,8 @@ _NAMES = {
     "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl",
     "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",
     "dream_trainer.loggers.media_files": "ImageFilesLogger pil_image",
-    "dream_trainer.loggers.records": "Record Records",
-    "dream_trainer.loggers.run_log": "History",
+    "dream_trainer.loggers.records": "TrainingRecord Record Records",
+    "dream_trainer.loggers.run_log": "RunLog History",
     "dream_trainer.loggers.stragglers": "Stragglers",
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger _record",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
@@ -135,10 +136,10 @@ _NAMES = {
     "dream_trainer.modules": "ExpertExchange split_experts",
     "dream_trainer.parallel.attention_takeover": "AttentionTakeover",
     "dream_trainer.modules.class_change": "own_class",
-    "dream_trainer.modules.compiled_attention": "compile_with_shared_attention",
-    "dream_trainer.modules.context_attention": "ContextAttention GatheredAttention UlyssesAttention",
-    "dream_trainer.modules.gated_experts": "GatedExperts _Grouped",
-    "dream_trainer.modules.joined_buffers": "JoinedBuffers",
+    "dream_trainer.parallel.compiled_attention": "compile_with_shared_attention",
+    "dream_trainer.parallel.context_attention": "ContextAttention GatheredAttention UlyssesAttention",
+    "dream_trainer.parallel.gated_experts": "GatedExperts _Grouped",
+    "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
     "dream_trainer.parallel.mixture_of_experts": "MoE",
     "dream_trainer.parallel.pipeline_stages": (
@@ -150,7 +151,7 @@ _NAMES = {
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.modules.shared_draws": "is_draw seed_for_sequence",
+    "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.nested": "average detach map_tensors to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
@@ -182,7 +183,7 @@ _NAMES = {
     "dream_trainer.trainer.resume": "newest_to_resume",
     "dream_trainer.trainer.run_record": "RunRecord is_alive read_record write_record",
     "dream_trainer.trainer.session": "launch",
-    "dream_trainer.trainer.stage_check": "StageCheck",
+    "dream_trainer.parallel.stage_check": "StageCheck",
     "dream_trainer.trainer.step.loss_scale": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapter_config": "refuse_other_adapters",

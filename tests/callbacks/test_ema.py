@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from tests.api import (
     EMA,
     CheckpointError,
     CheckpointParameters,
+    ConfigError,
     DistributedDataLoader,
+    HookError,
+    HostAverage,
+    StepError,
     tensor_metadata,
 )
 from tests.trainer.arithmetic import full
@@ -85,6 +90,10 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(one[name], other[name]) for name in one)
+
+
 def in_windows(data: Sequence[Batch], size: int) -> Windows:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
@@ -113,6 +122,20 @@ def test_the_average_is_the_one_kept_by_hand(options: dict[str, Any], accumulati
     truth = {name: value for name, value in options.items() if name not in ("every_n_steps", "device")}
     assert_same_weights(averaged(ema), by_hand_averaged(windows, every=options.get("every_n_steps", 1), **truth))
     assert_same_weights(weights(trainer.model), by_hand(windows))
+
+
+def test_an_average_on_the_host_has_the_weights_of_its_update_however_late_it_moves() -> None:
+    weight = torch.ones(3, dtype=torch.float64)
+    average = HostAverage({"weight": weight})
+    average.start()
+    for value in (2.0, 3.0):
+        weight.fill_(value)
+        average.note_step(None)
+        average.update(lambda _: 0.5)
+        weight.fill_(100.0)
+    average.settle()
+    average.settle()
+    assert average.averages["weight"].tolist() == [2.25] * 3
 
 
 @pytest.mark.pitfall(35)
@@ -160,11 +183,19 @@ class SeveralOptimizers(Alone):
         return {}
 
 
+class Looks(dt.Callback):
+    """Reads the averages between two steps of a window."""
+
+    def post_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        trainer.get_callback(EMA).averaged("model")
+
+
 @pytest.mark.pitfall(35)
+@pytest.mark.parametrize("callbacks", [[], [Looks()]], ids=["", "looked at inside"])
 @pytest.mark.parametrize("together", [True, False], ids=["one step call", "two step calls"])
-def test_two_optimizers_of_one_model_move_the_average_once(together: bool) -> None:
+def test_two_optimizers_of_one_model_move_the_average_once(together: bool, callbacks: list[dt.Callback]) -> None:
     ema, data = EMA(0.9), batches(8)
-    config = make_config(n_epochs=1, callbacks=[ema], gradient_accumulation_steps=2)
+    config = make_config(n_epochs=1, callbacks=[ema, *callbacks], gradient_accumulation_steps=2)
     trainer = SeveralOptimizers(config, data)
     trainer.together = together
     fit(trainer)
@@ -203,6 +234,19 @@ def test_a_skipped_step_does_not_move_the_average(make_optimizer: Any, what: str
     assert ema.state_dict()["updates"] == on_host.state_dict()["updates"] == {"model": 5}
 
 
+def test_a_window_that_is_run_again_moves_the_average_once() -> None:
+    class Retried(Poisoned):
+        def step(self, *args: Any) -> Tensor:
+            self.poison = ()  # bad at the first try alone
+            return super().step(*args)
+
+    ema, data = EMA(0.9), batches(4)
+    trainer = Retried(make_config(n_epochs=1, callbacks=[ema], nonfinite="retry"), data)
+    trainer.poison = (1,)
+    fit(trainer)
+    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+
+
 class Operations(TorchDispatchMode):
     """Records what runs inside."""
 
@@ -230,6 +274,15 @@ def test_an_update_is_one_operation_that_allocates_nothing_and_waits_for_nothing
     ema = RecordsMoves(0.9)
     fit(Alone(make_config(n_epochs=1, callbacks=[ema]), batches(3)))
     assert ema.moves == [["_foreach_lerp_"]] * 3
+
+
+def test_an_update_that_the_device_may_leave_out_waits_for_nothing_either() -> None:
+    ema = RecordsMoves(0.9)
+    config = make_config(n_epochs=1, callbacks=[ema], nonfinite="skip")
+    fit(Alone(config, batches(3), make_optimizer=fused_adamw))
+    for operations in ema.moves:
+        assert "_foreach_lerp_" in operations
+        assert not {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"} & set(operations)
 
 
 # -- what is averaged
@@ -316,6 +369,25 @@ def test_each_model_moves_its_average_when_it_steps() -> None:
         one.averaged("model")
 
 
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([EMA(models=["modle"])], "'modle'.*Trained are \\['model'\\]"),
+        ([EMA(0.9), EMA(0.99)], "two averages would validate \\['model'\\]"),
+    ],
+    ids=["no such model", "two that validate"],
+)
+def test_what_cannot_work_ends_the_setup_with_an_error(callbacks: list[EMA], message: str) -> None:
+    with Alone(make_config(n_epochs=1, callbacks=callbacks), batches(1)) as trainer, pytest.raises(ConfigError) as info:
+        trainer.fit()
+    assert info.match(message)
+
+
+def test_there_are_no_averages_before_a_run() -> None:
+    with pytest.raises(HookError, match="fit"):
+        EMA().averaged("model")
+
+
 # -- validation
 
 
@@ -374,6 +446,12 @@ def test_a_validation_sees_the_averages_and_training_does_not_notice(order: int,
     assert_equal(weights(trainer.model), weights(without.model))
 
 
+def test_without_validate_a_validation_sees_the_weights() -> None:
+    ema, sees = EMA(0.9, validate=False), Sees()
+    fit(Validated(make_config(n_epochs=1, callbacks=[ema, sees]), batches(3), batches(1)))
+    assert_equal(sees.seen["start"][0], sees.seen["train"][-1])
+
+
 class Breaks(Validated):
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         if batch_idx == 1:
@@ -415,6 +493,28 @@ def test_evaluate_uses_the_averages_unless_others_were_chosen_by_hand() -> None:
         assert_equal(weights(trainer.model), before)
 
 
+class Stops(Alone):
+    """Stops after its first step, so that it may be trained on, and tries to average inside a window."""
+
+    ema: EMA
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.request_stop()
+        with pytest.raises(StepError, match="inside an accumulation window"), self.ema.averaged_weights():
+            pass
+        return super().training_step(batch, batch_idx)
+
+
+def test_nothing_is_trained_while_the_averages_stand_in() -> None:
+    ema = EMA(0.9)
+    trainer = Stops(make_config(n_epochs=1, callbacks=[ema]), batches(3))
+    trainer.ema = ema
+    with trainer:
+        trainer.fit()
+        with pytest.raises(StepError, match="Leave the `with`"), ema.averaged_weights():
+            trainer.fit()
+
+
 # -- checkpoints
 
 
@@ -436,8 +536,8 @@ SAVED_WINDOWS = in_windows(batches(8, 4), 1)
 
 
 @pytest.mark.pitfall(35)
-@pytest.mark.parametrize("stop", [1, 6])
-@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"device": "cpu"}], ids=str)
+@pytest.mark.parametrize("stop", [1, 3, 6])
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"warm_up": False}, {"device": "cpu"}], ids=str)
 def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, Any], stop: int) -> None:
     for steps in (stop, 8):
         ema, second = EMA(0.9, **options), EMA(0.5, validate=False)
@@ -450,6 +550,21 @@ def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, 
     assert_equal(averaged(second), averaged(other))
     assert_equal(weights(trainer.model), weights(without.model))
     assert ema.state_dict() == straight.state_dict()
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.usefixtures("late_norms")
+def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
+    class Bad(Saved):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            batch = (batch[0] * (float("nan") if self.global_step in (1, 5) else 1.0), *batch[1:])
+            return super().training_step(batch, batch_idx)
+
+    for steps in (3, 8):
+        ema = EMA(0.9)
+        fit(Bad(saved_config(steps, ema, nonfinite="skip"), make_optimizer=fused_adamw))
+    truth = by_hand_averaged(SAVED_WINDOWS, decay=0.9, skipped=(2, 6), make_optimizer=fused_adamw)
+    assert_same_weights(averaged(ema), truth)
 
 
 def test_a_run_that_resumes_without_averages_starts_them_from_the_resumed_weights() -> None:
@@ -482,6 +597,30 @@ def after_three() -> dict[str, Tensor]:
     return {name: 0.81 * third[name] + 0.09 * fourth[name] + 0.1 * fifth[name] for name in third}
 
 
+def test_going_to_a_checkpoint_without_averages_starts_them_anew() -> None:
+    path = fit(Saved(saved_config(3))).checkpoints()[-1].path
+    ema = EMA(0.9, warm_up=False)
+    config = saved_config(5, ema)
+    config.experiment = "other"
+    with Saved(config) as trainer:
+        trainer.fit()
+        trainer.load_checkpoint(path)
+        assert_equal(averaged(ema), weights(trainer.model))
+        trainer.fit()
+    assert_same_weights(averaged(ema), after_three())
+
+
+def test_a_checkpoint_before_the_first_step_holds_the_weights_as_averages() -> None:
+    ema = EMA(0.9, validate=False)
+    with Saved(saved_config(2, ema)) as trainer:
+        trainer.evaluate()
+        trainer.save_checkpoint()
+        assert_equal(ema.checkpoint_tensors(), {f"model.{name}": p for name, p in weights(trainer.model).items()})
+    ema = EMA(0.9)
+    fit(Saved(saved_config(2, ema)))
+    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
+
+
 @pytest.mark.pitfall(35)
 def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it() -> None:
     ema = EMA(0.9)
@@ -491,6 +630,43 @@ def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it(
     plain = fit(Saved(saved_config(3)))  # resumes, and knows no averages
     assert_equal(weights(plain.model), weights(trainer.model))
     assert_same_weights(weights(plain.model), by_hand(SAVED_WINDOWS[:3]))
+
+
+@pytest.mark.pitfall(35)
+def test_a_signal_in_a_validation_saves_the_weights_as_the_model() -> None:
+    class Signalled(Saved):
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if batch_idx == 1 and self.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().validation_step(batch, batch_idx)
+
+    trainer = Signalled(saved_config(8, EMA(0.9), val_every_n_steps=2))
+    with pytest.raises(SystemExit):
+        trainer.fit()
+    assert trainer.global_step == 2
+    ema = EMA(0.9)
+    resumed = fit(Saved(saved_config(2, ema)))
+    assert_same_weights(weights(resumed.model), by_hand(SAVED_WINDOWS[:2]))
+    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
+
+
+def test_a_save_as_soon_as_the_window_is_complete_has_its_step_in_the_averages() -> None:
+    """The trainer's own event comes before callbacks'."""
+
+    class Eager(Saved):
+        def post_train_step(self) -> None:
+            if self.global_step == 4:
+                self.save_checkpoint()
+                self.request_stop()
+
+    config = saved_config(8, EMA(0.9))
+    config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+    trainer = fit(Eager(config))
+    found = trainer.checkpoints()
+    assert [manifest.step for manifest in found] == [4]
+    ema = EMA(0.9)
+    fit(Saved(saved_config(4, ema)))
+    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:4], decay=0.9))
 
 
 @pytest.mark.pitfall(35)
@@ -617,3 +793,13 @@ def test_one_rank_resumes_the_averages_of_two_bit_for_bit(
     ema = RecordsMoves(0.9)
     fit(Saved(saved_config(8, ema)))
     assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS, decay=0.9))
+
+
+def test_averages_inside_gathered_are_refused() -> None:
+    ema = dt.EMA(0.5)
+    with Spread(make_config(max_steps=1, callbacks=[ema]), batches(1)) as trainer:
+        trainer.fit()
+        with trainer.gathered(trainer.model), pytest.raises(StepError, match="inside gathered"), ema.averaged_weights():
+            pass
+        with ema.averaged_weights(), trainer.gathered(trainer.model):
+            pass

@@ -1,21 +1,266 @@
-"""What is saved when training ends with an exception."""
+"""A Saver by itself: a counter stands in for the trainer, and the files are real."""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
-from tests.trainer.saves import NOTHING, Saves, make_config
+from tests.api import (
+    CheckpointParameters,
+    HostCopies,
+    Manifest,
+    Moment,
+    Ranks,
+    Retention,
+    Saver,
+    Saving,
+    Snapshot,
+    SnapshotWriter,
+    list_checkpoints,
+    read_manifest,
+)
+from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
+
+NOTHING: dict[str, Any] = {"save_every_n_epochs": None, "save_at_end": False}
 
 
-class Fails(Saves):
-    def post_train_step(self) -> None:
-        if self.global_step == 2:
-            raise KeyError("on purpose")
+class Clock:
+    """Seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_an_exception_saves_unless_the_config_says_no(saves: bool) -> None:
-    trainer = Fails(make_config(save_on_exception=saves, **NOTHING))
-    with trainer, pytest.raises(KeyError, match="on purpose"):
-        trainer.fit()
-    assert trainer.saved == ([2] if saves else [])
+class HeldCopies(HostCopies):
+    """Copies that the writing thread gets when the test opens the gate."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.gate = threading.Event()
+
+    def wait(self) -> None:
+        assert self.gate.wait(timeout=60)
+
+
+class Counter:
+    """A run that only counts, and its saver."""
+
+    def __init__(
+        self, directory: Path, *, copies: HostCopies | None = None, only_when_called: bool = False, **parameters: Any
+    ) -> None:
+        self.parameters = CheckpointParameters(**parameters)
+        self.directory, self.clock = directory, Clock()
+        self.step, self.has_pending_work = 0, False
+        self.saved: list[int] = []
+        self.warmed: list[int] = []
+        self.said: list[str] = []
+        self.lost = 0
+        self.world = Ranks.alone()
+        self.saver = Saver(
+            self.parameters,
+            self.world,
+            SnapshotWriter(directory, Retention.of(self.parameters), self.world, copies),
+            settle=lambda: Moment(self.step, self.has_pending_work),
+            snapshot=self.snapshot,
+            warm=lambda _: lambda: self.warmed.append(self.step),
+            on_save=lambda path: self.saved.append(read_manifest(path).step),
+            on_lost=self.lose,
+            patience=nullcontext,
+            say_once=lambda key, message: self.said.append(message),
+            clock=self.clock,
+            only_when_called=only_when_called,
+        )
+
+    def snapshot(self, metrics: dict[str, float], copies: HostCopies | None) -> Snapshot:
+        self.clock.now += 1  # what training waits for
+        return make_snapshot(self.step, description=DESCRIPTION | {"metrics": metrics})
+
+    def lose(self) -> None:
+        self.lost += 1
+
+    def speak(self) -> bool:
+        """The pulse of a world of one: it hears what it said. Returns whether a save is due by the clock."""
+        due, saving, failed = self.saver.flags()
+        self.saver.heard(int(saving), int(failed))
+        return due
+
+    def train(self, windows: int = 1, *, seconds: float = 0.0, epoch: int | None = None, is_last: bool = False) -> None:
+        for _ in range(windows):
+            requested = self.speak()
+            self.step += 1
+            self.clock.now += seconds
+            self.saver.save_if_due(step=self.step, epoch=epoch, is_last=is_last, requested=requested)
+
+    def ask(self) -> None:
+        """As a request does that comes between two windows."""
+        self.saver.save_if_due(step=self.step, epoch=None, is_last=False, requested=True)
+
+    def finish(self) -> None:
+        """As at a run's end."""
+        self.saver.close()
+        self.saver.release()
+
+    @property
+    def on_disk(self) -> list[int]:
+        return [manifest.step for manifest in list_checkpoints(self.directory)]
+
+
+@contextmanager
+def counting(directory: Path, **options: Any) -> Iterator[Counter]:
+    run = Counter(directory, **options)
+    yield run
+    run.finish()
+
+
+# -- when
+
+
+def test_it_saves_by_epochs(tmp_path: Path) -> None:
+    with counting(tmp_path, **NOTHING | {"save_every_n_epochs": 2}) as run:
+        for epoch in (1, 2, 3, 4):
+            run.train(2)
+            run.train(epoch=epoch)
+    assert run.saved == [6, 12]
+
+
+def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_for_it(tmp_path: Path) -> None:
+    with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
+        run.has_pending_work = True
+        run.train()
+        run.ask()
+        assert run.saved == [1]
+        run.has_pending_work = False
+        run.saver.validated(1, {"val/loss": 0.5})
+        run.ask()
+        run.ask()
+        assert run.saved == [1, 1]
+        run.saver.save()
+    assert run.saved == [1, 1, 1]
+    assert [manifest.metrics for manifest in list_checkpoints(tmp_path)] == [{"val/loss": 0.5}]
+
+
+def test_a_best_metric_that_no_validation_has_is_said(tmp_path: Path) -> None:
+    with counting(tmp_path, save_on_best=True, best_metric="val/loss", **NOTHING) as run:
+        run.saver.validated(run.step, {"val/accuracy": 1.0})
+        run.train()
+    assert run.saved == []
+    assert run.said == ["best_metric='val/loss' is not among the validation's metrics: ['val/accuracy']."]
+
+
+def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
+    with counting(tmp_path, only_when_called=True, save_every_n_steps=1) as run:
+        run.train(3, is_last=True)
+        run.saver.save_after_exception(3)
+        assert run.saved == []
+        run.saver.save()
+        assert run.saved == [3]
+
+
+# -- one at a time
+
+
+def test_a_save_that_comes_due_while_one_is_written_is_skipped_if_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = HeldCopies()
+    caplog.set_level(logging.INFO, "dream_trainer")
+    with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:
+        run.train(3)
+        assert run.saver.is_writing
+        assert run.saved == []
+        copies.gate.set()
+        while run.saver.is_writing:
+            pass
+        run.train()
+        assert run.saved == [1]
+    assert run.saved == [1, 4]
+    assert "step 3 is not saved: the last checkpoint is still being written" in caplog.text
+
+
+def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_path: Path) -> None:
+    for when_busy in ("skip", "wait"):
+        copies = HeldCopies()
+        with counting(
+            tmp_path / when_busy, copies=copies, when_busy=when_busy, **NOTHING | {"save_every_n_minutes": 1.0}
+        ) as run:
+            run.saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
+            run.clock.now += 61
+            assert run.saver.flags() == (when_busy == "wait", True, False)
+            copies.gate.set()
+
+
+def test_memory_is_made_after_the_first_window_and_only_where_there_will_be_a_save(tmp_path: Path) -> None:
+    for saves, warmed in ((True, [1]), (False, [])):
+        with counting(
+            tmp_path, copies=HostCopies(torch.device("cpu")), save_every_n_epochs=None, save_at_end=saves
+        ) as run:
+            run.train()
+            run.saver.finish()
+            run.saver.close()
+            assert run.warmed == warmed
+
+
+def test_the_time_that_training_waits_is_counted(tmp_path: Path) -> None:
+    with counting(tmp_path, **NOTHING | {"save_every_n_steps": 2}) as run:
+        run.train(5, seconds=10)
+    assert run.saver.seconds == 2
+
+
+# -- what fails
+
+
+def test_after_an_exception_a_save_that_fails_is_only_said(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.write_text("no directory can be made here")
+    with counting(directory, **NOTHING) as run:
+        run.train(2)
+        run.saver.save_after_exception(2)
+        assert run.said[0].startswith("step 2 could not be saved: CheckpointError: ")
+        assert run.lost
+        directory.unlink()
+        run.saver.save_after_exception(2)
+    assert run.saved == [2]
+
+
+def test_an_exception_does_not_save_if_the_config_says_so(tmp_path: Path) -> None:
+    with counting(tmp_path / "checkpoints", save_on_exception=False, **NOTHING) as run:
+        run.train(2)
+        run.saver.save_after_exception(2)
+    assert run.saved == []
+
+
+# -- branches and retention
+
+
+def goes_on_from(saver: Saver, manifest: Manifest, *, is_own: bool) -> None:
+    saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
+
+
+def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for step in (1, 2, 3, 4):
+        save(own, step)
+    theirs = read_manifest(save(other, 2))
+    with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
+        goes_on_from(run.saver, theirs, is_own=False)
+        goes_on_from(run.saver, list_checkpoints(own)[-1], is_own=True)
+        run.step = 4
+        run.train()
+    assert run.on_disk == [1, 2, 3, 4, 5]
+
+
+def test_what_never_saves_answers_the_loop() -> None:
+    saving = Saving()
+    saving.save_if_due(step=1, epoch=1, is_last=True, requested=True)
+    saving.save_after_exception(1)
+    assert (saving.flags(), saving.seconds, saving.is_writing) == ((False, False, False), 0.0, False)

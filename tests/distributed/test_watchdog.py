@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,8 +34,8 @@ class Training:
     def where(self) -> str:
         return f"step {self.step}"
 
-    def watched(self) -> Watchdog:
-        return Watchdog(self.where, lambda: LIMIT, patient_limit_seconds=60.0, directory=Path("run/stacks"))
+    def watched(self, limit: float = LIMIT, patient: float = 60.0) -> Watchdog:
+        return Watchdog(self.where, lambda: limit, patient_limit_seconds=patient, directory=Path("run/stacks"))
 
 
 def run_alone(function: str, cwd: Path) -> tuple[int, str, float]:
@@ -164,6 +165,35 @@ def test_native_code_that_keeps_pythons_lock_for_ever_is_ended_by_the_backstop(t
     assert "in holds_the_lock" in (tmp_path / "run/stacks/rank_00000.txt").read_text()
 
 
+def holds_the_lock_and_keeps_no_files() -> None:
+    hurry()
+    with Training().watched():
+        time.sleep(0.5)
+        ctypes.PyDLL(None).sleep(60)
+
+
+@pytest.mark.slow
+def test_without_a_run_directory_the_backstop_writes_to_standard_error(tmp_path: Path) -> None:
+    status, text, _ = run_alone("holds_the_lock_and_keeps_no_files", tmp_path)
+    assert status == 1
+    assert "in holds_the_lock_and_keeps_no_files" in text
+    assert not list(tmp_path.iterdir())
+
+
+def stands_still_where_nothing_can_be_written() -> None:
+    hurry()
+    Path("run").write_text("a file where a directory should be")
+    with Training().watched():
+        dozes()
+
+
+def test_stacks_that_cannot_be_written_are_printed(tmp_path: Path) -> None:
+    status, text, _ = run_alone("stands_still_where_nothing_can_be_written", tmp_path)
+    assert status == 1
+    assert "in dozes" in text
+    assert "run/stacks/rank_00000.txt failed" in text
+
+
 def moves_then_is_patient_then_stops() -> None:
     hurry()
     Path("run").mkdir()
@@ -187,3 +217,42 @@ def moves_then_is_patient_then_stops() -> None:
 def test_progress_patience_and_the_end_of_watching_raise_no_alarm_and_leave_nothing(tmp_path: Path) -> None:
     status, text, _ = run_alone("moves_then_is_patient_then_stops", tmp_path)
     assert status == 0, text
+
+
+def is_patient_for_ever() -> None:
+    hurry()
+    dog = Training().watched(limit=0.2, patient=LIMIT)
+    with dog, dog.patient():
+        dozes()
+
+
+def test_patience_ends_at_its_own_limit(tmp_path: Path) -> None:
+    status, text, seconds = run_alone("is_patient_for_ever", tmp_path)
+    assert status == 1
+    assert "made no progress for 1 s" in text
+    assert seconds < 50
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.1)
+        return index
+
+
+def reads_from_worker_processes() -> None:
+    hurry()
+    training = Training()
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
+    with training.watched(limit=10 * LIMIT):
+        for _ in range(3):
+            for _ in loader:
+                training.step += 1
+
+
+def test_worker_processes_forked_while_it_watches_come_and_go(tmp_path: Path) -> None:
+    status, text, _ = run_alone("reads_from_worker_processes", tmp_path)
+    assert status == 0, text
+    assert text == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from dream_trainer.checkpoint import sender
-from tests.api import CheckpointError, Ownership, Ranks, StorePath, list_checkpoints, verify_checkpoint
+from tests.api import CheckpointError, NewFile, Ownership, Ranks, StorePath, list_checkpoints, verify_checkpoint
 from tests.stores.jobs import Fit, Wide, config, train, weights
 from tests.stores.servers import SECRET, Server
 from tests.worlds import run_world
@@ -73,6 +74,17 @@ def test_a_restart_on_another_machine_goes_on(url: str, monkeypatch: pytest.Monk
     assert {4, 8} <= {line["step"] for line in lines}
 
 
+def test_an_older_checkpoint_sets_the_newer_aside(url: str) -> None:
+    train(url, 6)
+    train(url, 8, resume=2)
+    assert stored_steps(url) == [2, 4, 6, 8]
+    names = [path.name for path in (StorePath(url) / "p/g/e/checkpoints").iterdir()]
+    assert sorted(name.split("-")[-1] for name in names if name.startswith(".aside-")) == [
+        "step_00000004",
+        "step_00000006",
+    ]
+
+
 def test_weights_and_branches_come_from_there(url: str) -> None:
     run = train(url, 4)
     address = f"{url}/p/g/e"
@@ -122,6 +134,32 @@ def test_what_could_not_be_sent_is_sent_first_by_the_next_start(
     run = train(url, 8)
     assert stored_steps(url) == [2, 4, 6, 8]
     assert same(run, train(None, 8, experiment="straight"))
+
+
+def test_throttling_and_a_store_that_forgets_parts_lose_nothing(url: str, s3: Server) -> None:
+    throttled = iter(range(8))
+    s3.before = lambda method, path: setattr(s3, "throttled", int(method == "PUT" and next(throttled, 1) % 2 == 0))
+    train(url, 6)
+    assert stored_steps(url) == [2, 4, 6]
+
+
+def test_a_full_disk_is_an_error_and_what_is_in_the_store_stays(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = NewFile.write
+
+    class Full(Fit):
+        def post_train_step(self) -> None:
+            if self.global_step == 3:
+                wait_until(lambda: stored_steps(url) == [2])
+                monkeypatch.setattr(NewFile, "write", refuse)
+
+    def refuse(self: NewFile, content: Any, /) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(url, 8, trainer=Full)
+    monkeypatch.setattr(NewFile, "write", write)
+    assert stored_steps(url) == [2]
+    assert same(train(url, 8), train(None, 8, experiment="straight"))
 
 
 def test_wrong_credentials_end_the_run_before_its_first_step(url: str, s3: Server) -> None:

@@ -1,0 +1,216 @@
+"""A RunLog by itself: a counter stands in for the trainer, and a logger notes what it gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.api import (
+    JSONLLogger,
+    Logger,
+    LoggerGroup,
+    LoggerParameters,
+    Media,
+    Ranks,
+    Records,
+    RunLog,
+    Stamp,
+    Stragglers,
+    TrainingRecord,
+)
+
+BATCH = 4  # samples of a micro-batch
+
+
+class Notes(Logger):
+    """Everything in the order in which it came: (step, metrics) or (step, name)."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, Any]] = []
+        self.opened: list[tuple[dict[str, Any], int | None]] = []
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        self.opened.append((config, resumed_step))
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        self.got.append((stamp.step, metrics))
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        self.got.append((stamp.step, name))
+        return True
+
+
+class Counter:
+    """A run that counts windows, and its log."""
+
+    def __init__(self, run_dir: Path, *, every: int = 2, run: str = "run", loggers: tuple[Logger, ...] = ()) -> None:
+        self.step, self.size, self.in_window = 0, BATCH, True
+        self.records = Records()
+        parameters = LoggerParameters(log_every_n_steps=every)
+        self.notes = Notes()
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.log = RunLog(
+            parameters,
+            run_dir,
+            ("tests", "loggers", run),
+            records=self.records,
+            training=TrainingRecord(lambda: (None, self.size), lambda: None if self.in_window else self.stamp()),
+            stragglers=Stragglers(parameters, list, lambda: (0, 0.0, 0.0), lambda key, message: None),
+            config=lambda: {"seed": 3},
+            stamp=self.stamp,
+            notify=lambda metrics, step: self.told.append((step, metrics)),
+            of_data=dict,
+            warn_once=lambda key, message: None,
+        )
+        group = LoggerGroup([self.notes, *loggers], lambda key, message: None, strict=True)
+        self.log.connect(Ranks.alone(), group)
+
+    def stamp(self) -> Stamp:
+        return Stamp(self.step, 0, BATCH * self.step, 0.0)
+
+    def add(self, name: str, value: float) -> None:
+        self.records.current.add(name, value, None, "mean")
+
+    def show(self, name: str) -> None:
+        self.records.media.text(name, "x")
+
+    def batch(self, loss: float, *, weight: float | None = None, draw: float | None = None) -> None:
+        """One micro-batch: `draw` is logged in it, and `loss` is its result."""
+        if draw is not None:
+            self.records.current.add("draw", torch.tensor(draw), None, "mean")
+        self.log.batch_finished({"loss": torch.tensor(loss)}, weight, BATCH)
+
+    def window(self, *losses: float, **ends: bool) -> None:
+        self.log.window_started()
+        for loss in losses:
+            self.batch(loss)
+        self.step += 1
+        self.log.window_finished(self.step, **ends)
+
+    def state(self, **how: bool) -> dict[str, Any]:
+        return self.log.state(self.step, **{"is_last": False, "has_failed": False} | how)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.log.load_state(state)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Counter:
+    return Counter(tmp_path)
+
+
+# -- numbers
+
+
+def test_a_line_is_written_a_window_after_it_was_due_so_that_nobody_waits(run: Counter) -> None:
+    run.window(1.0)
+    run.window(3.0)
+    assert run.told == []
+    run.window(7.0)
+    assert run.told == [(2, {"train/loss": 2.0})]
+
+
+def test_loggers_are_opened_when_there_is_something_to_write(run: Counter) -> None:
+    assert run.log.batch_finished({}, None, BATCH)
+    assert run.notes.opened == []
+    assert not run.log.batch_finished({"loss": 1.0}, None, BATCH)
+    assert run.notes.opened == [({"seed": 3}, None)]
+
+
+def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) -> None:
+    run = Counter(tmp_path, every=1)
+    second = Ranks(1, 2, None)
+    second.world_size = 1  # it is not main, and nobody answers here
+    run.log.connect(second, LoggerGroup([], lambda key, message: None))
+    run.window(1.0, is_last=True)
+    assert run.told == [(1, {"train/loss": 1.0})]
+    assert len(run.log.history) == 1
+    assert run.notes.got == []
+
+
+# -- a validation's end
+
+
+def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
+    run.window(1.0)
+    with run.log.line_of_its_own(counts=True):
+        run.add("val/rank", 7.0)
+        state = run.state()
+        assert run.told == [(1, {"val/rank": 7.0})]
+    assert run.told == [(1, {"val/rank": 7.0})]
+    assert state["lines"] == 1
+
+
+# -- state
+
+
+def test_lines_that_were_written_after_the_checkpoint_are_told_again_and_written_once(tmp_path: Path) -> None:
+    first = Counter(tmp_path, every=1, loggers=(JSONLLogger(),))
+    first.window(1.0)
+    state = first.state()  # has the line of step 1's training, and not that of its validation
+    first.log.validated({"val/loss": 5.0})
+    first.log.close(1, has_trained=True)
+    second = Counter(tmp_path, every=1, loggers=(JSONLLogger(),))
+    second.resume(state)
+    second.log.validated({"val/loss": 5.0})
+    assert second.told == [(1, {"val/loss": 5.0})]
+    assert second.notes.got == []
+    assert [line["step"] for line in second.log.history] == [1, 1]
+    second.window(3.0, is_last=True)
+    second.log.close(2, has_trained=True)
+    assert [line["step"] for line in second.log.history] == [1, 1, 2]
+
+
+def test_another_runs_checkpoint_brings_its_pending_numbers_and_no_loggers_state(tmp_path: Path) -> None:
+    class Keeps(Notes):
+        def state_dict(self) -> dict[str, Any]:
+            return {"id": "theirs"}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("this is another run")
+
+    theirs = Counter(tmp_path / "theirs", run="theirs", loggers=(Keeps(),))
+    theirs.window(1.0)
+    state = theirs.state()
+    mine = Counter(tmp_path / "mine", run="mine", loggers=(Keeps(),))
+    mine.resume(state)
+    mine.window(3.0, is_last=True)
+    assert mine.told == [(2, {"train/loss": 2.0})]
+
+
+def test_what_was_not_flushed_is_written_at_the_end_unless_a_checkpoint_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_saved, is_lost in ((False, False), (True, False), (True, True)):
+        run = Counter(tmp_path, every=5)
+        run.window(2.0)
+        if is_saved:
+            run.state()
+        if is_lost:
+            run.log.save_was_lost()
+        caplog.clear()
+        run.log.close(1, has_trained=True)
+        is_kept = is_saved and not is_lost
+        assert run.told == ([] if is_kept else [(1, {"train/loss": 2.0})])
+        assert ("to be written when the run is resumed" in caplog.text) is is_kept
+
+
+def test_the_last_windows_numbers_are_written_before_they_would_be_saved(run: Counter) -> None:
+    run.window(1.0)
+    state = run.state(is_last=True)
+    assert run.told == [(1, {"train/loss": 1.0})]
+    assert state["pending"] is None
+
+
+def test_a_run_that_broke_off_writes_nothing_while_it_is_saved(run: Counter) -> None:
+    run.window(1.0)
+    run.window(3.0)
+    run.window(5.0)
+    told = list(run.told)
+    state = run.state(is_last=True, has_failed=True)
+    assert run.told == told
+    assert state["pending"] is not None
