@@ -73,7 +73,7 @@ def test_every_hyperparameter_is_an_argument_of_pytorchs_optimizer(name: str) ->
         ({"layer_decay": 0.0}, "layer_decay=0.0"),
         ({"layer_decay": 1.5}, "layer_decay=1.5 is not a number from 0 to 1"),
         ({"hidden": ("a",)}, "hidden=('a',) means nothing to 'adamw'"),
-        ({"groups": ("head",)}, "groups has 'head'. Use GroupParameters"),
+        ({"groups": ("head",)}, "is no tuple of GroupParameters. Use (GroupParameters"),
         ({"decay_vectors": 1}, "decay_vectors=1 is not a boolean"),
         ({"name": "muon", "ns_steps": 0}, "ns_steps=0"),
         ({"name": "muon", "hidden": ("(",)}, "hidden='(' is not a regular expression"),

@@ -78,7 +78,10 @@ def weights_by_position(
         steps = min(_STEPS_OF_RAMP, stage.ramp)
         for step in range(steps):
             part = Fraction(2 * step + 1, 2 * steps)  # in the middle of the step
-            mixed = [before + (after - before) * part for before, after in _in_shares(planned, target)]
+            mixed = [
+                before / sum(planned) + (after / sum(target) - before / sum(planned)) * part  # shares: a linear ramp
+                for before, after in zip(planned, target, strict=True)
+            ]
             at = place.position_of(stage.at + Fraction(stage.ramp * step, steps))
             found[at], begins[at] = mixed, begin
             place.weigh(mixed)
@@ -95,12 +98,6 @@ def weights_by_position(
     return [
         (at, tuple(weight * factor for weight, factor in zip(kept[at], by_sample, strict=True))) for at in sorted(kept)
     ]
-
-
-def _in_shares(before: list[Fraction], after: list[Fraction]) -> list[tuple[Fraction, Fraction]]:
-    """Both as shares of their sums, source by source: a ramp between weights of other sums would not be linear."""
-    sum_before, sum_after = sum(before), sum(after)
-    return [(one / sum_before, other / sum_after) for one, other in zip(before, after, strict=True)]
 
 
 class _Places:
