@@ -49,13 +49,18 @@ class Callback:
     def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
         """After `load_state_dict`, where the run begins from another run's checkpoint: forget what was only that run's.
 
-        With `new_counters` the run begins at step 0; with `new_data` its data begin anew. Default: keep the state.
+        Default: nothing, so that all of the state goes along.
+
+        Args:
+            new_counters: Whether the run begins at step 0, so that counts of steps and best values should begin anew.
+            new_data: Whether the data begin anew, in the middle of an epoch for instance.
         """
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Tensors to keep with the checkpoint, by name: DTensors, or plain and equal on all ranks. Default: none.
 
-        They must exist from `post_setup` on, and are loaded in place, all or none, before `load_state_dict`.
+        They are written as they are and loaded in place, so they must exist from `post_setup` on. Loading them comes
+        before `load_state_dict`, which is not called where a checkpoint lacks one of them.
         """
         return {}
 
@@ -118,7 +123,11 @@ class Callback:
         """An epoch is complete; `current_epoch` already counts it."""
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Training is over, by its limits or a stop request, and its last checkpoint saved."""
+        """Training is over, whether by its limits or by a stop request.
+
+        The last checkpoint has been saved: what is changed here is in none, unless `trainer.save_checkpoint()`
+        follows.
+        """
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
@@ -133,7 +142,8 @@ class Callback:
         """The checkpoint at `path` has been loaded."""
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced and handed to the loggers; `step` is theirs: training metrics come a step later."""
+        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        later."""
 
     def teardown(self, trainer: AbstractTrainer) -> None:
         """The trainer closes; release what was opened."""
