@@ -51,8 +51,8 @@ def prepare_optimizer_state(
     if saved_class not in (None, here_class):  # options and state mean something else to it, even under the same names
         raise CheckpointError(
             f"Optimizer {name!r} was of class {saved_class} and is {here_class} now: it would go on with the other's "
-            f"learning rate, decay and state. Use {saved_class} again, or begin another experiment from the checkpoint"
-            ': with branch=BranchParameters(optimizer="new"), or from its weights alone, '
+            f"learning rate, decay and state. Use {saved_class} again, or begin another experiment from the checkpoint "
+            'with branch=BranchParameters(optimizer="new"), or from its weights alone, '
             "CheckpointParameters(init_from=<its path>)."
         )
     options = _options_by_group(name, optimizer, fqns, values["groups"])

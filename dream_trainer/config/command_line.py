@@ -130,9 +130,11 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
 def _opened(cls: type, args: Sequence[str]) -> list[Field[Any]]:
     """The sections, a dataclass or None, that `args` have flags into; none in tyro's own way, `section:type`."""
     types = field_types(cls)
-    parts = {f: members(types[f.name]) for f in fields(cls)}
-    is_section = {f: len(of) == 2 and NoneType in of and any(map(is_dataclass, of)) for f, of in parts.items()}
-    optional = {_dashed(f.name): f for f in fields(cls) if is_section[f]}
+    optional = {}
+    for f in fields(cls):
+        parts = members(types[f.name])
+        if len(parts) == 2 and NoneType in parts and any(map(is_dataclass, parts)):
+            optional[_dashed(f.name)] = f
     if any(word.startswith(f"{name}:") for word in args for name in optional):
         return []
     sections = {flag.removeprefix("--").partition(".")[0] for flag in _flags_in(args)}

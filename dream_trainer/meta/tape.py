@@ -289,7 +289,8 @@ class Recorder(TorchFunctionMode):
                 raise
             return self._read(func, args, kwargs)  # needs values; a real mistake raises again, in its own words
         storages = {storage_id(stand_in) for stand_in in stand_ins}
-        is_alias = any(leaf.is_meta and storage_id(leaf) in storages for leaf in tensor_leaves(result))
+        leaves = tensor_leaves(result) if storages else ()
+        is_alias = any(leaf.is_meta and storage_id(leaf) in storages for leaf in leaves)
         if is_alias or any(write_count(stand_in) for stand_in in stand_ins):
             return self._read(func, args, kwargs)
         also = [leaf for leaf, count in zip(tracked, counts, strict=True) if write_count(leaf) != count]
