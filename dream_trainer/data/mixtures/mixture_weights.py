@@ -75,13 +75,13 @@ def weights_by_position(
     for stage in stages:
         begin = place.position_of(Fraction(stage.at))
         target = [Fraction(stage.weights.get(name, 0)) for name in weights]
+        # A ramp between weights of other sums would not be linear.
+        sums = sum(planned), sum(target)
+        shares = [(before / sums[0], after / sums[1]) for before, after in zip(planned, target, strict=True)]
         steps = min(_STEPS_OF_RAMP, stage.ramp)
         for step in range(steps):
             part = Fraction(2 * step + 1, 2 * steps)  # in the middle of the step
-            mixed = [
-                before / sum(planned) + (after / sum(target) - before / sum(planned)) * part  # shares: a linear ramp
-                for before, after in zip(planned, target, strict=True)
-            ]
+            mixed = [before + (after - before) * part for before, after in shares]
             at = place.position_of(stage.at + Fraction(stage.ramp * step, steps))
             found[at], begins[at] = mixed, begin
             place.weigh(mixed)
