@@ -105,12 +105,12 @@ class ModelSummary(Callback):
 
 def _check_inputs(inputs: object) -> None:
     given: Any = {} if inputs is None else inputs
-    found = {f"[{name!r}]": value for name, value in given.items()} if isinstance(given, Mapping) else {"": given}
-    for name, arguments in found.items():
-        if not name or not isinstance(arguments, tuple | list):
+    for name, arguments in given.items() if isinstance(given, Mapping) else [(None, given)]:
+        if name is None or not isinstance(arguments, tuple | list):
+            place = "" if name is None else f"[{name!r}]"
             raise ConfigError(
-                f"inputs{name} is a {type(arguments).__name__}. Use a dict with a tuple of all arguments for each "
-                "model, such as inputs={'model': (x,)}."
+                f"inputs{place} is a {type(arguments).__name__}. Use a dict with a tuple of all arguments for each "
+                f"model, such as inputs={{{name or 'model'!r}: (x,)}}."
             )
 
 

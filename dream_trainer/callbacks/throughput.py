@@ -89,7 +89,8 @@ class Throughput(LoggingCallback):
             if flops is not None and not callable(flops):
                 check_positive(argument, flops, hint=" Or a function of the trainer.")
         counts, costs = (tokens, tokens_per_sample), (flops_per_sample, flops_per_token)
-        refuse(tokens is not None and not callable(tokens), f"tokens={tokens!r} cannot be called. Pass a function.")
+        is_called = tokens is None or callable(tokens)
+        refuse(not is_called, f"tokens={tokens!r} cannot be called. Pass a function of a batch.")
         refuse(None not in counts, "tokens and tokens_per_sample both count tokens. Pass one of them.")
         refuse(None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
         is_uncounted = flops_per_token and counts == (None, None)
