@@ -330,9 +330,9 @@ def test_what_cannot_work_is_named() -> None:
         (lambda: LoaderGroup({"all": {"text": text}}), "'all' of LoaderGroup is itself a dict"),
         (lambda: LoaderGroup({"one": text, "other": text}), "'one' and 'other' read the same DistributedDataLoader"),
         (lambda: AlternatingLoaders({"text": text}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
-        (lambda: AlternatingLoaders({"text": text}, {"text": 0}), "0 for 'text' is not a whole number"),
-        (lambda: AlternatingLoaders({"text": text}, {"text": -2}), "-2 for 'text' is not a whole number"),
-        (lambda: AlternatingLoaders({"text": text}, {"text": 1.5}), "1.5 for 'text'"),  # type: ignore[dict-item]
+        (lambda: AlternatingLoaders({"text": text}, {"text": 0}), "'text': 0} is not a whole number"),
+        (lambda: AlternatingLoaders({"text": text}, {"text": -2}), "'text': -2} is not a whole number"),
+        (lambda: AlternatingLoaders({"text": text}, {"text": 1.5}), "'text': 1.5} is not"),  # type: ignore[dict-item]
         (lambda: AlternatingLoaders(ours(1, 1), {"text": 10**6, "images": 1}), "a round of 1000001 steps"),
     ]:
         with pytest.raises(DataError, match=message):
