@@ -239,7 +239,7 @@ def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> T
         raise TypeError(f"the rows of {name!r} are {rows!r}. Log a list of rows, each a list of cells.")
     checked_rows = []
     for number, row in enumerate(rows):
-        if isinstance(row, str) or not isinstance(row, Iterable):
+        if isinstance(row, str) or not isinstance(row, Iterable) or (isinstance(row, Tensor) and not row.dim()):
             raise TypeError(f"row {number} of {name!r} is {row!r}. Log each row as a list of its cells: [{row!r}].")
         cells = list(row.values() if isinstance(row, Mapping) else row)
         if len(cells) != len(columns):
