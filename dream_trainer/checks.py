@@ -71,6 +71,18 @@ def check_name(name: str, value: object, *, example: str, hint: str = "") -> Non
         raise ConfigError(f"{name}={value!r} is not a name. Use a string, such as {name}={example!r}.{hint}")
 
 
+def check_pattern(name: str, pattern: object) -> None:
+    """Raises ConfigError unless `pattern` is a regular expression with something in it."""
+    if not isinstance(pattern, str) or not pattern:
+        raise ConfigError(f"{name}={pattern!r} is not a pattern. Use a regular expression on names.")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{name}={pattern!r} is not a regular expression ({error}). Escape literal characters with a backslash."
+        ) from None
+
+
 def check_directory(name: str, value: object, *, hint: str = "") -> None:
     """Raises ConfigError unless `value` is the path of a directory in a file system of this machine, or None."""
     if not isinstance(value, str | PurePath | None) or value == "":
@@ -95,10 +107,10 @@ def check_instance(name: str, value: object, cls: type) -> None:
         raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}. Use {cls.__name__}(...).")
 
 
-def refuse(condition: object, message: str) -> None:
-    """Raises ConfigError if `condition` holds."""
+def refuse(condition: object, message: str, kind: type[Exception] = ConfigError) -> None:
+    """Raises an error of `kind` if `condition` holds."""
     if condition:
-        raise ConfigError(message)
+        raise kind(message)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

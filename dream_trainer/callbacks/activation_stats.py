@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dream_trainer.callbacks.gradient_stats import add_sums, no_sums
-from dream_trainer.checks import check_integer, check_names
+from dream_trainer.checks import check_integer, check_names, check_pattern
 from dream_trainer.compat.compiler import is_compiled, never_compiled
 from dream_trainer.compat.pytorch import in_backward, local_tensor
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.nested import leaves
-from dream_trainer.optim.groups import check_pattern
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -129,12 +129,7 @@ class GradientStats(TensorStats):
     """
 
     def __init__(
-        self,
-        every_n_steps: int = 100,
-        *,
-        depth: int | None = 2,
-        histograms: bool = False,
-        name: str = "gradients",
+        self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False, name: str = "gradients"
     ) -> None:
         super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
         # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.

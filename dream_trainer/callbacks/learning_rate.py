@@ -69,10 +69,5 @@ class LearningRate(LoggingCallback):
 
 
 def _have_one_rate(groups: list[dict[str, Any]]) -> bool:
-    return len(groups) == 1 or len({_rate(group) for group in groups}) == 1
-
-
-def _rate(group: dict[str, Any]) -> Any:
-    """What is equal for groups that have one rate."""
-    rate = group["lr"]
-    return id(rate) if isinstance(rate, Tensor) else (rate, group.get("initial_lr"))
+    rates = ((group["lr"], group.get("initial_lr")) for group in groups)
+    return len(groups) == 1 or len({id(rate) if isinstance(rate, Tensor) else (rate, at) for rate, at in rates}) == 1

@@ -148,7 +148,12 @@ class HostAverage(ModelAverage):
     """The averages of one model's shards on the CPU; the copy of an update is applied when the next one comes."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__(parameters, {name: _on_host(p.detach()) for name, p in parameters.items()})
+        on_host = {}
+        for name, parameter in parameters.items():
+            local = local_tensor(parameter.detach())
+            empty = torch.empty(local.shape, dtype=wide(local.dtype), device="cpu")
+            on_host[name] = with_local(parameter.detach(), empty)
+        super().__init__(parameters, on_host)
         self._copies: HostCopies | None = None
         self._copied: dict[str, Tensor] = {}
         self._amount: float | Tensor = 0.0
@@ -177,8 +182,3 @@ class HostAverage(ModelAverage):
         # All in order with the device's other work: the next step may change the weights right away.
         copied = self._copies.copy(tensors, at_once=tensors)
         self._copied = {name: copied[name] for name in tensors}
-
-
-def _on_host(parameter: Tensor) -> Tensor:
-    local = local_tensor(parameter)
-    return with_local(parameter, torch.empty(local.shape, dtype=wide(local.dtype), device="cpu"))

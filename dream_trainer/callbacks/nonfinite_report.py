@@ -53,14 +53,10 @@ class _Window:
     batches: list[tuple[int, dict[str, Tensor | float]]] = field(default_factory=list)
     gradients: list[_Gradients] = field(default_factory=list)
 
-    def numbers(self) -> Iterator[float]:
-        """Everything that should be finite and is on the host."""
-        return (value for _, values in self.batches for value in values.values() if not isinstance(value, Tensor))
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Everything that should be finite and is on a device, as vectors."""
+    def values(self) -> Iterator[Tensor | float]:
+        """Everything that should be finite: numbers of the host, and tensors on a device."""
         for _, values in self.batches:
-            yield from (value.reshape(1) for value in values.values() if isinstance(value, Tensor))
+            yield from values.values()
         for gradients in self.gradients:
             yield gradients.norms
 
@@ -170,9 +166,7 @@ class NonFiniteReport(Callback):
     def _look(self, trainer: AbstractTrainer) -> list[dict[str, Any]]:
         """Reports on the windows kept, written; waits for the device once if all is well."""
         windows, self._windows = self._windows, []
-        if all(math.isfinite(number) for window in windows for number in window.numbers()) and _all_finite(
-            [tensor for window in windows for tensor in window.tensors()]
-        ):
+        if _all_finite([value for window in windows for value in window.values()]):
             return []
         reports = []
         for window in windows:
@@ -282,9 +276,12 @@ def _indices(trainer: AbstractTrainer, window: _Window) -> list[list[int]] | Non
     return trainer.accumulation_window.indices(end.epoch, end.samples - window.samples, end.samples)
 
 
-def _all_finite(tensors: list[Tensor]) -> bool:
+def _all_finite(values: list[Tensor | float]) -> bool:
     """One wait for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
+    for value in values:
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(value.reshape(-1))
+        elif not math.isfinite(value):
+            return False
     return all(bool(torch.isfinite(torch.cat(flat)).all()) for flat in by_device.values())

@@ -31,14 +31,12 @@ NOTABLE_WAIT = 0.1
 class Pace:
     """Rate of training alone over the last looks, and time left with validations and checkpoints included."""
 
-    def __init__(
-        self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0, remembered: int = 50
-    ) -> None:
+    def __init__(self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0) -> None:
         self._first_step = step
         self._origin: tuple[float, int, int] | None = None
         self.is_warming_up = True
         # (seconds of training, step, samples, tokens, seconds waited); the first is used until warm-up is finished.
-        self._looks = deque([(now - idle, step, samples, tokens, 0.0)], maxlen=remembered)
+        self._looks = deque([(now - idle, step, samples, tokens, 0.0)], maxlen=50)
 
     def look(
         self, step: int, samples: int, now: float, idle: float = 0.0, waiting: float = 0.0, tokens: int = 0

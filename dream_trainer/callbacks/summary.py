@@ -104,16 +104,13 @@ class ModelSummary(Callback):
 
 
 def _check_inputs(inputs: object) -> None:
-    if inputs is not None and not isinstance(inputs, Mapping):
-        raise ConfigError(
-            f"inputs is a {type(inputs).__name__}. Use a dict with each model's arguments, such as "
-            "inputs={'model': (x,)}."
-        )
-    for name, arguments in (inputs or {}).items():
-        if not isinstance(arguments, tuple | list):
+    given: Any = {} if inputs is None else inputs
+    for name, arguments in given.items() if isinstance(given, Mapping) else [(None, given)]:
+        if name is None or not isinstance(arguments, tuple | list):
+            place = "" if name is None else f"[{name!r}]"
             raise ConfigError(
-                f"inputs[{name!r}] is a {type(arguments).__name__}. Use a tuple of all arguments, such as "
-                f"inputs={{{name!r}: (x,)}}."
+                f"inputs{place} is a {type(arguments).__name__}. Use a dict with a tuple of all arguments for each "
+                f"model, such as inputs={{{name or 'model'!r}: (x,)}}."
             )
 
 
@@ -166,14 +163,8 @@ class TrainerSummary(Callback):
 def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
     world, parameters = trainer.world, trainer.config.training_parameters
     mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
-    limits = {
-        "n_epochs": parameters.n_epochs,
-        "max_steps": parameters.max_steps,
-        "max_samples": parameters.max_samples,
-        "max_tokens": parameters.max_tokens,
-        "max_time": parameters.max_time,
-    }
-    set_limits = [f"{name}={value}" for name, value in limits.items() if value is not None]
+    limits = ("n_epochs", "max_steps", "max_samples", "max_tokens", "max_time")
+    set_limits = [f"{name}={value}" for name in limits if (value := getattr(parameters, name)) is not None]
     rows = [
         ("run directory", str(trainer.run_dir)),
         ("device", f"{world.device.type}, {world.world_size} rank{'s' if world.world_size > 1 else ''}"),

@@ -89,16 +89,12 @@ class Throughput(LoggingCallback):
             if flops is not None and not callable(flops):
                 check_positive(argument, flops, hint=" Or a function of the trainer.")
         counts, costs = (tokens, tokens_per_sample), (flops_per_sample, flops_per_token)
-        for is_wrong, message in (
-            (
-                tokens is not None and not callable(tokens),
-                f"tokens={tokens!r} cannot be called. Pass a function of a batch.",
-            ),
-            (None not in counts, "tokens and tokens_per_sample both count tokens. Pass one of them."),
-            (None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them."),
-            (flops_per_token and counts == (None, None), "flops_per_token needs tokens. Pass tokens_per_sample too."),
-        ):
-            refuse(is_wrong, message)
+        is_called = tokens is None or callable(tokens)
+        refuse(not is_called, f"tokens={tokens!r} cannot be called. Pass a function of a batch.")
+        refuse(None not in counts, "tokens and tokens_per_sample both count tokens. Pass one of them.")
+        refuse(None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
+        is_uncounted = flops_per_token and counts == (None, None)
+        refuse(is_uncounted, "flops_per_token needs tokens. Pass tokens_per_sample too.")
         self.every_n_steps = every_n_steps
         self.warm_up_steps = warm_up_steps
         self.tokens_per_sample = tokens_per_sample
@@ -258,17 +254,8 @@ def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) ->
     return (flops(trainer) if callable(flops) else flops) / peak
 
 
-# -- The peak rate of matrix products of accelerators we know, by the precision at work.
-#
-# Dense figures (no structured sparsity; where a datasheet prints only the sparse one, half of it), with float32
-# accumulation, in TFLOP/s, from the makers' documents:
-#
-# - Data centre, NVIDIA: datasheets of T4, V100, A10, A30, A40, A100, L4, L40, L40S, H100, H200, GH200, HGX B200 and
-#   GB200
-# - Workstation and GeForce, NVIDIA: RTX A6000 datasheet; the architecture white papers "NVIDIA Ampere GA102", "NVIDIA
-#   Ada
-#   GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture", appendix tables
-# - AMD: data sheets of Instinct MI300X and MI325X
+# Peak rates of matrix products of accelerators we know, in TFLOP/s: dense (half of a datasheet's sparse figure), with
+# float32 accumulation, from NVIDIA's and AMD's datasheets and NVIDIA's white papers on Ampere, Ada and Blackwell.
 
 
 class _Peaks(NamedTuple):

@@ -67,10 +67,6 @@ class WeightAverage(AveragingCallback):
         """The averages of one model by parameter name, sharded as its parameters; of tied ones the first name.
 
         They are those that training goes on to change: clone what is to stay.
-
-        Raises:
-            HookError: The trainer is not set up yet.
-            KeyError: No model of that name is averaged.
         """
         self._catch_up()
         if model_name not in self._averages:
@@ -123,15 +119,9 @@ class WeightAverage(AveragingCallback):
     # -- weights from a checkpoint
 
     def load_as_weights(self, checkpoint: Path) -> bool:
-        """Loads a checkpoint's averages, and puts them into the models, too; called by every rank.
+        """Loads a checkpoint's averages, and puts them into the models, too; returns whether it has any.
 
-        How often the averages have moved stays as it is.
-
-        Returns:
-            Whether it has averages.
-
-        Raises:
-            CheckpointError: It is damaged, or its averages are of other parameters.
+        Called by every rank. How often the averages have moved stays as it is.
         """
         trainer = self._set_up_trainer()
         prefix = next(prefix for _, prefix, callback in numbered(trainer.callbacks) if callback is self)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.callbacks.model_average import ModelAverage
 from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
-from dream_trainer.checks import check_between, check_boolean, check_integer, check_name, refuse
+from dream_trainer.checks import check_between, check_boolean, check_integer, check_name, listed, refuse
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
@@ -100,8 +100,7 @@ class WeightTransfer(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Whether the source has changed since the last transfer.
 
-        One that is due is made first: a checkpoint may be asked for before `post_train_step` comes. The target's
-        tensors are not copied yet then.
+        One that is due is made first: a checkpoint may be asked for before `post_train_step` comes.
         """
         if self._trainer is not None:
             self._transfer_if_due(self._trainer)
@@ -146,7 +145,7 @@ def _check_pairs(source: str, followed: dict[str, Tensor], target: str, followin
     if alone:
         raise ConfigError(
             f"WeightTransfer: {source!r} and {target!r} do not have tensors of the same names; only one has "
-            f"{', '.join(alone[:5])}{', ...' if len(alone) > 5 else ''}. Build both the same way."
+            f"{listed(alone, 5)}. Build both the same way."
         )
     for name, tensor in followed.items():
         other = following[name]

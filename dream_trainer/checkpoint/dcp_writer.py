@@ -1,6 +1,5 @@
-"""Writes tensors by DCP's planner and writer: one shard file per rank, and `.metadata` by rank 0.
-
-`dcp.save` changes warning filters, hides the file system's error, and needs a second read for checksums."""
+"""Writes tensors by DCP's planner and writer: one shard file per rank, and `.metadata` by rank 0. `dcp.save` changes
+warning filters, hides the file system's error, and needs a second read for checksums."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """A new file for DCP to write to; it is on the disk when the context ends."""
         path = Path(path)
         with NewFile(path) as file:
             yield file

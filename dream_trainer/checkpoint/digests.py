@@ -1,6 +1,5 @@
-"""Digests of tensors' values, the same however they are sharded: sums modulo 2^64 of bits mixed with positions.
-
-They find accidents, such as another file or dtype, and do not protect from somebody who wants to deceive."""
+"""Digests of tensors' values, the same however they are sharded: sums modulo 2^64 of bits mixed with positions. They
+find accidents, such as another file or dtype, and do not protect from somebody who wants to deceive."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ _MASK = (1 << 64) - 1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of splitmix64, as signed numbers
 
+# First row, last row and number of rows of each dimension: ranks with equal ones hold copies of one shard.
 _Shard = tuple[tuple[int, int, int], ...]
-"""First row, last row and number of rows of each dimension: ranks with equal ones hold copies of one shard."""
 
 
 @torch.no_grad()

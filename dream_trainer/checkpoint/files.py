@@ -1,6 +1,5 @@
-"""The file-system operations that a checkpoint is made of, all flushed to the disk.
-
-Files are fsynced before a rename, their directory too, and the parent directory after it."""
+"""The file-system operations that a checkpoint is made of, all flushed to the disk. Files are fsynced before a rename,
+their directory too, and the parent directory after it."""
 
 from __future__ import annotations
 
@@ -63,10 +62,7 @@ def step_directories(root: Path) -> list[tuple[int, Path]]:
 
 def set_newer_aside(root: Path, step: int) -> list[Path]:
     """Renames the checkpoints under `root` after `step`, so that none of them is resumed; returns their new paths."""
-    moved = []
-    for newer, path in step_directories(root):
-        if newer > step:
-            moved.append(set_aside(path))
+    moved = [set_aside(path) for newer, path in step_directories(root) if newer > step]
     if moved:
         sync_directory(root)
     return moved
@@ -94,10 +90,9 @@ class NewFile(io.BufferedWriter):
         return count
 
     def seek(self, *args: Any) -> NoReturn:
-        raise io.UnsupportedOperation("a file that is hashed while it is written cannot be rewound")
+        raise io.UnsupportedOperation("a file that is hashed while it is written cannot be rewound or cut")
 
-    def truncate(self, *args: Any) -> NoReturn:
-        raise io.UnsupportedOperation("a file that is hashed while it is written cannot be cut")
+    truncate = seek
 
     def close(self) -> None:
         if self.closed:
@@ -249,10 +244,7 @@ def compare_sizes(directory: Path, sizes: Mapping[str, int]) -> None:
             size_there = path.stat().st_size
         except OSError as error:
             raise unreadable(path, error) from error
-        if size_there != size:
-            raise DamagedCheckpointError(
-                f"{path} has {size_there} bytes where {size} were written. Resume from another checkpoint."
-            )
+        compare_content(path, (size_there, ""), (size, ""))
 
 
 def compare_content(path: Path, actual: tuple[int, str], written: tuple[int, str]) -> None:

@@ -45,10 +45,9 @@ def _open(path: Path) -> tuple[Manifest, Metadata]:
 def load_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | tuple[str, ...] = ()
 ) -> None:
-    """Fills tensors in place, whatever mesh they were saved from; names, shapes and dtypes are compared before.
+    """Fills tensors in place, by each rank, from shards of any mesh; names, shapes and dtypes are compared before.
 
-    Every rank calls this, with DTensors of any layout or plain tensors. Each reads the shards that its own overlap, and
-    one of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
+    One of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
     from dream_trainer.checkpoint.safe_dcp import read_and_verify
 
     task = f"load {path}"

@@ -29,8 +29,8 @@ from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, o
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 
+# Bytes that are left free, or a tenth of the room: loaders' workers share the memory, and die without any.
 LEFT_TO_OTHERS = 1 << 30
-"""Bytes that are left free, or a tenth of the room: loaders' workers share the memory, and die without any."""
 
 logger = logging.getLogger("dream_trainer")
 

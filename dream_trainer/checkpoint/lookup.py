@@ -9,7 +9,8 @@ from typing import Literal
 
 from dream_trainer.checkpoint.files import named_step, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest
-from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.checks import refuse
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
 
 State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
@@ -28,8 +29,8 @@ class Entry:
     path: Path
     step: int
     state: State
-    """"unreadable": of a newer schema, or closed to this user. "unfinished": being written, or left by a killed job.
-    "replaced": kept until another of its step is whole. "aside": set aside when the run resumed from an older one."""
+    # "unreadable": of a newer schema, or closed to this user. "unfinished": being written, or left by a killed job.
+    # "replaced": kept until another of its step is whole. "aside": set aside when the run resumed from an older one.
     fault: str | None = None
     manifest: Manifest | None = None
 
@@ -65,8 +66,7 @@ def _entry(path: Path, step: int, state: State) -> Entry:
 
 def checkpoints_root(path: Path) -> Path:
     """The directory of the checkpoints of a run's directory, or `path` itself if it is that."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory. Give a run's directory.")
+    refuse(not path.is_dir(), f"{path} is not a directory. Give a run's directory.", CheckpointError)
     if is_checkpoint(path):
         raise CheckpointError(f"{path} is one checkpoint. Give the run's directory, {path.parent.parent} perhaps.")
     if (path / "checkpoints").is_dir():
@@ -83,8 +83,7 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
     """The checkpoint that a path means: itself, or of a run the one of `step`, by default the newest whole one."""
     if is_checkpoint(path):
-        if step is not None:
-            raise ConfigError(f"step={step} chooses among a run's checkpoints, and {path} is one. Leave one out.")
+        refuse(step is not None, f"step={step} chooses among a run's checkpoints, and {path} is one. Leave one out.")
         return path
     root = checkpoints_root(path)
     path_of_step = {manifest.step: manifest.path for manifest in list_checkpoints(root)}

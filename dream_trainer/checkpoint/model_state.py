@@ -1,6 +1,5 @@
-"""Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into.
-
-Names are those of `state_dict()` under `models.<name>.`; a tied tensor is stored once, under its first name."""
+"""Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into. Names are
+those of `state_dict()` under `models.<name>.`; a tied tensor is stored once, under its first name."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping
 def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, Tensor]:
     """The unsharded tensors whose values on this rank differ from rank 0's, as BatchNorm's; one collective.
 
-    They are saved with the rank's own state. Plain buffers are compared, and plain parameters of sharded models, since
-    nothing synchronises FSDP2's `ignored_params`."""
+    Plain parameters of sharded models are among them: nothing synchronises FSDP2's `ignored_params`."""
     candidates = _unsharded(models)
     differing = differing_names(candidates, world=world)
     return {name: tensor for name, tensor in candidates.items() if name in differing} if world.rank else {}

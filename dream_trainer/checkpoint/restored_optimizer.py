@@ -23,14 +23,13 @@ from dream_trainer.checkpoint.optimizer_state import (
 )
 from dream_trainer.checkpoint.own_state_dict import load_own_state
 from dream_trainer.checkpoint.state_layouts import allocate, mesh_of
+from dream_trainer.checks import listed
 from dream_trainer.errors import CheckpointError
 
 
 class Prepared(NamedTuple):
-    """The allocated tensors by name, for `load_tensors`, and what to call when they are filled."""
-
-    tensors: dict[str, Tensor]
-    finish: Callable[[], None]
+    tensors: dict[str, Tensor]  # allocated, by name, for `load_tensors`
+    finish: Callable[[], None]  # called when they are filled
 
 
 def prepare_optimizer_state(
@@ -44,12 +43,18 @@ def prepare_optimizer_state(
     own: Mapping[str, Mapping[str, Any]] | None = None,
     rank: int = 0,
 ) -> Prepared:
-    """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills.
+    """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills; all or nothing.
 
-    State of the parameter's shape gets its layout and device; other state is placed as `load_state_dict` would, or as
-    the DTensor that it was. An error leaves everything unchanged."""
+    State of the parameter's shape gets its layout and device; other state lies as `load_state_dict` places it."""
     check_parameters(optimizer, fqns)
-    _refuse_other_class(name, optimizer, values)
+    saved_class, here_class = values.get("class"), type(optimizer).__name__
+    if saved_class not in (None, here_class):  # options and state mean something else to it, even under the same names
+        raise CheckpointError(
+            f"Optimizer {name!r} was of class {saved_class} and is {here_class} now: it would go on with the other's "
+            f"learning rate, decay and state. Use {saved_class} again, or begin another experiment from the checkpoint "
+            'with branch=BranchParameters(optimizer="new"), or from its weights alone, '
+            "CheckpointParameters(init_from=<its path>)."
+        )
     options = _options_by_group(name, optimizer, fqns, values["groups"])
     by_name = parameters_by_name(optimizer, fqns)
     local = _own_records(name, values, by_name, own)
@@ -88,17 +93,10 @@ def prepare_optimizer_state(
 
     inner = [
         prepare_optimizer_state(
-            f"{name}/{attribute}",
-            base,
-            fqns,
-            values["inner"][attribute],
-            metadata,
-            with_options=with_options,
-            own=own,
-            rank=rank,
+            f"{name}/{attribute}", base, fqns, of_base, metadata, with_options=with_options, own=own, rank=rank
         )
         for attribute, base in inner_optimizers(optimizer)
-        if attribute in values.get("inner", {})
+        if (of_base := values.get("inner", {}).get(attribute)) is not None
     ]
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         _restore_options(group, saved if with_options else {})
@@ -130,12 +128,11 @@ def _own_records(
         return {}
     records = None if own is None else own.get(name)
     if records is None or any(record["places"] != places_of(by_name, part) for part, record in records.items()):
-        listed = ", ".join(part or "state_dict()" for part in each_rank[:5])
+        parts = [part or "state_dict()" for part in each_rank]
         raise CheckpointError(
-            f"each rank has state of its own in optimizer {name!r} ({listed}), which cannot be divided among other "
-            "ranks, and this mesh has other parts of the parameters than the one that saved it. Resume on that mesh, "
-            "or begin another experiment from this checkpoint with "
-            'branch=BranchParameters(optimizer="new").'
+            f"each rank has state of its own in optimizer {name!r} ({listed(parts, 5)}), which cannot be divided among "
+            "other ranks, and this mesh has other parts of the parameters than the one that saved it. Resume on that "
+            'mesh, or begin another experiment from this checkpoint with branch=BranchParameters(optimizer="new").'
         )
     return records
 
@@ -157,18 +154,6 @@ def _device(path: TensorPath, parameter: nn.Parameter, group: Mapping[str, Any])
     if path[-1] == "step" and not (group.get("fused") or group.get("capturable")):
         return torch.device("cpu")
     return parameter.device
-
-
-def _refuse_other_class(name: str, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Options and state mean something else to an optimizer of another class, even under the same names."""
-    saved, current = values.get("class"), type(optimizer).__name__
-    if saved not in (None, current):
-        raise CheckpointError(
-            f"Optimizer {name!r} was of class {saved} and is {current} now: it would go on with the other's learning "
-            f"rate, decay and state. Use {saved} again, or begin another experiment from the checkpoint: with "
-            'branch=BranchParameters(optimizer="new"), or from its weights alone, CheckpointParameters(init_from=<its '
-            "path>)."
-        )
 
 
 def _options_by_group(

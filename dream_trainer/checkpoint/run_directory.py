@@ -1,7 +1,6 @@
-"""A job's claim on its run directory: all ranks see the same one, and no other live job writes to it.
-
-The claim is a lock on an open file, so a killed job leaves nothing that blocks its restart. Rank 0 writes a token into
-the file; a rank that reads another one has another directory under that name, such as a disk of its own."""
+"""A job's claim on its run directory: all ranks see the same one, and no other live job writes to it. The claim is a
+lock on an open file, so a killed job leaves nothing that blocks its restart. Rank 0 writes a token into the file; a
+rank that reads another one has another directory under that name, such as a disk of its own."""
 
 from __future__ import annotations
 
@@ -175,19 +174,15 @@ def link_checkpoints(link: Path, directory: Path) -> None:
             f"{directory}. Move them there, or leave `directory` as it was."
         )
     if link.is_dir() and not link.is_symlink():
-        _remove_empty(link)
+        try:
+            link.rmdir()
+        except OSError:
+            raise CheckpointError(
+                f"{link} is not empty, and checkpoint_parameters.directory would put a link in its place. Move what is "
+                "in it away."
+            ) from None
     directory.mkdir(parents=True, exist_ok=True)
     new = link.with_name(f".{link.name}.tmp-{secrets.token_hex(8)}")
     new.symlink_to(directory)
     new.replace(link)  # an older link goes in the same moment
     sync_directory(link.parent)
-
-
-def _remove_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError:
-        raise CheckpointError(
-            f"{directory} is not empty, and checkpoint_parameters.directory would put a link in its place. Move what "
-            "is in it away."
-        ) from None

@@ -1,7 +1,5 @@
-"""Reading DCP's files without running anybody's code.
-
-`.metadata` is unpickled by a reader that knows a short list of record types. A shard with anything but tensors is not
-opened, and PyTorch reads tensors with `weights_only=True`."""
+"""Reading DCP's files without running anybody's code. `.metadata` is unpickled by a reader that knows a short list of
+record types. A shard with anything but tensors is not opened, and PyTorch reads tensors with `weights_only=True`."""
 
 from __future__ import annotations
 
@@ -60,15 +58,14 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
         raise
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
         raise DamagedCheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    records, places = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
+    if not isinstance(metadata, Metadata) or not isinstance(records, dict) or not isinstance(places, dict):
         raise DamagedCheckpointError(f"{file} contains no DCP metadata. Resume from another checkpoint.")
-    for name, record in metadata.state_dict_metadata.items():
+    for name, record in records.items():
         if not isinstance(name, str) or not isinstance(record, TensorStorageMetadata):
             raise DamagedCheckpointError(
                 f"{file} lists {name!r}, which is not a tensor. Only tensors are read from DCP files."
             )
-    if not isinstance(metadata.storage_data, dict):
-        raise DamagedCheckpointError(f"{file} does not say where its tensors are. Resume from another checkpoint.")
     return metadata
 
 

@@ -1,7 +1,6 @@
-"""Saver: when a run is saved, one save at a time, and what happens to one that fails.
-
-It acts between windows, on all ranks at the same step. What only one rank knows, its clock and its thread, is exchanged
-with the pulse (`flags`, `heard`)."""
+"""Saver: when a run is saved, one save at a time, and what happens to one that fails. It acts between windows, on all
+ranks at the same step. What only one rank knows, its clock and its thread, is exchanged with the pulse (`flags`,
+`heard`)."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Moment(NamedTuple):
     """How far a run is, between two windows."""
 
     step: int  # optimizer steps completed
-    has_pending_work: bool
-    """Whether something is still to be done after its last window: a validation, or the end of an epoch."""
+    has_pending_work: bool  # whether a validation, or the end of an epoch, is still to be done after its last window
 
 
 class Saver(Saving):
@@ -196,19 +194,16 @@ class Saver(Saving):
         return self._ranks_writing > 0 and self._parameters.when_busy == "skip"
 
     def flags(self) -> tuple[bool, bool, bool]:
+        is_busy = (self._writer.is_busy or self._ranks_writing > 0) and not self._writes_local
         due = (
             self._cadence.goes_by_the_clock
             and self._world.is_main
             and self._cadence.is_due_by_the_clock()
-            and not self._would_skip()
+            and not (is_busy and self._parameters.when_busy == "skip")
         )
         if not self._ranks_writing:
             return due, False, False
         return due, self._writer.is_busy, self._writer.has_failed
-
-    def _would_skip(self) -> bool:
-        is_busy = (self._writer.is_busy or self._ranks_writing > 0) and not self._writes_local
-        return self._parameters.when_busy == "skip" and is_busy
 
     def heard(self, saving: int, failed: int) -> None:
         were_writing = self._ranks_writing

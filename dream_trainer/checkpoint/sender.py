@@ -166,7 +166,8 @@ class Sender:
         names = json.loads(self._noted("files", by=0) or "[]")
         target = self._remote / path.name
         for name in names:
-            if _rank_of(name) % self._world_size == self._rank:
+            of_rank = _OF_A_RANK.fullmatch(name)
+            if (int(of_rank[1] or of_rank[2]) if of_rank else 0) % self._world_size == self._rank:
                 self._remote.store.send(path / name, (target / name).key)
                 self._answers()
         self._note(f"sent by {self._rank}", "")
@@ -215,16 +216,13 @@ class Sender:
         self._what_is_stored()[local.step] = replace(local, path=target)
         discard(path)
         try:
-            self._retire()
+            stored = self._what_is_stored()
+            for step in stored.keys() - kept(stored.values(), self._retention):
+                discard(stored[step].path)
+                del stored[step]
             self._after_each()
         except OSError as error:  # the checkpoint is there, and the next one tries again
             logger.warning("%s: %s", self._remote, without_secrets(error))
-
-    def _retire(self) -> None:
-        stored = self._what_is_stored()
-        for step in stored.keys() - kept(stored.values(), self._retention):
-            discard(stored[step].path)
-            del stored[step]
 
     def _what_is_stored(self) -> dict[int, Manifest]:
         if self._stored is None:
@@ -262,8 +260,3 @@ class Sender:
             else:
                 self._answers()
         return self._notes.get(key).decode()
-
-
-def _rank_of(name: str) -> int:
-    match = _OF_A_RANK.fullmatch(name)
-    return int(match[1] or match[2]) if match else 0

@@ -19,20 +19,13 @@ class Snapshot:
 
     step: int  # optimizer steps completed
     tensors: Mapping[str, Tensor]
-    """State that is sharded (DTensor) or the same on all ranks (plain), by name. Ranks may have different names. Of a
-    plain tensor any one rank's value is saved."""
+    # Sharded (DTensor), or the same on all ranks (plain): of those any one rank's is saved. Ranks may differ in names.
     shared: bytes  # state that is the same on all ranks, as typed JSON; rank 0's is written
     rank_state: bytes  # state that only this rank has, as typed JSON
     rank_tensors: Mapping[str, Tensor]
-    """Plain tensors that only this rank has; also those whose value differs from rank 0's, under their name in
-    `tensors`."""
+    # Plain tensors of this rank alone, and those that differ from rank 0's, under their name in `tensors`.
     description: Mapping[str, Any]
-    """The fields `epoch`, `samples_seen`, `mesh_shape`, `config`, `metrics` and `parent` of the manifest."""
-
-
-# -- The plan of the last save, kept so that saves of the same tensors are not planned again.
-#
-# Planning is Python's work on every tensor of every rank; tools/bench/planning.py measures it.
+    # The fields `epoch`, `samples_seen`, `mesh_shape`, `config`, `metrics` and `parent` of the manifest.
 
 
 @dataclass

@@ -27,10 +27,8 @@ class HostCopies:
             self._memory_for(name, local_tensor(tensor)).zero_()
 
     def copy(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str]) -> dict[str, Tensor]:
-        """Copies this rank's part of `tensors`, with the same layout.
-
-        Until `wait_before_update` nothing may change the originals. Those in `at_once`, which a forward may change, are
-        copied in order with the device's other work."""
+        """Copies this rank's part of `tensors`. Until `wait_before_update` nothing may change the originals; those in
+        `at_once`, which a forward may change, are copied in order with the device's other work."""
         later = [name for name, tensor in tensors.items() if tensor.device == self._device and name not in at_once]
         copies: dict[str, Tensor] = {}
         for name in tensors if self._stream is None else tensors.keys() - later:

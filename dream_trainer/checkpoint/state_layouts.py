@@ -1,6 +1,5 @@
-"""How an optimizer's state tensors lie: what a checkpoint notes of it, and memory to load them into.
-
-Nothing is noted of a tensor of its parameter's shape and layout, and of other plain ones."""
+"""How an optimizer's state tensors lie: what a checkpoint notes of it, and memory to load them into. Nothing is noted
+of a tensor of its parameter's shape and layout, and of other plain ones."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Layout = str | dict[str, int | None]
-"""`PLAIN`, or which dimension of the tensor each dimension of the mesh cuts; None for none."""
+# `PLAIN`, or which dimension of the tensor each dimension of the mesh cuts; None for none.
 
 PLAIN = "plain"
 

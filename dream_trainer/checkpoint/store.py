@@ -59,8 +59,7 @@ def write_checkpoint(
 ) -> Path:
     """Writes a checkpoint and publishes it; every rank calls this, and `world` may be a host's of `job`.
 
-    It may run in its own thread. A whole checkpoint of the step is left as it is, and a damaged one replaced. An error
-    removes the temporary directory and leaves earlier checkpoints unchanged."""
+    A whole checkpoint of the step is left as it is. An error removes the temporary directory and nothing else."""
     # Imported where used: DCP loads a good part of torch.distributed.
     from dream_trainer.checkpoint.dcp_writer import TensorWriter
 

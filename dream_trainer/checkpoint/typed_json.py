@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 MAX_ARRAY_BYTES = 1 << 20
-"""Size of the largest tensor or array that is written in JSON; larger ones belong among the tensors."""
+# Size of the largest tensor or array that is written in JSON; larger ones belong among the tensors.
 
 _TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {

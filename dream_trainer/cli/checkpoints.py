@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg, subcommand
 
 from dream_trainer.checkpoint.files import discard
+from dream_trainer.checks import refuse
 from dream_trainer.cli.output import (
     Count,
     Flag,
@@ -78,8 +79,7 @@ class Verify:
         paths = [path] if is_checkpoint(path) else []
         for entry in [] if paths else entries(checkpoints_root(path)):
             paths += [entry.path] if not entry.path.name.startswith(".") and entry.state != "unfinished" else []
-        if not paths:
-            raise CheckpointError(f"{path} has no checkpoints to verify.")
+        refuse(not paths, f"{path} has no checkpoints to verify.", CheckpointError)
         found = {path: faults(path) for path in paths}
         if self.as_json:
             reports = [{"path": path, "whole": not errors, "faults": errors} for path, errors in found.items()]

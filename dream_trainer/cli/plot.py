@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
+from dream_trainer.checks import refuse
 from dream_trainer.cli.output import Flag
 from dream_trainer.errors import ConfigError, DataError
 from dream_trainer.loggers.interface import Stamp
@@ -51,8 +52,7 @@ class Plot:
     """Logarithmic values in panels where all are above zero."""
 
     def run(self) -> int:
-        if not self.runs:
-            raise ConfigError("no run was given. Give a run's directory, such as runs/project/group/experiment.")
+        refuse(not self.runs, "no run was given. Give a run's directory, such as runs/project/group/experiment.")
         if not 0.0 <= self.smooth < 1.0:
             raise ConfigError(f"--smooth {self.smooth} is not in [0, 1). Use 0 for none, or a share such as 0.9.")
         if self.output.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -86,8 +86,7 @@ def runs_of(paths: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
         logs = [run / LOG_NAME for run in below if (run / LOG_NAME).exists()]
         files += logs or [path / LOG_NAME if path.is_dir() else path]
     full = [file.resolve().parent if file.name == LOG_NAME else file.resolve() for file in files]
-    if len(set(full)) < len(full):
-        raise ConfigError("one run is given twice. Give each once.")
+    refuse(len(set(full)) < len(full), "one run is given twice. Give each once.")
     count, names = 1, [path.name for path in full]
     while len(set(names)) < len(names):  # ends, as the whole paths differ
         count += 1
@@ -99,14 +98,12 @@ def read_log(file: Path) -> list[dict[str, float]]:
     """The whole lines of a metrics.jsonl, with `time` in minutes since the first."""
     from dream_trainer.loggers.line_files import read_jsonl
 
-    if not file.is_file():
-        raise ConfigError(f'{file} does not exist. Give the directory of a run that logs to "jsonl".')
+    refuse(not file.is_file(), f'{file} does not exist. Give the directory of a run that logs to "jsonl".')
     try:
         records = [r for r in read_jsonl(file) if all(isinstance(r.get(key), int | float) for key in Stamp._fields)]
     except (KeyError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is damaged: {error}. Give the metrics.jsonl that a run wrote.") from error
-    if not records:
-        raise DataError(f"{file} holds no metrics that can be read. Give a run that has logged some.")
+    refuse(not records, f"{file} holds no metrics that can be read. Give a run that has logged some.", DataError)
     return [record | {"time": (record["time"] - records[0]["time"]) / 60} for record in records]
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 
 
@@ -66,8 +67,7 @@ def _loaded(program: str) -> ModuleType:
             return import_module(program)
         except ModuleNotFoundError as error:
             raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
-    if not path.is_file():
-        raise ConfigError(f"there is no file {program!r}. Give a Python file, or a module.")
+    refuse(not path.is_file(), f"there is no file {program!r}. Give a Python file, or a module.")
     sys.path.insert(0, str(path.parent))  # a script may import files beside it
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks for its module there

@@ -39,8 +39,7 @@ class BranchParameters:
     seed."""
 
 
-ALL_KEPT = BranchParameters()
-"""A plain resume."""
+ALL_KEPT = BranchParameters()  # a plain resume
 
 
 def _check_path(name: str, value: object, *, hint: str) -> None:

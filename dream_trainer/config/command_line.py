@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from dream_trainer.checks import nearest
+from dream_trainer.checks import nearest, refuse
 from dream_trainer.config.config_files import field_types, load_config, required_fields, section_of, value_of
 from dream_trainer.config.parameter_class import declaring, is_ours, members
 from dream_trainer.config.trainer_config import BaseTrainerConfig
@@ -106,8 +106,7 @@ def _take_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in words:
         if word == "--config":
             file = next(words, "--")
-            if file.startswith("--"):
-                raise ConfigError("--config names no file. Use --config run.yaml.")
+            refuse(file.startswith("--"), "--config names no file. Use --config run.yaml.")
             files.append(file)
         elif word.startswith("--config="):
             files.append(word.removeprefix("--config="))
@@ -131,16 +130,15 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
 def _opened(cls: type, args: Sequence[str]) -> list[Field[Any]]:
     """The sections, a dataclass or None, that `args` have flags into; none in tyro's own way, `section:type`."""
     types = field_types(cls)
-    optional = {_dashed(f.name): f for f in fields(cls) if _is_optional_section(types[f.name])}
+    optional = {}
+    for f in fields(cls):
+        parts = members(types[f.name])
+        if len(parts) == 2 and NoneType in parts and any(map(is_dataclass, parts)):
+            optional[_dashed(f.name)] = f
     if any(word.startswith(f"{name}:") for word in args for name in optional):
         return []
     sections = {flag.removeprefix("--").partition(".")[0] for flag in _flags_in(args)}
     return [field for name, field in optional.items() if name in sections]
-
-
-def _is_optional_section(annotation: Any) -> bool:
-    parts = members(annotation)
-    return len(parts) == 2 and NoneType in parts and any(is_dataclass(part) for part in parts)
 
 
 def _with_sections(config: T, args: Sequence[str], opened: list[Field[Any]]) -> tuple[T, list[str]]:
@@ -196,6 +194,7 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
+# Of each section the fields that short help shows.
 OF_THE_RUN = ("project", "group", "experiment", "seed")
 OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
     "training_parameters": tuple(
@@ -206,7 +205,6 @@ OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
     "checkpoint_parameters": ("save_every_n_steps", "keep_last", "best_metric", "best_mode", "resume", "init_from"),
     "logger_parameters": ("loggers", "log_every_n_steps"),
 }
-"""Of each section the fields that are shown."""
 
 
 def short_help(config: BaseTrainerConfig | type[BaseTrainerConfig], program: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from dream_trainer.checks import did_you_mean, spell
+from dream_trainer.checks import did_you_mean, refuse, spell
 from dream_trainer.config.file_formats import read_plain
 from dream_trainer.config.parameter_class import members
 from dream_trainer.config.serialize import structure
@@ -39,10 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Set(NamedTuple):
-    """A value that a file sets."""
-
     value: Any
-    file: Path
+    file: Path  # which sets it
 
 
 def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
@@ -148,8 +146,7 @@ def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file
     known = {f.name: f for f in fields(cls) if f.init}
     for key, value in changes.items():
         dotted = f"{place}{key}"
-        if key == "callbacks" and not place:
-            raise ConfigError(f"{file} sets callbacks, which are code. Set them in the script.")
+        refuse(key == "callbacks" and not place, f"{file} sets callbacks, which are code. Set them in the script.")
         if key not in known:
             advice = did_you_mean(str(key), known, place=place)
             section, _, rest = str(key).partition(".")

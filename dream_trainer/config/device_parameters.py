@@ -128,17 +128,12 @@ class MeshShape(NamedTuple):
 def resolve_mesh(
     parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int | None = None
 ) -> MeshShape:
-    """Divides `world_size` ranks as `parameters` asks.
+    """Divides `world_size` ranks as `parameters` asks; `shard_by_default` if "auto" means sharding (FSDPMixin).
 
-    Args:
-        parameters: of the run.
-        world_size: ranks of the job.
-        shard_by_default: whether the trainer can shard (it has FSDPMixin), so that "auto" means sharding.
-        ranks_per_host: ranks of each host, where there are several: "auto" for both then shards inside of hosts and
-            replicates between them. None: one host.
+    With `ranks_per_host`, of several hosts, "auto" for both shards inside of hosts and replicates between them.
 
     Raises:
-        ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
+        ConfigError: The sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
     """
     data_ranks = world_size
     taken: list[str] = []

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
@@ -35,8 +36,7 @@ class _WrongKey(Exception):
 
 def read_plain(file: Path) -> Any:
     readers: dict[str, Callable[[str], Any]] = {".yaml": _yaml, ".yml": _yaml, ".toml": tomllib.loads, ".json": _json}
-    if file.suffix not in readers:
-        raise ConfigError(f"{file} ends in {file.suffix!r}. Use .yaml, .yml, .toml or .json.")
+    refuse(file.suffix not in readers, f"{file} ends in {file.suffix!r}. Use .yaml, .yml, .toml or .json.")
     try:
         return readers[file.suffix](file.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -79,8 +79,7 @@ def _yaml(text: str) -> Any:
 
 
 def _refuse_ambiguous(node: Any, key: str) -> None:
-    '""Raises for text that YAML 1.1 and 1.2, or YAML and Python, read differently, as a value or in a list of'
-    'values.""'
+    """Raises for text that YAML 1.1 and 1.2, or YAML and Python, read differently, as a value or in a list."""
     if node.id == "sequence":
         for item in node.value:
             _refuse_ambiguous(item, key)

@@ -12,8 +12,8 @@ from dream_trainer.config.parameter_class import PositiveInt, parameters
 
 WandbMode = Literal["online", "offline", "disabled"]
 
+# The group of entry points in which packages declare loggers of their own, as `name = "module:Class"`.
 ENTRY_POINTS = "dream_trainer.loggers"
-"""The group of entry points in which packages declare loggers of their own, as `name = "module:Class"`."""
 BUILT_IN = {
     "console": "dream_trainer.loggers.line_files:ConsoleLogger",
     "jsonl": "dream_trainer.loggers.line_files:JSONLLogger",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
 
 import torch
 
-from dream_trainer.checks import check_between, check_names, refuse, spell
+from dream_trainer.checks import check_between, check_names, check_pattern, refuse, spell
 from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS, operation
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
@@ -202,10 +201,7 @@ class Float8Parameters:
 
     def __post_init__(self) -> None:
         for pattern in self.skip:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"skip: {pattern!r} is not a regular expression ({error}).") from error
+            check_pattern("skip", pattern)
 
 
 @dataclass(kw_only=True)

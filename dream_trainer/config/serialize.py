@@ -30,14 +30,10 @@ _ABSENT = "(absent)"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A dataclass instance as a dict of plain values.
+    """A dataclass instance as a dict of plain values, for files and loggers; ConfigError for what has no plain form.
 
-    Durations become seconds, enums their values, paths and dtypes their names. Functions and classes are recorded by
-    name, callbacks by name together with those arguments of their constructors that are plain and that they keep as
-    public attributes of the same names: what the user configured, and not what changes while they run.
-
-    Raises:
-        ConfigError: a value is of a type that has no plain form.
+    Durations become seconds, enums their values, paths, dtypes, functions and classes their names. Of callbacks it has
+    those arguments that are plain and kept as public attributes: what the user configured, not what changes.
     """
     return cast(dict[str, Any], _converter().unstructure(config))
 
@@ -45,10 +41,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
     """Builds a config of class `cls` from what `to_dict` gave; keys that are missing keep their defaults.
 
-    Callbacks hold code and stay at the class's default: pass them again by hand.
-
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type, or the config's own validation fails.
+    Callbacks hold code and stay at the class's default. What does not fit is a ConfigError.
     """
     if issubclass(cls, BaseTrainerConfig):
         data = {key: value for key, value in data.items() if key != "callbacks"}
@@ -133,14 +126,19 @@ def _converter() -> Converter:
 
     def callback_record(callback: Callback) -> dict[str, Any]:
         attributes = vars(callback)
-        names = [name for name in _arguments(type(callback)) if name in attributes and _is_plain(attributes[name])]
+        constructors = [vars(part)["__init__"] for part in type(callback).__mro__[:-1] if "__init__" in vars(part)]
+        arguments = dict.fromkeys(name for init in constructors for name in inspect.signature(init).parameters)
+        names = [name for name in arguments if name in attributes and _is_plain(attributes[name])]
         return {"class": _qualified_name(type(callback))} | {
             name: converter.unstructure(attributes[name]) for name in names
         }
 
     # Declared types would drop the fields of a subclass, and cannot be resolved where a class is local to a function.
     converter.register_unstructure_hook_func(is_dataclass, fields_of)
-    converter.register_unstructure_hook_func(_is_list, elements_of)
+    converter.register_unstructure_hook_func(
+        lambda cls: isinstance(cls, type) and issubclass(cls, Sequence) and not issubclass(cls, str | bytes),
+        elements_of,
+    )
     converter.register_unstructure_hook(CallbackCollection, elements_of)
     converter.register_unstructure_hook(Callback, callback_record)
     for plain in _PLAIN:
@@ -155,11 +153,6 @@ def _converter() -> Converter:
     converter.register_structure_hook(torch.dtype, _dtype)
     converter.register_structure_hook(CallbackCollection, _refuse_to_restore)
     return converter
-
-
-def _is_list(cls: Any) -> bool:
-    """Whether it is a tuple, or a list of Python's or another library, such as hydra's."""
-    return inspect.isclass(cls) and issubclass(cls, Sequence) and not issubclass(cls, str | bytes)
 
 
 def _strictly(cls: type, *others: type) -> Callable[[Any, Any], Any]:
@@ -196,12 +189,6 @@ def _describe(error: BaseException, expected: type | None) -> str:
     if isinstance(error, ConfigError | TypeError):
         return str(error).rstrip(".")
     return format_exception(error, expected)
-
-
-def _arguments(cls: type) -> list[str]:
-    """Names of what the constructor of `cls` takes, and those it inherits from."""
-    constructors = [vars(part)["__init__"] for part in cls.__mro__[:-1] if "__init__" in vars(part)]
-    return list(dict.fromkeys(name for init in constructors for name in inspect.signature(init).parameters))
 
 
 def _refuse(value: Any) -> Any:

@@ -115,13 +115,10 @@ def change_training_parameters(config: BaseTrainerConfig, trainer: object, value
 
 
 def check_config(config: Any) -> None:
-    """Checks a config from outside, as a trainer's constructor does.
+    """Checks a config from outside, as a trainer's constructor does; raises ConfigError.
 
     A subclass can lose its own validation (a `__post_init__` without `super()`) or its fields (a forgotten
     `@dataclass`), and values can be assigned after it was built. All of that is found here.
-
-    Raises:
-        ConfigError: the class or a value cannot work.
     """
     if not isinstance(config, BaseTrainerConfig):
         raise ConfigError(

@@ -126,12 +126,7 @@ class EvalConfigMixin:
 
 
 def accumulation_steps(parameters: TrainingParameters, batch_size: int, dp_size: int) -> int:
-    """Micro-batches that each rank processes per optimizer step.
-
-    Args:
-        parameters: of the run; `global_batch_size` decides if it is set, else `gradient_accumulation_steps`.
-        batch_size: samples of one rank's micro-batch, as the loader really yields them.
-        dp_size: data-parallel ranks.
+    """Micro-batches that each rank processes per optimizer step; `batch_size` is what the loader really yields.
 
     Raises:
         ConfigError: `global_batch_size` is not a whole number of micro-batches on every rank.

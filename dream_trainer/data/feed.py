@@ -9,7 +9,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,13 +29,6 @@ logger = logging.getLogger("dream_trainer")
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
-class _Place(NamedTuple):
-    position: DataPosition
-    rank_state: dict[str, Any] | None
-    is_pass_over: bool
-    state: dict[str, Any] | None
-
-
 class WindowFeed:
     """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`."""
 
@@ -43,11 +36,11 @@ class WindowFeed:
         self._stream = stream
         self._world = world
         self._accumulation = accumulation
-        self._window: Window | None = None
+        self.window: Window | None = None
         self._ahead: Window | None = None
         self._is_fetched = self._is_ahead_fetched = False
         self._empty_passes = 0
-        self._sought: _Place | None = None
+        self._sought: tuple[DataPosition, SavedState, bool, SavedState] | None = None
         self._begins_pass = True
         self.is_pass_over = False
         self.rank_state: dict[str, Any] | None = None
@@ -59,17 +52,16 @@ class WindowFeed:
         self.rank_state = rank_state
         self._begins_pass = True
         if position != DataPosition(0, 0, 0) or rank_state is not None or state is not None:
-            self._sought = _Place(position, rank_state, is_pass_over, state)
+            self._sought = position, rank_state, is_pass_over, state
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
-        return self._sought.state if self._sought is not None else self._stream.state_at(position)
+        return self._sought[-1] if self._sought is not None else self._stream.state_at(position)
 
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
         return {} if self._sought is not None else self._stream.numbers_at(position)
 
     def follow(self, stream: TrainStream, position: DataPosition) -> None:
-        """Continues with another stream: with the next pass, or where the last `seek` said if nothing was fetched
-        since."""
+        """Continues with another stream: with the next pass, or where a `seek` said if nothing was fetched since."""
         self._stream.close()
         self._stream = stream
         if self._sought is None:
@@ -79,12 +71,12 @@ class WindowFeed:
         """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
         started = time.perf_counter()
         if self._sought is not None:
-            place = self._sought
-            self._stream.seek(place.position, place.rank_state, is_pass_over=place.is_pass_over, state=place.state)
+            position, rank_state, is_pass_over, state = self._sought
+            self._stream.seek(position, rank_state, is_pass_over=is_pass_over, state=state)
             self._sought = None
         if not self._is_fetched:
-            self._window, self._is_fetched = self._load(), True
-        if self._window is not None and self._window.is_last is None and not self._is_ahead_fetched:
+            self.window, self._is_fetched = self._load(), True
+        if self.window is not None and self.window.is_last is None and not self._is_ahead_fetched:
             self._ahead, self._is_ahead_fetched = self._load(), True
         self.seconds_waiting += time.perf_counter() - started
 
@@ -93,18 +85,14 @@ class WindowFeed:
         """Whether this rank cannot fill a window that it has looked for, so that all ranks must `agree`."""
         if self._stream.is_even:
             return False
-        return _size(self._window) < self._accumulation or _size(self._ahead) < self._accumulation
-
-    @property
-    def window(self) -> Window | None:
-        return self._window
+        return _size(self.window) < self._accumulation or _size(self._ahead) < self._accumulation
 
     def agree(self) -> None:
         """Cuts what was fetched to the shortest rank's; a collective."""
-        sizes = torch.tensor([_size(self._window), _size(self._ahead)])
+        sizes = torch.tensor([_size(self.window), _size(self._ahead)])
         now, ahead = self._world.all_gather(sizes).unbind(1)
         if now.min() < self._accumulation:
-            self._window = _cut(self._window, int(now.min()))
+            self.window = _cut(self.window, int(now.min()))
             self._report(now, ahead)
             self._ahead, self._is_ahead_fetched = None, True
         elif ahead.min() < self._accumulation:
@@ -113,7 +101,7 @@ class WindowFeed:
 
     def take(self) -> Window | None:
         """The window to train now; None if a pass had none for all ranks."""
-        window = self._window
+        window = self.window
         if self._begins_pass:
             self._begins_pass = False
             self._compare_lengths()
@@ -122,7 +110,12 @@ class WindowFeed:
             self._stream.end_pass()
             self._forget()
             self._begins_pass = True
-            self._count_empty_pass()
+            self._empty_passes += 1
+            if self._empty_passes == 2:
+                raise DataError(
+                    "two passes over the training data had no batch that every rank could train. "
+                    "Give every rank at least one batch, or use a DistributedDataLoader."
+                )
         return window
 
     def trained(self, window: Window) -> None:
@@ -136,7 +129,7 @@ class WindowFeed:
             self._stream.end_pass()
             self._begins_pass = True
         else:
-            self._window, self._is_fetched = ahead, is_ahead_fetched
+            self.window, self._is_fetched = ahead, is_ahead_fetched
 
     def _load(self) -> Window | None:
         try:
@@ -168,7 +161,7 @@ class WindowFeed:
         ) from error
 
     def _forget(self) -> None:
-        self._window = self._ahead = None
+        self.window = self._ahead = None
         self._is_fetched = self._is_ahead_fetched = False
 
     def _report(self, cut: torch.Tensor, dropped: torch.Tensor | None = None) -> None:
@@ -187,14 +180,6 @@ class WindowFeed:
                 self._world,
                 {"samples of the training dataset in this pass": self._stream.length},
                 "Change it in the same way on every rank.",
-            )
-
-    def _count_empty_pass(self) -> None:
-        self._empty_passes += 1
-        if self._empty_passes == 2:
-            raise DataError(
-                "two passes over the training data had no batch that every rank could train. "
-                "Give every rank at least one batch, or use a DistributedDataLoader."
             )
 
 

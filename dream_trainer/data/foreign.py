@@ -70,11 +70,8 @@ def iterate(
 
 
 class SeededPass(Iterator[Any]):
-    """One pass over a loader that may draw from the global generators, which training's are apart from.
-
-    A pass's order and first batch have one stream, every other batch its own, unless it is known to draw nothing.
-    torch's generator is seeded for every batch, python's and numpy's for those that follow their first draw in a pass.
-    """
+    """One pass over a loader that may draw from the global generators: torch's is seeded for every batch, python's and
+    numpy's for those that follow their first draw in a pass, unless a batch is known to draw nothing."""
 
     def __init__(
         self,

@@ -46,15 +46,11 @@ class ForeignStream(TrainStream):
         whole_windows: bool = False,
     ) -> None:
         length = known_length(source)
-        if length == 0 and (dp_size == 1 or whole_windows):
-            raise DataError(
-                f"The training loader ({type(source).__name__}) has 0 batches. Check its dataset, batch_size and "
-                "drop_last."
-            )
-        if length is not None and whole_windows and length < accumulation:
+        least = accumulation if whole_windows else int(dp_size == 1)
+        if length is not None and length < least:
             raise DataError(
                 f"The training loader ({type(source).__name__}) has {length} batches in a pass, fewer than one step of "
-                f"{accumulation}. Give it more, or lower the accumulation."
+                f"{least}. Check its dataset, batch_size and drop_last, or lower the accumulation."
             )
         steps = None if length is None else divmod(length, accumulation)
         self.steps_per_epoch = None if steps is None else steps[0] + (steps[1] > 0 and not whole_windows)
@@ -81,12 +77,7 @@ class ForeignStream(TrainStream):
         self._was_read = False
 
     def seek(
-        self,
-        position: DataPosition,
-        rank_state: SavedState,
-        *,
-        is_pass_over: bool = False,
-        state: SavedState = None,
+        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
         refuse_state_of_group(state)
         if self._was_read and isinstance(self._source, Iterator):

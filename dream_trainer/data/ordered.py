@@ -39,29 +39,17 @@ class OrderedDataset(Dataset[Any], ABC):
 
     @abstractmethod
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
-        """Told before anything is read: at the start of each pass, and before going on in its middle.
+        """Told before anything is read, at the start of each pass (`state` None) and before going on in its middle.
 
-        Args:
-            seed: The run's, for a dataset that has none of its own.
-            state: What `state_at` gave for the position to go on at. None: a pass begins at its start; what was changed
-                while the program ran (a mixture's weights) stays.
-
-        Raises:
-            DataError: The state is of data that are not these.
+        `state` is what `state_at` gave for the position to go on at; of other data it raises DataError. Without it, a
+        change of the running program (a mixture's weights) stays.
         """
 
     @abstractmethod
     def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
-        """What `begin` needs to go on at `position` of this pass, and the record of what was drawn until there.
+        """What `begin` needs to go on at `position` of this pass, as plain data, and what was drawn until there.
 
-        Called when a checkpoint is written, not in each step.
-
-        Args:
-            position: Where to go on.
-            mark: The newest `mark` of a batch that this rank had loaded before `position`, if there was one.
-
-        Returns:
-            Plain data, by value; what any rank says is right for all.
+        Called when a checkpoint is written, on any rank. `mark` is the newest that this rank had loaded before.
         """
 
     def set_epoch(self, epoch: int) -> None:  # most have nothing to do
@@ -86,10 +74,8 @@ class OrderedDataset(Dataset[Any], ABC):
         return True
 
     def changes_at(self, position: int, mark: Any = None) -> bool:
-        """Whether the order from `position` on is another one than before. What was loaded ahead is then thrown away,
-        and `begin` called with the state at `position`. Asked between two windows, with arguments as of `state_at`; all
-        ranks say the same.
-        """
+        """Whether the order from `position` on has changed, asked between two windows; all ranks say the same. What
+        was loaded ahead is then dropped, and `begin` called with the state at `position`."""
         return False
 
     def change_begins_at(self, position: int, mark: Any = None) -> int:

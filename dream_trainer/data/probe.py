@@ -29,8 +29,7 @@ _TOLERANCE = 0.01
 
 
 def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, list[Summary]]:
-    """Summaries of the first and last sample of each dataset, each `times` in a row; empty ones if they cannot be
-    loaded."""
+    """Summaries of the first and last sample of each dataset, each `times` in a row; empty if they cannot be loaded."""
     summaries: dict[str, list[Summary]] = {}
     in_workers: dict[Any, dict[str, ShardReader]] = {}
     for name, reader in readers.items():
@@ -130,16 +129,9 @@ def differing(summaries: Sequence[Summary]) -> dict[str, int]:
     for name in names:
         if others and name not in others:
             continue
-        rank = next(
-            (
-                rank
-                for rank, rank_summary in enumerate(summaries)
-                if not _alike(first.get(name), rank_summary.get(name))
-            ),
-            None,
-        )
-        if rank is not None:
-            rank_of_name[name] = rank
+        differs = [not _alike(first.get(name), rank_summary.get(name)) for rank_summary in summaries]
+        if any(differs):
+            rank_of_name[name] = differs.index(True)
     return rank_of_name
 
 

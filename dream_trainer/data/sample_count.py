@@ -26,11 +26,7 @@ class GraphBatch(Protocol):
 class SampleCount:
     """Counts the samples of batches that come from a loader of the user's own."""
 
-    def __init__(
-        self,
-        own: Callable[[Any], int] | None = None,
-        warn: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, own: Callable[[Any], int] | None = None, warn: Callable[[str], None] | None = None) -> None:
         self.own = own
         self._warn = warn
 

@@ -31,8 +31,7 @@ class Sharding:
         return self.batch_size * self.dp_size
 
     def slice_of_chunk(self, size: int) -> tuple[int, int]:
-        """Offset and length of this rank's part of a chunk of `size` samples; the first ranks take one more where it is
-        uneven."""
+        """Offset and length of this rank's part of a chunk of `size` samples; uneven, the first ranks take one more."""
         share, extra = divmod(size, self.dp_size)
         return self.dp_rank * share + min(self.dp_rank, extra), share + (self.dp_rank < extra)
 
@@ -86,9 +85,7 @@ class RankBatchSampler(Sampler[BatchKey]):
             return
         order = epoch_order(self.seed, epoch, self.length, self.shuffle)
         full = order[first:last].view(num_full, sharding.dp_size, sharding.batch_size)[:, sharding.dp_rank]
-        for block in range(
-            0, num_full, 64
-        ):  # many batches at a time, since a tensor slice costs as much as a small batch
+        for block in range(0, num_full, 64):  # many at a time, since a tensor slice costs as much as a small batch
             for indices in full[block : block + 64].tolist():
                 yield epoch, indices
         if size:
@@ -108,10 +105,7 @@ class RankBatchSampler(Sampler[BatchKey]):
 VALIDATION_EPOCH = -1
 
 
-# -- Which sample comes when, and with which randomness: pure functions of the run's seed.
-#
-# Nothing here depends on the world size, the number of workers or what was drawn before, so that any rank of any world
-# can compute any epoch's order, and resume in the middle of it, from three integers.
+# Nothing of these depends on the world size, the workers or earlier draws, so any rank can compute any epoch's order.
 
 
 def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:

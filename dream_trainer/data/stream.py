@@ -36,20 +36,9 @@ def train_stream(
     batch_size: SampleCount | None = None,
     keeps_state: bool = True,
 ) -> TrainStream:
-    """The stream over any loader that a user may return from `configure_dataloaders`.
+    """The stream over any loader, group or dict of loaders that a user may return from `configure_dataloaders`.
 
-    Args:
-        loader: A DistributedDataLoader, a StreamLoader, a PerRankLoader, a torch `DataLoader` or any iterable of
-            batches; a LoaderGroup or AlternatingLoaders of such; or a plain dict of them, which is a LoaderGroup.
-        accumulation: Micro-batches in a whole window.
-        dp_rank: This rank among the data-parallel ones.
-        dp_size: Number of data-parallel ranks.
-        seed: The run's seed.
-        batch_size: Counts the samples of a batch of a loader that is not ours; None does not count them.
-        keeps_state: As in `ForeignStream`.
-
-    Raises:
-        DataError: The data is empty or too small for one window, or cannot be dealt to `dp_size` ranks.
+    `accumulation` is the micro-batches in a whole window; `batch_size` counts samples of batches that are not ours.
     """
     open_one = partial(
         _stream_of_one, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, keeps_state=keeps_state
@@ -57,7 +46,7 @@ def train_stream(
     if isinstance(loader, Mapping):
         loader = LoaderGroup(loader)
     if isinstance(loader, LoaderGroup | AlternatingLoaders):
-        return group_stream(loader, open_one, seed=seed, count=batch_size, accumulation=accumulation, dp_size=dp_size)
+        return group_stream(loader, open_one, seed=seed, count=batch_size, accumulation=accumulation)
     return open_one(loader, seed, batch_size)
 
 
@@ -111,15 +100,17 @@ class ShardStream(TrainStream):
     """One rank's share of a DistributedDataLoader; positions are arithmetic, so a rank knows every other's windows."""
 
     is_even = True
+    reader: ShardReader
+    global_batch_size: int
 
     def __init__(
         self, loader: DistributedDataLoader, sharding: Sharding, *, accumulation: int, seed: int, drop_last: bool
     ) -> None:
         self._loader = loader
         self._sharding = sharding
-        self._global_batch_size = sharding.chunk_size * accumulation
+        self.global_batch_size = sharding.chunk_size * accumulation
         self._drop_last = drop_last
-        self._reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
+        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
         self._iterator: Iterator[Any] | None = None
         self._position = DataPosition(0, 0, 0)
         self._state: dict[str, Any] | None = None
@@ -127,7 +118,7 @@ class ShardStream(TrainStream):
         self._state_before: dict[str, Any] | None = None
         self._numbers_before: Mapping[str, float] = {}
         self._measure()
-        self.steps_per_epoch = None if self._length == ENDLESS else -(-self._end // self._global_batch_size)
+        self.steps_per_epoch = None if self._length == ENDLESS else -(-self._end // self.global_batch_size)
         self.dropped_samples = self._length - self._end
 
     @property
@@ -135,28 +126,15 @@ class ShardStream(TrainStream):
         return self._length
 
     @property
-    def reader(self) -> ShardReader:
-        return self._reader
-
-    @property
-    def global_batch_size(self) -> int:
-        return self._global_batch_size
-
-    @property
     def seconds_loading(self) -> Mapping[tuple[int, str], float]:
-        return self._reader.marked.seconds
+        return self.reader.marked.seconds
 
     def seek(
-        self,
-        position: DataPosition,
-        rank_state: SavedState,
-        *,
-        is_pass_over: bool = False,
-        state: SavedState = None,
+        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
         self._refuse_other_kind(position, state)
         if is_pass_over:
-            self._reader.begin(position.epoch, state)
+            self.reader.begin(position.epoch, state)
             self._begin(DataPosition(position.epoch + 1, 0, 0))
             self._ended, self._state_before = position, state
             return
@@ -166,7 +144,7 @@ class ShardStream(TrainStream):
         self._state = state
 
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
-        ordered, marked = self._reader.ordered, self._reader.marked
+        ordered, marked = self.reader.ordered, self.reader.marked
         if ordered is None:
             return {}
         if position.epoch != self._position.epoch:
@@ -174,7 +152,7 @@ class ShardStream(TrainStream):
         return ordered.numbers_at(position.samples, marked.newest(position.samples))
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
-        ordered, marked = self._reader.ordered, self._reader.marked
+        ordered, marked = self.reader.ordered, self.reader.marked
         if ordered is None:
             return None
         if position.epoch != self._position.epoch:
@@ -186,13 +164,13 @@ class ShardStream(TrainStream):
 
     def next_window(self) -> Window | None:
         position = self._position
-        if self._reader.ordered is not None:
-            self._look_for_changes(self._reader.ordered)
+        if self.reader.ordered is not None:
+            self._look_for_changes(self.reader.ordered)
         if self._iterator is None:
             self._measure()
             self._ended = None
-            self._iterator = self._reader.batches(position.epoch, position.samples, self._end)
-        samples = min(self._global_batch_size, self._end - position.samples)
+            self._iterator = self.reader.batches(position.epoch, position.samples, self._end)
+        samples = min(self.global_batch_size, self._end - position.samples)
         if samples <= 0:
             self._next_pass()
             return None
@@ -208,7 +186,7 @@ class ShardStream(TrainStream):
         return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last, sizes)
 
     def _look_for_changes(self, ordered: OrderedDataset) -> None:
-        position, marked = self._position, self._reader.marked
+        position, marked = self._position, self.reader.marked
         if self._iterator is not None:
             marked.forget_before(position.samples)
         else:
@@ -217,18 +195,18 @@ class ShardStream(TrainStream):
             marked.marks.clear()
         if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
             if self._sharding.dp_rank == 0:
-                say_when_it_begins(ordered, position.samples, marked, self._global_batch_size)
+                say_when_it_begins(ordered, position.samples, marked, self.global_batch_size)
             self._state = ordered.state_at(position.samples, marked.newest(position.samples))
             self._iterator = None
 
     def _note_what_was_asked(self, ordered: OrderedDataset) -> None:
         """A change that was asked for after a pass had ended belongs to what is saved of its end."""
         if self._ended is not None and self._iterator is None and ordered.may_change:
-            marked = self._reader.marked
+            marked = self.reader.marked
             self._state_before = ordered.state_at(self._ended.samples, marked.newest(self._ended.samples))
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
-        return self._reader.sampler.indices(epoch, first, end)
+        return self.reader.sampler.indices(epoch, first, end)
 
     def end_pass(self) -> None:
         if self._position.samples:
@@ -236,7 +214,7 @@ class ShardStream(TrainStream):
 
     def close(self) -> None:
         self._iterator = None
-        self._reader.close()
+        self.reader.close()
 
     def _next_pass(self) -> None:
         self._state_before, self._numbers_before = self.state_at(self._position), self.numbers_at(self._position)
@@ -245,16 +223,16 @@ class ShardStream(TrainStream):
 
     def _begin(self, position: DataPosition) -> None:
         self._iterator = None
-        self._reader.release()
+        self.reader.release()
         self._position = position
         self._state = None
 
     def _measure(self) -> None:
         """Looks how long the dataset is in this pass, before anything of it is read: it may change between two."""
         position, dataset = self._position, self._loader.dataset
-        before = self._reader.sampler.length
+        before = self.reader.sampler.length
         if isinstance(dataset, OrderedDataset):  # says itself whether it can go on there
-            self._reader.begin(position.epoch, self._state)
+            self.reader.begin(position.epoch, self._state)
             self._length = len(dataset)
         else:
             if isinstance(dataset, EpochAware):
@@ -269,13 +247,13 @@ class ShardStream(TrainStream):
                     "was."
                 )
             if self._length != before or isinstance(dataset, EpochAware):
-                self._reader.dataset_changed()
+                self.reader.dataset_changed()
         self._end = self._pass_end(position.samples)
         if self._end == 0:
             raise self._too_small()
 
     def _refuse_other_kind(self, position: DataPosition, state: dict[str, Any] | None) -> None:
-        is_ordered, name = self._reader.ordered is not None, type(self._loader.dataset).__name__
+        is_ordered, name = self.reader.ordered is not None, type(self._loader.dataset).__name__
         refuse_state_of_group(state)
         if is_ordered and state is None and position.samples:
             raise DataError(
@@ -292,7 +270,7 @@ class ShardStream(TrainStream):
         if self._length == ENDLESS:
             return ENDLESS
         if self._drop_last:
-            return end_without_tail(self._length, consumed, self._global_batch_size)
+            return end_without_tail(self._length, consumed, self.global_batch_size)
         return end_with_tail(self._length, consumed, self._sharding)
 
     def _too_small(self) -> DataError:
@@ -302,10 +280,10 @@ class ShardStream(TrainStream):
                 f"The training dataset has {self._length} samples, fewer than dp_size={dp_size} data-parallel ranks. "
                 "Use fewer ranks."
             )
-        accumulation = self._global_batch_size // self._sharding.chunk_size
+        accumulation = self.global_batch_size // self._sharding.chunk_size
         return DataError(
             f"The training dataset has {self._length} samples, fewer than one global batch of "
-            f"{self._global_batch_size} (batch_size={batch_size} x dp_size={dp_size} x accumulation={accumulation}), "
+            f"{self.global_batch_size} (batch_size={batch_size} x dp_size={dp_size} x accumulation={accumulation}), "
             "and incomplete global batches are dropped. Lower one of the three, or use "
             "DistributedDataLoader(drop_last=False)."
         )

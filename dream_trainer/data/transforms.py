@@ -32,8 +32,7 @@ class Item:
 class Transform(ABC):
     """One step of what is done to samples."""
 
-    block = 1
-    """A block of samples is a multiple of this."""
+    block = 1  # a block of samples is a multiple of this
 
     @abstractmethod
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:

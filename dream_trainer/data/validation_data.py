@@ -17,18 +17,11 @@ from dream_trainer.errors import DataError
 class ValidationBatches(ABC):
     """This rank's validation batches; each iteration starts from the beginning."""
 
-    @property
-    def reader(self) -> ShardReader | None:
-        """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
-        return None
+    reader: Any = None  # the ShardReader that loads the samples that are dealt to ranks; None of a loader not ours
+    batch_size: int | None = None  # samples of a full batch, if the loader has such a number
 
     def samples_in(self, number: int) -> int | None:
         """Samples in batch `number` of the running iteration; None of a loader that is not ours."""
-        return None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples of a full batch, if the loader has such a number."""
         return None
 
     @abstractmethod
@@ -50,18 +43,8 @@ class ValidationBatches(ABC):
 def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int) -> ValidationBatches:
     """The validation batches of one rank from any loader that a user may return from `configure_dataloaders`.
 
-    A DistributedDataLoader or a plain `DataLoader` is read in the dataset's order and whole, whatever its `shuffle` and
-    `drop_last` say. The last chunk is split evenly, so ranks may differ by a sample in their last batch, and some may
-    have one batch less (or none).
-
-    Args:
-        loader: A DistributedDataLoader, a PerRankLoader, a torch `DataLoader` or any iterable of batches.
-        dp_rank: This rank among the data-parallel ones.
-        dp_size: Number of data-parallel ranks.
-        seed: The run's seed.
-
-    Raises:
-        DataError: The data is empty, or cannot be dealt to `dp_size` ranks.
+    Ours and plain loaders are read whole and in the dataset's order, whatever their `shuffle` and `drop_last` say.
+    Ranks may differ by a sample in their last batch, and some have one batch less, or none.
     """
     distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")
     if distributed_loader is not None:
@@ -76,6 +59,8 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
 
 
 class ShardValidation(ValidationBatches):
+    reader: ShardReader
+
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._dataset = loader.dataset
         if len(loader.dataset) == ENDLESS:
@@ -83,44 +68,35 @@ class ShardValidation(ValidationBatches):
                 f"The validation dataset ({type(loader.dataset).__name__}) never ends. Give it a length, such as "
                 "Mixture(num_samples=...)."
             )
-        self._reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
-
-    @property
-    def reader(self) -> ShardReader:
-        return self._reader
+        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
 
     def __iter__(self) -> Iterator[Any]:
-        self._reader.begin(0, None)
+        self.reader.begin(0, None)
         length = len(self._dataset)  # data may have come since the last validation
-        if length != self._reader.sampler.length:
-            self._reader.dataset_changed()
-        return self._reader.batches(VALIDATION_EPOCH, 0, length)
+        if length != self.reader.sampler.length:
+            self.reader.dataset_changed()
+        return self.reader.batches(VALIDATION_EPOCH, 0, length)
 
     def samples_in(self, number: int) -> int:
-        return self._reader.sampler.samples_in(number)
+        return self.reader.sampler.samples_in(number)
 
     def __len__(self) -> int:
-        return len(self._reader.sampler)
+        return len(self.reader.sampler)
 
     def any_batch(self) -> Any | None:
-        return self._reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
+        return self.reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
 
 
 class ForeignValidation(ValidationBatches):
     def __init__(self, source: Iterable[Any], dp_rank: int, seed: int) -> None:
-        self._source = source
-        self._dp_rank = dp_rank
-        self._seed = seed
+        self._source, self._dp_rank, self._seed = source, dp_rank, seed
+        self.batch_size = loader_batch_size(source)
 
     def __iter__(self) -> Iterator[Any]:
         return iterate(self._source, seed=self._seed, epoch=VALIDATION_EPOCH, dp_rank=self._dp_rank)
-
-    @property
-    def batch_size(self) -> int | None:
-        return loader_batch_size(self._source)
 
     def __len__(self) -> int:
         length = known_length(self._source)

@@ -1,9 +1,7 @@
-"""Heartbeat: a host that is lost, cut off or frozen ends the job in seconds, and is named.
-
-Each rank renews its host's key in the job's store, from its own thread, and looks at the next host's, around a ring. A
-second thread judges a store that does not answer, since a call into it does not return. All ranks of a host renew one
-key, so that one whose main thread holds Python's lock is not taken for a lost host.
-"""
+"""Heartbeat: a host that is lost, cut off or frozen ends the job in seconds, and is named. Each rank renews its host's
+key in the job's store, from its own thread, and looks at the next host's, around a ring. A second thread judges a store
+that does not answer, since a call into it does not return. All ranks of a host renew one key, so that one whose main
+thread holds Python's lock is not taken for a lost host."""
 
 from __future__ import annotations
 
@@ -48,10 +46,6 @@ class Heartbeat:
         for thread in self._threads:
             thread.start()
         return self
-
-    def is_set_up_for(self, where: Callable[[], str]) -> None:
-        """A trainer begins its setup, and says where it is."""
-        self.where, self.is_training = where, False
 
     def close(self) -> None:
         """Ends it, and tells the others that this host's silence means nothing from now on. Safe to call twice."""

@@ -1,5 +1,4 @@
 """The hosts of a job: which this one is among them, and what has to be the same on all, compared before they connect.
-
 They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take."""
 
 from __future__ import annotations
@@ -135,9 +134,9 @@ def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError |
         return RanksDifferError(f"the hosts of this job run other versions: {versions}. Install the same on each.")
     code = list(_differences(names, [host["code"] for host in hosts]))
     if code:
-        more = f" and {len(code) - 3} more modules differ" if len(code) > 3 else ""
         return RanksDifferError(
-            f"the hosts of this job run other code (modules and digests of their files): {'; '.join(code[:3])}{more}. "
+            f"the hosts of this job run other code (modules and digests of their files): {'; '.join(code[:3])}"
+            f"{f' and {len(code) - 3} more' if len(code) > 3 else ''}. "
             "Start every host from the same files."
         )
     return None
@@ -181,8 +180,8 @@ def _key(place: HostPlace, what: int | str) -> str:
     return f"{place.meeting}/hosts/{what}"
 
 
+# The interfaces to take: of gloo, which agreement and the CPU use everywhere, and of NCCL.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the interface to take: of gloo, which agreement and the CPU use everywhere, and of NCCL."""
 
 
 # -- By which address the other hosts reach this one: found, or refused, before a process group waits for it in vain.
@@ -289,10 +288,8 @@ def _spelled(addresses: dict[str, list[str]]) -> str:
 
 
 class CodeFile(NamedTuple):
-    """A module's file, and a digest of what is in it now."""
-
     path: Path
-    digest: str
+    digest: str  # of what is in it now
 
 
 def own_code() -> dict[str, CodeFile]:

@@ -1,7 +1,6 @@
-"""The job's store: where ranks leave notes for one another beside all collectives.
-
-Each attempt has keys under a name that its ranks agree on, since a restart must not find the last one's and the number
-of restarts stays as it is when hosts join or leave."""
+"""The job's store: where ranks leave notes for one another beside all collectives. Each attempt has keys under a name
+that its ranks agree on, since a restart must not find the last one's and the number of restarts stays as it is when
+hosts join or leave."""
 
 from __future__ import annotations
 
@@ -86,9 +85,7 @@ def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, wai
 
 
 def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
-    """Says that this rank leaves its `number`-th process group, and waits until all have or the time is up.
-
-    Without a time-out it only warns. Not by a collective: a rank that gives up must not leave one running."""
+    """Says that this rank leaves a process group, and waits until all have or the time is up; else it only warns."""
     if _store is None:
         return
     key = f"{_attempt}/{number}/leaving"

@@ -13,9 +13,7 @@ T = TypeVar("T")
 
 
 class _Failure(NamedTuple):
-    """What one rank tells the others of an error."""
-
-    message: str
+    message: str  # what one rank tells the others of an error
     is_damage: bool
     traceback: str  # empty where the message says it all
 

@@ -1,9 +1,9 @@
 """The pulse: what one rank knows becomes what all know, before each window and each validation batch, and at ends.
-
 Flags and sums are all-reduced on their own CPU group, before a rank enters any collective of the model's."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -49,24 +49,18 @@ class Pulse:
         return Flags(*self._sums.tolist())
 
 
+@dataclass(slots=True)
 class Requests:
     """What this rank was asked for, a stop or a save, until all ranks have heard of it."""
 
-    __slots__ = (
-        "hung_up",
-        "interrupted",
-        "save_is_known",
-        "save_is_owed",
-        "save_requested",
-        "save_signalled",
-        "stop_reason",
-        "terminated",
-    )
-
-    def __init__(self) -> None:
-        self.stop_reason: str | None = None
-        self.terminated = self.hung_up = self.interrupted = False
-        self.save_requested = self.save_signalled = self.save_is_owed = self.save_is_known = False
+    stop_reason: str | None = None
+    terminated: bool = False
+    hung_up: bool = False
+    interrupted: bool = False
+    save_requested: bool = False
+    save_signalled: bool = False
+    save_is_owed: bool = False
+    save_is_known: bool = False
 
     @property
     def ends_by_signal(self) -> bool:

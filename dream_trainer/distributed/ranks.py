@@ -14,15 +14,6 @@ class Ranks:
     """This process's place among the ranks, and collectives over all of them; every rank calls each.
 
     At world size 1 nothing is sent: every collective answers from this rank alone.
-
-    Attributes:
-        rank: This rank, 0-based.
-        world_size: Number of ranks.
-        cpu_group: Process group for agreement beside the step path; None at world size 1.
-        data_copies: How many neighbouring ranks see the same data (tp).
-        sample_copies: How many see the same samples, or parts of them (cp x tp).
-        stages: Into how many groups of neighbouring ranks they fall that see the same data (pp).
-        forbidden: While set, collectives raise and name it: code that runs on one rank only.
     """
 
     def __init__(
@@ -35,13 +26,13 @@ class Ranks:
         sample_copies: int = 1,
         stages: int = 1,
     ) -> None:
-        self.rank = rank
+        self.rank = rank  # 0-based
         self.world_size = world_size
-        self.cpu_group = cpu_group
-        self.data_copies = data_copies
-        self.sample_copies = sample_copies
-        self.stages = stages
-        self.forbidden: str | None = None
+        self.cpu_group = cpu_group  # for agreement beside the step path; None at world size 1
+        self.data_copies = data_copies  # how many neighbouring ranks see the same data (tp)
+        self.sample_copies = sample_copies  # how many see the same samples, or parts of them (cp x tp)
+        self.stages = stages  # into how many groups of neighbouring ranks they fall that see the same data (pp)
+        self.forbidden: str | None = None  # what collectives raise by: code that runs on one rank only
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -132,11 +123,7 @@ class Ranks:
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """CPU tensors of one shape `[n]` from every rank as `[world_size, n]`, in one collective.
-
-        Raises:
-            ValueError: They are not on the CPU, or need gradients, which would be lost on the way.
-        """
+        """CPU tensors of one shape `[n]` from every rank as `[world_size, n]`, in one collective, without gradients."""
         if values.device.type != "cpu" or (values.requires_grad and torch.is_grad_enabled()):
             raise ValueError(
                 f"all_gather was given values on {values.device}{', with gradients' if values.requires_grad else ''}: "

@@ -1,5 +1,4 @@
 """Signals ask; they do not act. A handler sets a flag that all ranks learn of before their next window, and stop there.
-
 Only a wait in the data loader is ended at once, or answered from within."""
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from dream_trainer.screen import show
 
 T = TypeVar("T")
 
-TERMINATING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that save and end the run; a closed terminal or ssh session sends the second."""
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)  # save and end the run; a closed terminal or ssh session sends the second
 
 STOPPING = (*TERMINATING, signal.SIGINT)  # those, and Ctrl-C; SIGUSR1 saves and goes on
 

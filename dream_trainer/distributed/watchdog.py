@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 1.0  # how often a rank looks whether it moves
 ASK_SECONDS = 3.0  # how often it asks the store whether another rank stands still
 GATHER_SECONDS = 10.0  # how long ranks wait for one another's stacks; longer than it takes all to ask
+# How much later than the limit the backstop acts: after the orderly end, before torchrun kills what is left (30 s).
 GRACE_SECONDS = 20.0
-"""How much later than the limit the backstop acts: after the orderly end, before torchrun kills what is left (30 s)."""
 _LINES = 8  # that the report has of ranks, which are hundreds in some jobs
 
 
 class Watchdog:
-    """Ends the job with every rank's stacks when `where`, called from a thread, stays the same for the limit.
-
-    Only one can watch in a process, since `faulthandler` has one timer."""
+    """Ends the job with every rank's stacks when `where`, called from a thread, stays the same for the limit. One for
+    each process, since `faulthandler` has one timer."""
 
     def __init__(
         self,

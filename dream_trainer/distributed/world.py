@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -262,7 +262,7 @@ class World(Ranks):
     def tell_where(self, where: Callable[[], str]) -> None:
         """Has the message that names a lost host say where training was; `where` is called from a thread."""
         if _heartbeat is not None:
-            _heartbeat.is_set_up_for(where)
+            _heartbeat.where, _heartbeat.is_training = where, False
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in zip(MESH_DIMS, self.mesh_shape, strict=True))
@@ -471,23 +471,19 @@ def _apply(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-class RankGroups(NamedTuple):
-    data: dist.ProcessGroup | None  # see different data, of this rank's pipeline stages
-    step: dist.ProcessGroup | None  # a step averages gradients over them
-    across_workers: dist.ProcessGroup | None  # have this one's place in their groups that step on their own
-
-
-def make_groups(world_size: int, shape: MeshShape, workers: int) -> RankGroups:
+def make_groups(world_size: int, shape: MeshShape, workers: int) -> tuple[dist.ProcessGroup | None, ...]:
+    """The ranks that see different data, of this rank's pipeline stages; those over which a step averages gradients;
+    and those that have this one's place in their groups that step on their own. None where that is all or one."""
     ranks = list(range(world_size))
     of_stage = world_size // shape.pp
     stages = [ranks[first : first + of_stage] for first in range(0, world_size, of_stage)]
     same_data = [stage[place :: shape.tp] for stage in stages for place in range(shape.tp)]
     data = _own(same_data) if len(same_data) > 1 else None
     if workers == 1:
-        return RankGroups(data, _own(stages) if shape.pp > 1 else None, None)
+        return data, _own(stages) if shape.pp > 1 else None, None
     size = world_size // workers
     within = [ranks[first : first + size] for first in range(0, world_size, size)]
-    return RankGroups(data, _own(within), _own([ranks[place::size] for place in range(size)]))
+    return data, _own(within), _own([ranks[place::size] for place in range(size)])
 
 
 def _own(groups: list[list[int]]) -> dist.ProcessGroup:

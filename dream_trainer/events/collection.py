@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, LoggingCallback
 from dream_trainer.events.sanity_checks import SanityChecks
@@ -55,11 +56,7 @@ class CallbackCollection:
         return f"CallbackCollection({self._callbacks!r})"
 
     def get(self, cls: type[C]) -> C:
-        """The first callback of class `cls`.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """The first callback of class `cls`; raises KeyError if there is none."""
         for callback in (*self._callbacks, *self._defaults):
             if isinstance(callback, cls):
                 return callback
@@ -76,8 +73,7 @@ def _refuse_one_name(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, LoggingCallback):
             kind, name = type(callback).__name__, callback.name
-            if not name:
-                raise ConfigError(f"{kind} has no name. Call super().__init__(name) in its __init__.")
+            refuse(not name, f"{kind} has no name. Call super().__init__(name) in its __init__.")
             if name in named:
                 raise ConfigError(
                     f"{named[name]} and {kind} would both log under name={name!r}, where their values would mix. "

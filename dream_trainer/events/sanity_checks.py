@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import steps_taken, write_count
 from dream_trainer.errors import StepError
 from dream_trainer.events.callback import Callback
@@ -187,11 +188,9 @@ def _warn_of_left_out_parameters(trainer: AbstractTrainer) -> None:
     updated = {id(parameter) for parameter in _optimized(trainer)}
     left_out = [name for name, p in _named_parameters(trainer) if p.requires_grad and id(p) not in updated]
     if left_out:
-        more = f" and {len(left_out) - 2} more" if len(left_out) > 2 else ""
+        left = listed(left_out, 2)
         trainer.warn_once(
-            "no optimizer",
-            f"trainable, but in no optimizer: {', '.join(left_out[:2])}{more}. Give them to one, or "
-            "requires_grad_(False).",
+            "no optimizer", f"trainable, but in no optimizer: {left}. Give them to one, or requires_grad_(False)."
         )
 
 

@@ -26,10 +26,8 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 class Total(NamedTuple):
-    """What is known of one key: for "mean" the weighted sum, otherwise the reduced value; and the sum of weights."""
-
-    value: float
-    weight: float
+    value: float  # of one key: for "mean" the weighted sum, otherwise the reduced value
+    weight: float  # the sum of weights
 
 
 _NOTHING = Total(0.0, 0.0)
@@ -39,13 +37,10 @@ _WIDEST = 8
 
 
 class Flight(NamedTuple):
-    """What was taken out of a buffer, on its way to the host."""
-
     reductions: dict[str, str]
     totals: dict[str, Total]  # what was reduced before
     values: list[tuple[str, Scalar, Scalar]]  # names, values and weights
-    # what the tensors among them hold; waits for the device as long as that is not there
-    numbers: Callable[[], list[float]]
+    numbers: Callable[[], list[float]]  # what the tensors among them hold; waits for the device until that is there
 
     def land(self) -> dict[str, tuple[str, Total]]:
         numbers = iter(self.numbers())
@@ -69,13 +64,8 @@ class MetricBuffer:
     - "sum", "min" and "max" are over every value whose weight is not zero; the weight does not scale them.
     - "last" is the value added last on the highest rank that added one.
 
-    Of ranks that see the same data (tp, cp) the first counts, except for "min" and "max", which take all.
-
-    A value of weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
-    A key keeps its reduction for the buffer's life.
-
-    Attributes:
-        of_ranks: What the last `finish` brought of `add_of_rank`: the value of every rank, in their order, by key.
+    Of ranks that see the same data (tp, cp) the first counts, except for "min" and "max", which take all. A value of
+    weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
     """
 
     def __init__(self) -> None:
@@ -85,7 +75,7 @@ class MetricBuffer:
         self._reductions: dict[str, str] = {}  # of every key that was added, in the order in which they came
         # Reductions of all keys that ever crossed ranks, in an order that is the same on all of them.
         self._agreed: dict[str, str] = {}
-        self.of_ranks: dict[str, list[float]] = {}
+        self.of_ranks: dict[str, list[float]] = {}  # of `add_of_rank`, as the last `finish` brought it: in rank order
 
     def add_of_rank(self, name: str, value: float) -> None:
         """Adds what every rank is to know of this one, and nobody logs; just before `begin`, on all ranks."""
@@ -93,14 +83,7 @@ class MetricBuffer:
         self._values.append((name, value, 1.0))
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
-        """Adds one value. Nothing is computed or waited for.
-
-        Args:
-            name: Key.
-            value: A number or a tensor of one element, on any device. A DTensor that is not replicated is gathered
-                here, so all ranks of its mesh must add it.
-            weight: Non-negative number or tensor of one element.
-            reduce: "mean", "sum", "min", "max" or "last".
+        """Adds one value. Nothing is computed or waited for, but all ranks of a DTensor's mesh must add it.
 
         Raises:
             TypeError: The value or weight is not a scalar, or the name is not a string.
@@ -117,15 +100,7 @@ class MetricBuffer:
         self._values.append((name, value, weight))
 
     def add_result(self, result: Mapping[str, Any], weight: Scalar, prefix: str = "") -> None:
-        """Adds the scalars of a step's result as means; nested dicts as `outer/inner`.
-
-        Anything else in it (logits for a callback, strings) is not for logging and passed over.
-
-        Args:
-            result: What the step returned.
-            weight: Weight of all of it.
-            prefix: Put before each name that does not begin with it.
-        """
+        """Adds the scalars of a step's result as means, nested dicts as `outer/inner`; passes anything else over."""
         for key, value in result.items():
             name = f"{prefix}{key}"
             if prefix and name.startswith(prefix, len(prefix)):
@@ -163,19 +138,9 @@ class MetricBuffer:
         return Flight(self._reductions, totals, values, start_copy(tensors))
 
     def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
-        """Reduces what `begin` took out, over time and ranks. Every rank must call it.
+        """Reduces what `begin` took out, over time and ranks, to values that are equal on all ranks.
 
-        Over ranks it costs one collective, and a second one when some rank holds a key that was never reduced before.
-
-        Args:
-            flight: From `begin`; each is finished once, in their order.
-            world: The ranks.
-
-        Returns:
-            Values by name, equal on all ranks.
-
-        Raises:
-            ValueError: Ranks added one key with different reductions.
+        Every rank calls it: one collective, and a second one for keys that were never reduced before.
         """
         totals_by_name = flight.land()
         if world.world_size > 1:

@@ -16,14 +16,10 @@ T = TypeVar("T")
 class Stamp(NamedTuple):
     """Where in a run a set of metrics belongs."""
 
-    step: int
-    """Optimizer steps completed; the one axis of both training and validation."""
-    epoch: int
-    """Epochs completed, which is the 0-based number of the running one."""
-    samples: int
-    """Samples consumed by all ranks."""
-    time: float
-    """Wall-clock time in seconds since 1970."""
+    step: int  # optimizer steps completed; the one axis of both training and validation
+    epoch: int  # epochs completed, which is the 0-based number of the running one
+    samples: int  # samples consumed by all ranks
+    time: float  # wall-clock time in seconds since 1970
 
 
 class Logger(ABC):
@@ -53,45 +49,27 @@ class Logger(ABC):
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         """Called once before the first `log`, and again after a checkpoint was loaded in the middle of a run.
 
-        Args:
-            run_dir: Where the run keeps its files; it may not exist yet.
-            config: The run's configuration as plain values.
-            resumed_step: Step of the checkpoint that was loaded: what is recorded of later steps will come again, so
-                it is to be dropped. None for a run that starts from nothing.
+        `run_dir` may not exist yet. Records of steps after `resumed_step` will come again, so drop them; it is None
+        for a run that starts from nothing.
         """
 
     @abstractmethod
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        """Writes `metrics`, which are means (or what was asked for) over all that was logged since the last call.
-
-        Args:
-            metrics: Numbers by name; NaN and infinities among them.
-            stamp: Where they belong.
-        """
+        """Writes `metrics`, which are means (or what was asked for) over all that was logged since the last call."""
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        """Writes an image, video, sound, table, histogram or text.
+        """Writes an image, video, sound, table, histogram or text, one of the classes in `dream_trainer.loggers.media`.
 
-        Args:
-            name: Its name.
-            media: One of the classes in `dream_trainer.loggers.media`, on the host.
-            stamp: Where it belongs.
-
-        Returns:
-            Whether this logger shows that kind. Default: none.
+        Returns whether this logger shows that kind. Default: none.
         """
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this logger: numbers, strings, containers of them. Default: nothing.
-
-        It may be asked for before `open`.
-        """
+        """What a checkpoint is to keep of this logger, even before `open`: numbers, strings, containers of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most loggers keep nothing)
-        """Takes back what `state_dict` gave. `open` comes after it. A run that continues another run's checkpoint gets
-        nothing."""
+        """Takes back what `state_dict` gave, before `open`. Another run's checkpoint gives nothing."""
 
     def close(self) -> None:  # noqa: B027 (most loggers have nothing to release)
         """Releases what `open` took. Default: nothing."""

@@ -96,10 +96,7 @@ def json_ready(value: Any) -> Any:
 
 
 class ConsoleLogger(Logger):
-    """One line for each set of metrics, without control codes, on whatever `sys.stdout` is at that moment.
-
-    A live progress bar takes standard output over and shows the lines above itself.
-    """
+    """One line for each set of metrics, without control codes, on `sys.stdout`; a live progress bar shows it above."""
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -157,14 +154,7 @@ class JSONLLogger(Logger):
 
 
 def read_jsonl(path: Path | str, last_step: int | None = None) -> list[dict[str, float]]:
-    """The lines of a file that JSONLLogger wrote, non-finite numbers as floats.
-
-    A last line that a kill cut short is left out.
-
-    Args:
-        path: The file.
-        last_step: Lines of later steps are left out, too; None takes all.
-    """
+    """The lines of a file that JSONLLogger wrote, non-finite numbers as floats, up to `last_step`."""
     return [
         {name: _NONFINITE[value] if isinstance(value, str) else value for name, value in record.items()}
         for _, record in read_lines(Path(path))

@@ -239,14 +239,15 @@ def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> T
         raise TypeError(f"the rows of {name!r} are {rows!r}. Log a list of rows, each a list of cells.")
     checked_rows = []
     for number, row in enumerate(rows):
-        cells = _cells(row)
-        if cells is None:
+        if isinstance(row, str) or not isinstance(row, Iterable) or (isinstance(row, Tensor) and not row.dim()):
             raise TypeError(f"row {number} of {name!r} is {row!r}. Log each row as a list of its cells: [{row!r}].")
+        cells = list(row.values() if isinstance(row, Mapping) else row)
         if len(cells) != len(columns):
             raise ValueError(
                 f"row {number} of {name!r} has {len(cells)} cells for the {len(columns)} columns {columns}."
             )
-        checked_rows.append(tuple(_cell(cell) for cell in cells))
+        plain = [whole(c.detach()).item() if isinstance(c, Tensor) and c.numel() == 1 else c for c in cells]
+        checked_rows.append(tuple(c if isinstance(c, str | int | float | bool | None) else str(c) for c in plain))
     return Table(tuple(columns), tuple(checked_rows))
 
 
@@ -256,19 +257,3 @@ def markdown(shown: Table) -> str:
     return "\n".join(
         "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
     )
-
-
-def _cells(row: Any) -> list[Any] | None:
-    """The cells of a row; None of what is not a row, such as a string, whose letters are not cells."""
-    if isinstance(row, str):
-        return None
-    try:
-        return list(row.values() if isinstance(row, Mapping) else row)
-    except TypeError:
-        return None
-
-
-def _cell(value: Any) -> Cell:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = whole(value.detach()).item()
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 
+from dream_trainer.checks import listed
 from dream_trainer.config.logger_parameters import LoggerParameters
 
 _WORK, _DATA = "seconds of work", "seconds of data"
@@ -59,8 +60,7 @@ class Stragglers:
         hosts = self._hosts()
         worst = max(slow, key=lambda rank: work[rank] + data[rank])
         waits_for_data = data[worst] - median_low(data) > work[worst] - median_low(work)
-        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in slow[:_NAMED])
-        more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
+        names = listed([f"rank {rank} on {hosts[rank]}" for rank in slow], _NAMED)
         advice = (
             "Look at its storage, and at num_workers of its loader."
             if waits_for_data
@@ -68,7 +68,7 @@ class Stragglers:
         )
         self._warn_once(
             f"slow {slow}",
-            f"{names}{more} has been slower than the others for {self._lines} lines of the log, and all wait for it in "
+            f"{names} has been slower than the others for {self._lines} lines of the log, and all wait for it in "
             f"each step. Rank {worst} loads data for {_spelled(data[worst])} of a step and works for "
             f"{_spelled(work[worst])}; usual are {_spelled(median_low(data))} and {_spelled(median_low(work))}: it is "
             f"slow in its {'data' if waits_for_data else 'work'}. {advice}",

@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EMPTY = {  # factories whose result holds no values yet
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "empty_permuted",
-    "new_empty",
-    "new_empty_strided",
-}
+# factories whose result holds no values yet
+EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 FILLED = {  # factories that are worth deferring when their result is large
     *("zeros", "ones", "full", "rand", "randn", "randint", "normal", "eye"),
@@ -29,14 +23,12 @@ READS = {  # functions that bring values into Python
     *("equal", "allclose", "is_nonzero", "pin_memory"),
 }
 
-QUIET_WRITES = {"batch_norm", "instance_norm"}
-"""Functions that write running statistics without counting it as a write, so that they have to run for real."""
+QUIET_WRITES = {"batch_norm", "instance_norm"}  # write running statistics without counting it: they run for real
 
-METADATA = {
+METADATA = {  # end in `_` and yet write no values: they change the tensor object, which stays on meta
     *("requires_grad_", "detach_", "retain_grad", "set_", "t_", "transpose_", "swapaxes_", "swapdims_"),
     *("squeeze_", "unsqueeze_", "as_strided_", "rename_"),
 }
-"""Functions that end in `_` and yet write no values: they change the tensor object, which stays on meta, itself."""
 
 OVERWRITES = {  # in-place functions whose result does not depend on what their target held before
     *("zero_", "fill_", "copy_", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
@@ -50,8 +42,7 @@ DRAWS = {  # functions whose result is random
     "kaiming_uniform_",
 }
 
-CASTS = {"to", "type", "double", "float", "half", "bfloat16", "clone", "contiguous"}
-"""Functions whose result is their argument in another memory, and maybe of another dtype."""
+CASTS = {"to", "type", "double", "float", "half", "bfloat16", "clone", "contiguous"}  # other memory, maybe other dtype
 
 _INPLACE_OPERATORS = {
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__imatmul__"),
@@ -121,8 +112,7 @@ def split_move(
     if other is None and rest and isinstance(rest[0], Tensor):
         other = rest.pop(0)
     if other is not None:
-        device = torch.device("cpu") if other.is_meta else other.device
-        return device, (args[0], other.dtype, *rest), kwargs
+        return torch.device("cpu") if other.is_meta else other.device, (args[0], other.dtype, *rest), kwargs
     named = kwargs.pop("device", None)
     if rest and (rest[0] is None or (isinstance(rest[0], (str, int, torch.device)) and not isinstance(rest[0], bool))):
         named = rest.pop(0)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
@@ -21,64 +20,46 @@ from dream_trainer.meta.tape import Tape
 
 @runtime_checkable
 class HasInitWeights(Protocol):
-    """A module that knows how it wants to be initialised, as a whole."""
-
     def init_weights(self) -> None: ...
 
 
 @runtime_checkable
 class HasResetParameters(Protocol):
-    """A module that draws its own direct parameters, as PyTorch's layers do."""
-
     def reset_parameters(self) -> None: ...
 
 
 @runtime_checkable
-class HasPostInit(Protocol):
-    """A model of transformers, as far as it matters here: its constructor ends with `post_init()`."""
-
+class HasPostInit(Protocol):  # a model of transformers: its constructor ends with `post_init()`
     def post_init(self) -> None: ...
 
 
 def default_init(model: nn.Module, tape: Tape) -> None:
     """Initialises what the constructor of `model`, built by this tape or on meta before it, left to do."""
+    children_first = [*reversed(list(model.modules()))]
     with torch.no_grad(), tape.recording():
-        for module in _children_first(model):
+        for module in children_first:
             tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-            if any(tape.is_untouched(tensor) for tensor in tensors):
-                _reset(module)
-        for module in _children_first(model):
+            if not any(tape.is_untouched(tensor) for tensor in tensors):
+                continue
+            if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
+                reset_attention_parameters(module)
+            elif isinstance(module, HasResetParameters):
+                module.reset_parameters()
+        for module in children_first:
             if isinstance(module, HasInitWeights) and not _has_had_it(module, tape):
                 module.init_weights()
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    return iter(reversed(list(module.modules())))
-
-
-def _reset(module: nn.Module) -> None:
-    if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
-        reset_attention_parameters(module)
-    elif isinstance(module, HasResetParameters):
-        module.reset_parameters()
 
 
 def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
     """Whether `init_weights` is not to be called: what it does is done, or cannot be asked for."""
     assert isinstance(module, nn.Module)
-    is_done = isinstance(module, HasPostInit) or tape.has_initialised(module)
-    return is_done or not _needs_no_arguments(module) or _is_given(module, tape)
-
-
-def _needs_no_arguments(module: HasInitWeights) -> bool:
-    """Inner modules often take arguments here (`init_weights(std)`), and are called by their parent."""
-    parameters = inspect.signature(module.init_weights).parameters.values()
+    if isinstance(module, HasPostInit) or tape.has_initialised(module):
+        return True
+    # Inner modules often take arguments here (`init_weights(std)`), and are called by their parent.
+    arguments = inspect.signature(module.init_weights).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(p.default is not p.empty or p.kind in variadic for p in parameters)
-
-
-def _is_given(module: nn.Module, tape: Tape) -> bool:
+    if any(p.default is p.empty and p.kind not in variadic for p in arguments):
+        return True
     parameters = list(module.parameters())
-    if not parameters:
-        return False
-    return not any(tape.tracks(p) for p in parameters) or any(tape.is_given(p) for p in parameters)
+    is_tracked = not parameters or any(tape.tracks(p) for p in parameters)
+    return not is_tracked or any(tape.is_given(p) for p in parameters)

@@ -1,7 +1,6 @@
-"""From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part.
-
-`remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, by owning
-module or by name (a pipeline stage may be a copy). No rank talks to another: all replay the same bits."""
+"""From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part. `remember`
+notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, by owning module or by
+name (a pipeline stage may be a copy). No rank talks to another: all replay the same bits."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
 def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.device | str) -> None:
     """Makes every tensor of the models real, on `device`; sharded parameters get this rank's part.
 
-    Parameters keep their identity where PyTorch allows it (not where a weak reference to them exists, as in `nn.LSTM`).
-    Plain tensors that shared memory on meta share it afterwards."""
+    Parameters keep their identity, save where a weak reference to them exists; shared memory stays shared."""
     device = torch.device(device)
     _refuse_left_behind(models, plan)
     places = _places(models, plan)
@@ -101,7 +99,9 @@ def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.devic
         _fill(group, plan.tape, device)
     for model in models.values():
         model.to(device)  # also lets FSDP and recurrent modules take note of their new parameters
-    left = [name for model_name, model in models.items() for name in _still_meta(model_name, model)]
+    modules = [pair for name, model in models.items() for pair in model.named_modules(prefix=name)]
+    tensors = ((prefix, *found) for prefix, part in modules for found in (*_named_tensors(part), *_attributes(part)))
+    left = [f"{prefix}.{name}" for prefix, name, tensor in tensors if tensor.is_meta]
     if left:
         raise InitError(
             f"{', '.join(left[:5])} stayed on the meta device. Make such tensors parameters, buffers or attributes of "
@@ -276,10 +276,3 @@ def plain_name(fqn: str) -> str:
     for wrapper in _WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return fqn
-
-
-def _still_meta(model_name: str, model: nn.Module) -> Iterator[str]:
-    for prefix, module in model.named_modules(prefix=model_name):
-        for name, tensor in (*_named_tensors(module), *_attributes(module)):
-            if tensor.is_meta:
-                yield f"{prefix}.{name}"

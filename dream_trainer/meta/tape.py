@@ -288,7 +288,10 @@ class Recorder(TorchFunctionMode):
             if written:
                 raise
             return self._read(func, args, kwargs)  # needs values; a real mistake raises again, in its own words
-        if any(write_count(stand_in) for stand_in in stand_ins) or _aliases(result, stand_ins):
+        storages = {storage_id(stand_in) for stand_in in stand_ins}
+        leaves = tensor_leaves(result) if storages else ()
+        is_alias = any(leaf.is_meta and storage_id(leaf) in storages for leaf in leaves)
+        if is_alias or any(write_count(stand_in) for stand_in in stand_ins):
             return self._read(func, args, kwargs)
         also = [leaf for leaf, count in zip(tracked, counts, strict=True) if write_count(leaf) != count]
         writes = [*written, *also]
@@ -376,10 +379,3 @@ def _is_opaque(tensor: Tensor) -> bool:
 
 def _to_meta(leaf: Any) -> Any:
     return leaf.detach().to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
-
-
-def _aliases(result: Any, stand_ins: list[Tensor]) -> bool:
-    if not stand_ins:
-        return False
-    storages = {storage_id(stand_in) for stand_in in stand_ins}
-    return any(leaf.is_meta and storage_id(leaf) in storages for leaf in tensor_leaves(result))

@@ -1,7 +1,5 @@
-"""What a block's forward may change besides gradients, so that a second run of it in a backward changes nothing.
-
-Each call notes attributes, buffers, lists and dicts, and copies the tensors that a forward writes into.
-"""
+"""What a block's forward may change besides gradients, so that a second run of it in a backward changes nothing. Each
+call notes attributes, buffers, lists and dicts, and copies the tensors that a forward writes into."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from torch import Tensor
 
 from dream_trainer.errors import StepError
 
+# What `nn.Module` keeps for itself; parameters are among it, which a second run takes as they are then.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""What `nn.Module` keeps for itself; parameters are among it, which a second run takes as they are then."""
 
 Key = tuple[int, str]  # the place of a module in its block, and the name of an attribute or a buffer
 

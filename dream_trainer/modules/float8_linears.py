@@ -1,7 +1,5 @@
 """Linear layers that multiply in float8 (torchao), made of plain ones in place: names, parameters and hooks stay.
-
-Scales are computed in each forward and backward, so there is no state, and checkpoints are those of plain layers.
-"""
+Scales are computed in each forward and backward, so there is no state, and checkpoints are those of plain layers."""
 
 from __future__ import annotations
 
@@ -14,12 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import local_tensor, with_local
-from dream_trainer.compat.torchao import (
-    MULTIPLE,
-    Float8Layer,
-    attributes,
-    gathered_in_float8,
-)
+from dream_trainer.compat.torchao import MULTIPLE, Float8Layer, attributes, gathered_in_float8
 from dream_trainer.modules.class_change import Changed, change_class
 
 

@@ -1,7 +1,5 @@
-"""torchmetrics' objects over ranks: computed from the samples of all, whichever of them a rank has seen.
-
-Their own exchange hangs, or ends the process, if ranks have updated a metric unequally often.
-"""
+"""torchmetrics' objects over ranks: computed from the samples of all, whichever of them a rank has seen. Their own
+exchange hangs, or ends the process, if ranks have updated a metric unequally often."""
 
 from __future__ import annotations
 
@@ -19,12 +17,9 @@ if TYPE_CHECKING:
 
 
 class _List(NamedTuple):
-    """A state that is a list, as one rank holds it."""
-
-    length: int
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    """Dtype and shape of its first entry, if that is a tensor; no dtype if it is not or there is none."""
+    length: int  # of a state that is a list, as one rank holds it
+    dtype: torch.dtype | None  # of its first entry, if that is a tensor
+    shape: tuple[int, ...]  # of that entry
 
 
 def parts(metric: Any) -> list[Any]:

@@ -47,9 +47,7 @@ class Recomputed(Changed):
 
 
 class BlockCall:
-    """One call of a block: its first run, and a second one in each backward through it.
-
-    A second run starts from the first one's parameters, modes, random numbers and state, and leaves what it found."""
+    """One call of a block: its first run, and a second one, as if at the same time, in each backward through it."""
 
     def __init__(self, block: Recomputed, forward: Callable[..., Any], given: Any, moves: Moves) -> None:
         self._block, self._forward = block, forward

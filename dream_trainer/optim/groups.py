@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from dream_trainer.checks import check_positive
+from dream_trainer.checks import check_pattern, check_positive
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim.whole_parameters import WholeParameters, named_with_ties, whole_parameters
@@ -58,17 +58,6 @@ class Placed:
     scale: float  # factor of the learning rate by depth
     is_matrix: bool
     is_hidden_matrix: bool  # inside a block, and neither an embedding nor a normalisation weight
-
-
-def check_pattern(name: str, pattern: object) -> None:
-    if not isinstance(pattern, str) or not pattern:
-        raise ConfigError(f"{name}={pattern!r} is not a pattern. Use a regular expression on names.")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(
-            f"{name}={pattern!r} is not a regular expression ({error}). Escape literal characters with a backslash."
-        ) from None
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:

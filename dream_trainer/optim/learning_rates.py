@@ -1,7 +1,6 @@
-"""Learning rate schedules as closed forms of the step.
-
-The optimizer's step s, from 0, is taken at `factor(s)` times the group's rate. A checkpoint contains s and the groups'
-rates; the form follows the current config, so a longer run stretches the rest of the schedule."""
+"""Learning rate schedules as closed forms of the step. The optimizer's step s, from 0, is taken at `factor(s)` times
+the group's rate. A checkpoint contains s and the groups' rates; the form follows the current config, so a longer run
+stretches the rest of the schedule."""
 
 from __future__ import annotations
 
@@ -106,15 +105,10 @@ class ScheduleParameters:
 
 
 class TokenAxis(NamedTuple):
-    """What a schedule with `unit="token"` follows.
+    """What a schedule with `unit="token"` follows: tokens before the next step, and of the run, if that is known."""
 
-    Attributes:
-        now: Gives the tokens before the next step: `lambda: self.tokens_before_next_step`.
-        total: Tokens of the whole run, `max_tokens`; None where it is not known.
-    """
-
-    now: Callable[[], int]
-    total: int | None
+    now: Callable[[], int]  # such as `lambda: self.tokens_before_next_step`
+    total: int | None  # such as `max_tokens`
 
 
 def build_schedule(
@@ -171,34 +165,24 @@ def _by_tokens(parameters: ScheduleParameters, optimizer: Optimizer, tokens: Tok
         )
     factor = rate_factor(parameters, total_steps=tokens.total)
     _warn_of_long_warmup(parameters, tokens.total)
-    place = _Tokens(tokens.total)
-    scheduler = LambdaLR(optimizer, lambda _: factor(tokens.now() - place.origin))
-    _tokens[scheduler] = place
+    origin = [0]
+    scheduler = LambdaLR(optimizer, lambda _: factor(tokens.now() - origin[0]))
+    _origins[scheduler] = origin
     return scheduler
 
 
-class _Tokens:
-    """Where a schedule by tokens begins in those of the run."""
-
-    __slots__ = ("origin", "total")
-
-    def __init__(self, total: int | None) -> None:
-        self.origin = 0
-        self.total = total
-
-
-_tokens: WeakKeyDictionary[Any, _Tokens] = WeakKeyDictionary()
+_origins: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # where a schedule by tokens begins
 
 
 def token_origins(schedulers: Mapping[str, Any]) -> dict[str, int]:
     """Tokens of the run before the beginning of each schedule with `unit="token"`, for a checkpoint."""
-    return {name: _tokens[one].origin for name, one in schedulers.items() if one in _tokens}
+    return {name: _origins[one][0] for name, one in schedulers.items() if one in _origins}
 
 
 def set_token_origin(scheduler: Any, origin: int) -> None:
     """Gives a schedule with `unit="token"` its beginning; others have none."""
-    if scheduler in _tokens:
-        _tokens[scheduler].origin = origin
+    if scheduler in _origins:
+        _origins[scheduler][0] = origin
 
 
 def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:
@@ -228,13 +212,8 @@ def _plateau(parameters: ScheduleParameters, optimizer: Optimizer) -> ReduceLROn
 def rate_factor(
     parameters: ScheduleParameters, *, total_steps: int | None, steps_per_epoch: int | None = None
 ) -> Callable[[int], float]:
-    """The factor on the learning rate as a function of the step (with `unit="epoch"`, the epoch), from 0.
-
-    A plain function, which LambdaLR leaves out of its state. Arguments and errors are those of `build_schedule`;
-    "plateau" has no such form.
-    """
-    if parameters.name == "plateau":
-        raise ConfigError('"plateau" follows a metric and has no form in steps. Use build_schedule.')
+    """The factor on the learning rate as a function of the step (or epoch), from 0; for "plateau" a ConfigError."""
+    refuse(parameters.name == "plateau", '"plateau" follows a metric and has no form in steps. Use build_schedule.')
     total = _total(parameters, total_steps, steps_per_epoch)
     warmup = _length(parameters.warmup_steps, total)
     after = _after_warmup(parameters, warmup, total)

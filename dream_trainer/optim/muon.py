@@ -1,5 +1,4 @@
 """Muon with each matrix orthogonalised on one rank; numerics, state and arguments are those of `torch.optim.Muon`.
-
 PyTorch's gathers sharded matrices in every product of the iteration. Here two packed collectives a step move them."""
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, with_loc
 from dream_trainer.parallel.shards import local_gradient
 
 # -- Whole matrices, each on one rank: parts travel to a matrix's owner in one packed all-to-all, and results travel
-# back.
-#
-# What is done to a matrix as a whole (its orthogonalisation, in Muon) is so done once in the world, not on every rank,
-# and costs two collectives a step, however many matrices there are. Ranks that hold the same parts share the work too:
-# each does some of the matrices and tells the others the results.
+# back. So the work on a whole matrix is done once in the world, and costs two collectives a step, however many matrices
+# there are. Ranks that hold the same parts share the work too.
 
 
 @dataclass(frozen=True)
@@ -291,7 +287,9 @@ class Muon(Optimizer):
         dealt = []
         for (layout, device), members in by_layout.items():
             shapes = [p.shape for p, _ in members]
-            costs = [_cost(p.shape, group["ns_steps"]) for p, group in members]
+            sides = [sorted(shape) for shape in shapes]  # cost: multiplications of the iteration
+            steps = [group["ns_steps"] for _, group in members]
+            costs = [float(n * a * a * (2 * b + a)) for n, (a, b) in zip(steps, sides, strict=True)]
             dealt.append((MatrixExchange(shapes, costs, layout, dtype=self.iteration_dtype, device=device), members))
         self._plan, self._plan_key = (gathered, dealt), key
         return self._plan
@@ -349,12 +347,6 @@ def orthogonalised(matrix: Tensor, coefficients: Coefficients, n_steps: int, eps
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
-
-
-def _cost(shape: torch.Size, n_steps: int) -> float:
-    """Multiplications of the iteration."""
-    short, long = sorted(shape)
-    return float(n_steps * short * short * (2 * long + short))
 
 
 def _move(parameter: nn.Parameter, update: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:

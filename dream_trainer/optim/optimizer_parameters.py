@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from dream_trainer.checks import check_between, check_names, check_positive, spell
+from dream_trainer.checks import check_between, check_names, check_pattern, check_positive, refuse, spell
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.optim.groups import GroupParameters, check_pattern
+from dream_trainer.optim.groups import GroupParameters
 
 _Share = Annotated[float, partial(check_between, low=0, high=1, below=True)]
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "adafactor", "muon"]
@@ -24,8 +24,7 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {  # fields that each optimizer ta
     "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps"),
 }
 
-HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")
-"""Optimizers with a fused implementation; of "muon" it is the AdamW half's."""
+HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")  # of "muon" the AdamW half
 
 
 @parameters
@@ -88,13 +87,9 @@ class OptimizerParameters:
         if self.fused is True and self.name not in HAS_FUSED:
             names = spell(repr(name) for name in HAS_FUSED)
             raise ConfigError(f'fused=True: {self.name!r} has no fused implementation. Use fused="auto", or {names}.')
-        if not isinstance(self.groups, tuple | list):
-            raise ConfigError(
-                f"groups={self.groups!r} is not a tuple. Use (GroupParameters(pattern=..., lr_scale=...),)."
-            )
-        for group in self.groups:
-            if not isinstance(group, GroupParameters):
-                raise ConfigError(f"groups has {group!r}. Use GroupParameters(pattern=..., lr_scale=...).")
+        are_groups = isinstance(self.groups, tuple | list) and all(isinstance(g, GroupParameters) for g in self.groups)
+        example = "(GroupParameters(pattern=..., lr_scale=...),)"
+        refuse(not are_groups, f"groups={self.groups!r} is no tuple of GroupParameters. Use {example}.")
         if self.layer_decay is not None:
             check_between("layer_decay", self.layer_decay, 0, 1)
             check_positive("layer_decay", self.layer_decay, hint=" freeze() leaves parameters as they are.")
@@ -116,27 +111,19 @@ class OptimizerParameters:
                 raise ConfigError(f"betas={self.betas!r} are not two numbers. Use a pair such as (0.9, 0.95).")
             for index, beta in enumerate(self.betas):
                 check_between(f"betas[{index}]", beta, 0, 1, below=True)
-        self._check_momentum()
-        self._check_muon()
-
-    def _check_momentum(self) -> None:
-        if self.name != "sgd":
-            return
-        if self.nesterov and (not self.momentum or self.dampening):
-            raise ConfigError(
-                f"nesterov=True needs momentum and no dampening, not momentum={self.momentum}, "
-                f"dampening={self.dampening}. Use momentum=0.9, dampening=None."
-            )
-        if self.dampening and not self.momentum:
-            raise ConfigError(f"dampening={self.dampening} does nothing without momentum. Set momentum=0.9.")
-
-    def _check_muon(self) -> None:
-        if self.ns_steps is not None and self.ns_steps >= 100:
-            raise ConfigError(f"ns_steps={self.ns_steps} is too many. Use 5.")
-        if self.adjust_lr_fn == "original" and self.adamw_lr is None:
-            raise ConfigError(
-                f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then needs a rate some fifty times '
-                'AdamW\'s. Set adamw_lr too, such as lr=0.02, adamw_lr=3e-4, or use adjust_lr_fn="match_rms_adamw".'
-            )
+        is_sgd, momentum, dampening = self.name == "sgd", self.momentum, self.dampening
+        refuse(
+            is_sgd and self.nesterov and (not momentum or dampening),
+            f"nesterov=True needs momentum and no dampening, not {momentum=}, {dampening=}. Use momentum=0.9, "
+            "dampening=None.",
+        )
+        is_idle = is_sgd and dampening and not momentum
+        refuse(is_idle, f"dampening={dampening} does nothing without momentum. Set momentum=0.9.")
+        refuse((self.ns_steps or 0) >= 100, f"ns_steps={self.ns_steps} is too many. Use 5.")
+        refuse(
+            self.adjust_lr_fn == "original" and self.adamw_lr is None,
+            f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then needs a rate some fifty times '
+            'AdamW\'s. Set adamw_lr too, such as lr=0.02, adamw_lr=3e-4, or use adjust_lr_fn="match_rms_adamw".',
+        )
         for pattern in self.hidden:
             check_pattern("hidden", pattern)

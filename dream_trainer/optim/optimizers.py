@@ -152,34 +152,20 @@ def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
     return len({is_sharded(parameter) for parameter in parameters}) > 1
 
 
-# -- Which of PyTorch's optimizers cannot step sharded parameters, and why.
-#
-# Measured with torch 2.13 in float64, three steps under `fully_shard` on 2 ranks and on a 2 x 2 mesh with tensor
-# parallelism, against one process: Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta and ASGD agree to
-# 4e-14. PyTorch's Muon orthogonalises whole matrices, not shards, but gathers them in each product; ours (muon.py) once
-# a step. PyTorch's other ones are below.
-
-
-UNSHARDABLE: dict[type[Optimizer], str] = {  # why each of these cannot step DTensors
+# Why PyTorch's optimizers cannot step DTensors; measured with torch 2.13 in float64 under `fully_shard` on 2 ranks and
+# on a 2 x 2 mesh with tensor parallelism, where all others agree with one process to 4e-14.
+UNSHARDABLE: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
     LBFGS: "flattens all parameters into one vector, which sharded ones cannot",
     Rprop: "assigns to elements picked by a mask, which DTensor has no rule for",
     SparseAdam: "needs sparse gradients, which fully_shard does not reduce",
 }
 
-UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)
-"""Optimizers whose fused kernel has no rule for DTensors."""
+UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)  # whose fused kernel has no rule for DTensors
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raises where PyTorch would fail at the first step, or step wrong.
-
-    Args:
-        optimizer: Any, built by name or by hand.
-
-    Raises:
-        ConfigError: It has sharded parameters (DTensors) and cannot step them.
-    """
+    """Raises ConfigError for an optimizer with sharded parameters that PyTorch would fail to step, or step wrong."""
     from torch.distributed.tensor import DTensor
 
     sharded = [g for g in optimizer.param_groups if any(isinstance(p, DTensor) for p in g["params"])]

@@ -32,15 +32,7 @@ _COMPILED = (
 
 
 class AttentionTakeover(TorchFunctionMode):
-    """Inside, functions of PyTorch and of ours are replaced by their handlers.
-
-    Attributes:
-        attention: What attention goes to.
-        further: As given.
-        warn: As given.
-        runs_compiled: Whether blocks that are compiled run so.
-        compiled: What was compiled for the lengths of sequences, by whose it is.
-    """
+    """Inside, functions of PyTorch and of ours are replaced by their handlers."""
 
     def __init__(
         self,
@@ -50,8 +42,8 @@ class AttentionTakeover(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.attention, self.further, self.warn = attention, further, warn
-        self.compiled: dict[Any, Callable[..., Any]] = {}
-        self.runs_compiled = True
+        self.compiled: dict[Any, Callable[..., Any]] = {}  # for the lengths of sequences, by whose it is
+        self.runs_compiled = True  # whether blocks that are compiled run so
         self._handlers = _Handlers(self._first_seen)
         self._handlers |= further(attention)
         self._handlers[F.scaled_dot_product_attention] = attention.scaled_dot_product_attention

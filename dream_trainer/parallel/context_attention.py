@@ -1,7 +1,5 @@
-"""Attention of sequences that ranks share: in place of `scaled_dot_product_attention`, with its arguments.
-
-Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads.
-"""
+"""Attention of sequences that ranks share: in place of `scaled_dot_product_attention`, with its arguments. Gathered:
+keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dream_trainer.checks import refuse
 from dream_trainer.compat.attention import CausalBias, causal_to_the_last_key
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.sequence_parts import SequenceParts
@@ -80,26 +79,23 @@ class ContextAttention(ABC):
 
     def _refuse_unlike(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> None:
         queries, keys = query.shape[-2], key.shape[-2]
+        columns, wrong = keys * self.parts.size, ""
         if queries not in self.lengths or (is_causal and queries != keys):
-            raise StepError(
+            wrong = (
                 f"attention of {queries} queries to {keys} keys, which are this rank's part of a sequence: the queries "
                 "are no such part. Cut what they come from in cut_batch, too."
             )
-        if isinstance(mask, CausalBias):
-            raise StepError(
-                "attn_mask is a CausalBias, which knows nothing of positions that other ranks have. Use is_causal=True."
-            )
-        if mask is None:
-            return
-        if is_causal:
-            raise StepError("attention was called with is_causal=True and attn_mask. Use one of them.")
-        columns = keys * self.parts.size
-        if mask.shape[-1] != columns or mask.shape[-2] not in (1, queries):
-            raise StepError(
+        elif isinstance(mask, CausalBias):
+            wrong = "attn_mask is a CausalBias, which knows nothing of other ranks' positions. Use is_causal=True."
+        elif mask is not None and is_causal:
+            wrong = "attention was called with is_causal=True and attn_mask. Use one of them."
+        elif mask is not None and (mask.shape[-1] != columns or mask.shape[-2] not in (1, queries)):
+            wrong = (
                 f"attn_mask has the shape {tuple(mask.shape)}, and this rank's {queries} queries see the keys of all "
                 f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Cut a whole mask "
                 "along its queries alone, cut(mask, dim=-2), or make it with packed_attention_mask."
             )
+        refuse(wrong, wrong, StepError)
 
 
 class _KnownLengths(set[int]):

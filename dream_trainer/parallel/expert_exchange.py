@@ -1,7 +1,5 @@
-"""Experts that ranks share: each has the weights of a part of them, and rows go to the rank that has their expert.
-
-All ranks run each layer equally often: sending and giving back are collectives, in forward and in backward.
-"""
+"""Experts that ranks share: each has the weights of a part of them, and rows go to the rank that has their expert. All
+ranks run each layer equally often: sending and giving back are collectives, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -51,9 +49,6 @@ class ExpertExchange:
         """From now on the ranks of `mesh`, which all have the same rows, send a part each and share what comes back.
 
         A weight's gradient is then the sum over these ranks, too.
-
-        Args:
-            mesh: Of one dimension.
         """
         self._alike = Alike(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
@@ -65,12 +60,7 @@ class ExpertExchange:
         return weight.to_local()
 
     def send(self, rows: Tensor, counts: Tensor) -> Visitors:
-        """Sends each row to the rank of its expert; a collective.
-
-        Args:
-            rows: `[n, ...]`, sorted by expert.
-            counts: `[n_experts]`, int64: rows of each of all experts.
-        """
+        """Sends each of `rows`, sorted by expert, to the rank of its expert, of which `counts` has the rows of each."""
         import torch.distributed as dist
 
         n_rows = len(rows)
@@ -90,15 +80,10 @@ class ExpertExchange:
 
 @dataclass(frozen=True)
 class Visitors:
-    """The rows of all ranks that are for this one's experts.
+    """The rows of all ranks that are for this one's experts."""
 
-    Attributes:
-        rows: `[n, ...]`, sorted by expert.
-        counts: `[experts of this rank]`, int64: rows of each.
-    """
-
-    rows: Tensor
-    counts: Tensor
+    rows: Tensor  # `[n, ...]`, sorted by expert
+    counts: Tensor  # `[experts of this rank]`, int64: rows of each
     _order: Tensor
     _coming: list[int]
     _leaving: list[int]
@@ -107,11 +92,7 @@ class Visitors:
     _n_rows: int
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """Sends what came out for `rows`, in their order, to where they came from; a collective.
-
-        Returns:
-            `[n, ...]`, in the order in which that rank had sent its own.
-        """
+        """Sends what came out for `rows`, in their order, to where they came from; a collective."""
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
         own: Tensor = _Exchanged.apply(by_rank, self._leaving, self._coming, self._group)  # type: ignore[no-untyped-call]
         return own if self._alike is None else self._alike.whole(own, self._n_rows)

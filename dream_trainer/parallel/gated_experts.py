@@ -46,15 +46,7 @@ class GatedExperts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Each row through its expert.
-
-        Args:
-            rows: `[n, width]`, sorted by expert.
-            counts: `[n_experts]`, int64: rows of each expert.
-
-        Returns:
-            `[n, width]`, in the order of `rows`.
-        """
+        """Each of `rows`, `[n, width]` and sorted by expert, through its expert; `counts` are the rows of each."""
         if self.exchange is None:
             return gated(rows, counts, self.gate, self.up, self.down)
         if torch.is_autocast_enabled(rows.device.type):

@@ -1,7 +1,5 @@
-"""Buffers that each rank's forwards change, and how ranks join them: mean, rank 0's, or as they are.
-
-Ranks join after each accumulation step, so validations, checkpoints and exports have the same values on every rank.
-"""
+"""Buffers that each rank's forwards change, and how ranks join them: mean, rank 0's, or as they are. Ranks join after
+each accumulation step, so validations, checkpoints and exports have the same values on every rank."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import torch.nn as nn
 import xxhash
 from torch import Tensor
 
+from dream_trainer.checks import check_choice, check_pattern
 from dream_trainer.compat.pytorch import foreach_copy_, is_persistent, local_tensor, storage_id
 from dream_trainer.distributed.equality import differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
@@ -56,12 +55,6 @@ class _Buffer(NamedTuple):
         return local_tensor(tensor).detach()
 
 
-def _default_policy(module: nn.Module, key: str) -> BufferPolicy | None:
-    if not isinstance(module, _KEEP_STATISTICS):
-        return None
-    return "mean" if key in ("running_mean", "running_var") else "as is"
-
-
 class JoinedBuffers:
     def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy]) -> None:
         self._models = models
@@ -82,8 +75,9 @@ class JoinedBuffers:
                 chosen: list[BufferPolicy] = [
                     policy for pattern, policy in self._policies.items() if re.search(pattern, name)
                 ]
-                policy = chosen[0] if chosen else _default_policy(part, key)
-                of_norm = not chosen and policy is not None
+                of_norm = not chosen and isinstance(part, _KEEP_STATISTICS)
+                default: BufferPolicy = "mean" if key in ("running_mean", "running_var") else "as is"
+                policy = chosen[0] if chosen else default if of_norm else None
                 buffers.setdefault(id(tensor), _Buffer(name, part, key, policy, of_norm))
         return [*buffers.values()]
 
@@ -109,7 +103,10 @@ class JoinedBuffers:
         return sorted(names)
 
     def _check_policies(self) -> None:
-        named = self._buffers() if self._compiled() else []
+        for pattern, policy in self._policies.items():
+            check_choice(f"buffer_policies()[{pattern!r}]", policy, get_args(BufferPolicy))
+            check_pattern("buffer_policies()", pattern)
+        named = self._buffers() if self._policies else []
         for pattern in self._policies:
             if not any(re.search(pattern, buffer.name) for buffer in named):
                 names = ", ".join(buffer.name for buffer in named[:10]) or "none"
@@ -117,23 +114,6 @@ class JoinedBuffers:
                     f"buffer_policies() has {pattern!r}, which matches no buffer. The buffers are: {names}."
                 )
         self._check_types(named)
-
-    def _compiled(self) -> bool:
-        """Whether there are policies; raises ConfigError for those that are not understood."""
-        for pattern, policy in self._policies.items():
-            if policy not in get_args(BufferPolicy):
-                raise ConfigError(
-                    f"buffer_policies() has {policy!r} for {pattern!r}. Use one of "
-                    f"{', '.join(map(repr, get_args(BufferPolicy)))}."
-                )
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"buffer_policies() has {pattern!r}, which is not a regular expression ({error}). Escape literal "
-                    "characters with a backslash."
-                ) from error
-        return bool(self._policies)
 
     def _check_types(self, buffers: Iterable[_Buffer]) -> None:
         for buffer in buffers:
@@ -224,10 +204,8 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
 
 
-# -- Weights that are real before they are sharded, made the same on all ranks.
-#
-# Those on the meta device are the same bits everywhere by construction. Real ones come from the user's own code, which
-# may have drawn them from generators that nobody seeded.
+# -- Weights that are real before they are sharded, made the same on all ranks: code of users may have drawn them from
+# generators that nobody seeded. Those on the meta device are the same bits everywhere by construction.
 
 
 def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:

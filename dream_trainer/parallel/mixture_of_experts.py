@@ -113,11 +113,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def balance(self, loads: Tensor) -> None:
-        """Moves the biases after an optimizer step, and counts from zero.
-
-        Args:
-            loads: `[n_experts]`, int64: the step's tokens of each expert on all ranks.
-        """
+        """Moves the biases after an optimizer step by its `loads` `[n_experts]` on all ranks, and counts from zero."""
         above = loads * self.n_experts - loads.sum()  # whole numbers, so exact
         self.balance_bias.sub_(above.sign().to(self.balance_bias.dtype), alpha=self.balance_rate)
         self.loads.zero_()
@@ -128,12 +124,7 @@ class MoE(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """A gated network that all tokens use.
-
-    Args:
-        width: Features of a token.
-        hidden: Features inside.
-    """
+    """A gated network that all tokens use."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

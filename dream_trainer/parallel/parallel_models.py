@@ -61,11 +61,7 @@ class ParallelModels:
         self.changes_in_steps = True
 
     def watch(
-        self,
-        models: Iterable[nn.Module],
-        world: World,
-        sync_policy: str,
-        optimizers: Callable[[], Iterable[Optimizer]],
+        self, models: Iterable[nn.Module], world: World, sync_policy: str, optimizers: Callable[[], Iterable[Optimizer]]
     ) -> None:
         """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`."""
         from dream_trainer.compat.fully_shard import is_shared, watch_gradients

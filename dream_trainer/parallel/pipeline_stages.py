@@ -1,7 +1,5 @@
-"""Which layers of a model make which stage of a pipeline, and a model cut down to the layers of its rank.
-
-Names stay those of the whole model, so a checkpoint does not tell how many stages it came from.
-"""
+"""Which layers of a model make which stage of a pipeline, and a model cut down to the layers of its rank. Names stay
+those of the whole model, so a checkpoint does not tell how many stages it came from."""
 
 from __future__ import annotations
 
@@ -162,24 +160,12 @@ def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: 
 def view_of(module: nn.Module, names: Collection[str], prefix: str = "") -> nn.Module:
     """A module like `module` that has what `names` hold of it: the same parts, and a copy of what is around them."""
     view = shallow_copy(module)
-    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-        if not is_held(f"{prefix}{name}", names):
-            setattr(view, name, None)
-    for name, child in [(n, part) for n, part in module.named_modules(remove_duplicate=False) if n and "." not in n]:
-        full_name = f"{prefix}{name}"
-        if is_held(full_name, names):
-            continue
-        if isinstance(child, _LISTS) or any(held.startswith(f"{full_name}.") for held in names):
-            setattr(view, name, view_of(child, names, f"{full_name}."))
-        elif isinstance(module, _CONTAINERS):
-            delattr(view, name)
-        else:
-            setattr(view, name, None)
+    keep_only(view, names, prefix, copies=True)
     return view
 
 
-def keep_only(module: nn.Module, names: Collection[str], prefix: str = "") -> None:
-    """Cuts `module` down to what `names` hold, in place. Buffers of what is around it stay."""
+def keep_only(module: nn.Module, names: Collection[str], prefix: str = "", *, copies: bool = False) -> None:
+    """Cuts `module` down to what `names` hold, in place, or what is in it in copies. Buffers around that stay."""
     for name, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if not is_held(f"{prefix}{name}", names):
             setattr(module, name, None)
@@ -188,8 +174,11 @@ def keep_only(module: nn.Module, names: Collection[str], prefix: str = "") -> No
         full_name = f"{prefix}{name}"
         if is_held(full_name, names):
             continue
-        if isinstance(child, _LISTS) or any(held.startswith(f"{full_name}.") for held in names):
-            keep_only(child, names, f"{full_name}.")
+        if isinstance(child, _LISTS) or _has_part(full_name, names):
+            if copies:
+                setattr(module, name, view_of(child, names, f"{full_name}."))
+            else:
+                keep_only(child, names, f"{full_name}.")
         elif isinstance(module, _CONTAINERS):
             delattr(module, name)
         else:
@@ -242,12 +231,10 @@ def number_lists(model: nn.Module, stages: Sequence[Collection[str]]) -> None:
             continue
         change_class(module, NumberedAsWhole)
         vars(module)["_called"] = name
-        vars(module)["_stages"] = [_stage_of(f"{name}.{number}", stages) for number in range(len(module))]
-
-
-def _stage_of(name: str, stages: Sequence[Collection[str]]) -> str:
-    of = [str(n) for n, names in enumerate(stages) if is_held(name, names) or _has_part(name, names)]
-    return " and ".join(of) or "none"
+        vars(module)["_stages"] = of_stages = []
+        for part in (f"{name}.{number}" for number in range(len(module))):
+            held = [str(n) for n, names in enumerate(stages) if is_held(part, names) or _has_part(part, names)]
+            of_stages.append(" and ".join(held) or "none")
 
 
 def _has_part(name: str, names: Collection[str]) -> bool:

@@ -1,8 +1,6 @@
-"""A model whose parameters are shards between steps, and whole, plain tensors inside them.
-
-In a step user code may do all that it may on one process. It costs the memory of two whole models and one's
-gradients, so `FSDPParameters.min_group_mib` limits it to small models.
-"""
+"""A model whose parameters are shards between steps, and whole, plain tensors inside them. In a step user code may do
+all that it may on one process. It costs the memory of two whole models and one's gradients, so
+`FSDPParameters.min_group_mib` limits it to small models."""
 
 from __future__ import annotations
 
@@ -58,8 +56,8 @@ class ShardedModel:
         self._rank, self._n_ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self._strides: dict[tuple[nn.Module, str], tuple[int, ...]] = {}
         self._parameters: list[_Parameter] = []
-        self._whole_of: dict[int, nn.Parameter] = {}
-        self._shard_of: dict[int, nn.Parameter] = {}
+        self.whole_of: dict[int, nn.Parameter] = {}
+        self.shard_of: dict[int, nn.Parameter] = {}
         self._marks: list[tuple[int, int]] = []
         self._trained: list[bool] = []
         self._own_time: OwnTime | None = None
@@ -113,8 +111,8 @@ class ShardedModel:
             slots.setdefault(module.get_parameter(name), []).append((module, name))
         self._parameters = [self._make_whole(shard, at) for shard, at in slots.items()]
         for parameter in self._parameters:
-            self._whole_of[id(parameter.shard)] = parameter.whole
-            self._shard_of[id(parameter.whole)] = parameter.shard
+            self.whole_of[id(parameter.shard)] = parameter.whole
+            self.shard_of[id(parameter.whole)] = parameter.shard
         self._lay_out()
 
     def _make_whole(self, shard: nn.Parameter, slots: list[tuple[nn.Module, str]]) -> _Parameter:
@@ -130,7 +128,10 @@ class ShardedModel:
 
     def _lay_out(self) -> None:
         """Places of all shards in one flat tensor of bytes, which a single collective gathers from all ranks."""
-        sizes = [math.ceil(_bytes_of_largest_part(p.shard, self._n_ranks) / _ALIGNMENT) for p in self._parameters]
+        shards = [p.shard for p in self._parameters]
+        most = [_rows_of(0, shard.shape[0], self._n_ranks)[1] for shard in shards]  # of the largest part
+        n_bytes = [n * math.prod(p.shape[1:]) * p.dtype.itemsize for n, p in zip(most, shards, strict=True)]
+        sizes = [math.ceil(n / _ALIGNMENT) for n in n_bytes]
         total = _ALIGNMENT * sum(sizes)
         device = self._parameters[0].values.device if self._parameters else torch.device("cpu")
         self._sent = torch.zeros(total, dtype=torch.uint8, device=device)
@@ -153,14 +154,6 @@ class ShardedModel:
             offset += _ALIGNMENT * size
 
     # -- what a trainer does with it
-
-    @property
-    def whole_of(self) -> dict[int, nn.Parameter]:
-        return self._whole_of
-
-    @property
-    def shard_of(self) -> dict[int, nn.Parameter]:
-        return self._shard_of
 
     @property
     def bytes_of_part(self) -> int:
@@ -302,11 +295,6 @@ def _rows_of(rank: int, n_rows: int, n_ranks: int) -> tuple[int, int]:
     most = math.ceil(n_rows / n_ranks)
     start = min(rank * most, n_rows)
     return start, min(most, n_rows - start)
-
-
-def _bytes_of_largest_part(shard: nn.Parameter, n_ranks: int) -> int:
-    _, rows = _rows_of(0, shard.shape[0], n_ranks)
-    return rows * math.prod(shard.shape[1:]) * shard.dtype.itemsize
 
 
 def _part(flat: Tensor, offset: int, rows: int, like: Tensor) -> Tensor:

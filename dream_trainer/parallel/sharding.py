@@ -30,16 +30,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def shard_by_blocks(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    config: dict[str, Any],
-    root: dict[str, Any],
-    *,
-    is_cut: bool = False,
+    model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any], *, is_cut: bool = False
 ) -> None:
-    """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
-
-    Parameters without a dimension stay whole. Outputs of a cut model (`is_cut`) keep their type."""
+    """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32, but
+    for those of a cut model. Parameters without a dimension stay whole."""
     from torch.distributed.fsdp import fully_shard
 
     _refuse_what_is_not_cut(model)

@@ -1,7 +1,5 @@
-"""What ranks of tensor parallelism have whole must get the same gradient on each: compared in the first steps.
-
-A layer that is given a part of its activations trains on without an error, and its copies drift apart.
-"""
+"""What ranks of tensor parallelism have whole must get the same gradient on each: compared in the first steps. A layer
+that is given a part of its activations trains on without an error, and its copies drift apart."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, shard_dim
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.parallel.shards import local_gradient
@@ -69,9 +68,8 @@ class _Comparison:
     def _refuse(self, differing: list[str]) -> None:
         if not differing:
             return
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise RanksDifferError(
-            f"{', '.join(differing[:3])}{more}: whole on each of the tensor_parallel={self._size} ranks, and their "
+            f"{listed(differing, 3)}: whole on each of the tensor_parallel={self._size} ranks, and their "
             "gradients differ between these, so that the ranks' weights would drift apart. Such a layer needs whole "
             "activations: where a plan cuts sequences, give it PrepareModuleInput(..., desired_input_layouts="
             "Replicate()), as every mixture of experts needs, or SequenceParallel() if it is a norm; and random layers "

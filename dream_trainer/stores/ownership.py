@@ -53,9 +53,7 @@ class Ownership:
     ) -> None:
         self._run = run
         self._owners = run / OWNERS_NAME
-        self.token = secrets.token_hex(8)
-        self.goes_on_here = False
-        self._renewals = 0
+        self.token, self.goes_on_here, self._renewals = secrets.token_hex(8), False, 0
         self._mark = lived_here / TOKEN_NAME
         self._number = self._take(lease_seconds)
         self._mark.write_text(self.token)
@@ -91,22 +89,18 @@ class Ownership:
 
     def _wait_until_free(self, number: int, lease_seconds: float) -> None:
         """Returns once nobody renews the claim with this number; it may be gone by then."""
-        first = self._read(number)
+        first = _record_of(self._owners, number)
         if first is None:
             return
         self.goes_on_here = self._mark.exists() and self._mark.read_text() == first.get("token")
         if first.get("released") or self.goes_on_here:
             return
-        logger.warning(
-            "%s was claimed by a job on %s; waiting up to %.0f s for a sign that it lives",
-            self._run,
-            first.get("host"),
-            lease_seconds,
-        )
+        warning = "%s was claimed by a job on %s; waiting up to %.0f s for a sign that it lives"
+        logger.warning(warning, self._run, first.get("host"), lease_seconds)
         deadline = time.monotonic() + lease_seconds
         while time.monotonic() < deadline:
             time.sleep(min(1.0, lease_seconds / 10))
-            now = self._read(number)
+            now = _record_of(self._owners, number)
             if now is None or now.get("released"):
                 return
             if now != first:
@@ -121,7 +115,7 @@ class Ownership:
             return place.store.create(place.key, self._content())
         except ConnectionError:
             # It may have arrived all the same; else this raises again, or another job was first.
-            record = self._read(number)
+            record = _record_of(self._owners, number)
             if record is None:
                 raise
             return record.get("token") == self.token
@@ -148,16 +142,8 @@ class Ownership:
                 logger.debug("could not renew the claim on %s: %s", self._run, without_secrets(error))
 
     def _content(self, *, released: bool = False) -> bytes:
-        record = {
-            "token": self.token,
-            "host": socket.gethostname(),
-            "renewals": self._renewals,
-            "released": released,
-        }
+        record = {"token": self.token, "host": socket.gethostname(), "renewals": self._renewals, "released": released}
         return json.dumps(record).encode()
-
-    def _read(self, number: int) -> dict[str, Any] | None:
-        return _record_of(self._owners, number)
 
     def _highest(self) -> int:
         return _highest(self._owners)

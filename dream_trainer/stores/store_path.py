@@ -157,14 +157,9 @@ class StoreStream(io.RawIOBase):
 
     def __init__(self, store: ObjectStore, key: str, size: int) -> None:
         super().__init__()
-        self._store = store
-        self._key = key
-        self.size = size
-        self.fetched = 0
-        self._position = 0
-        self._start = 0  # of what is in memory
-        self._memory = memoryview(b"")
-        self._ahead = _FIRST
+        self._store, self._key = store, key
+        self.size, self.fetched, self._position = size, 0, 0
+        self._start, self._memory, self._ahead = 0, memoryview(b""), _FIRST  # what is in memory, from where
 
     def readable(self) -> bool:
         return True

@@ -25,8 +25,8 @@ _DESCRIBES = {  # fields that say where adapters are from, or how they began
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
 }
 
+# Fields that say which layers have adapters, in one of several spellings; the tensors' names say it in one.
 _PLACES = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"}
-"""Fields that say which layers have adapters, in one of several spellings; the tensors' names say it in one."""
 
 _OF_TRAINING = {  # fields that only training looks at: dropout, and the schedule of AdaLoRA
     *("lora_dropout", "module_dropout", "rank_dropout", "rank_dropout_scale", "orth_reg_weight"),
@@ -39,9 +39,7 @@ Changes = dict[str, tuple[Any, Any]]
 def refuse_other_adapters(
     path: Path, models: Mapping[str, nn.Module], saved: Mapping[str, Any] | None, *, world: Ranks
 ) -> None:
-    """Compares the configs of a checkpoint's adapters with those of the models, before anything is loaded.
-
-    `saved` is None if the checkpoint is an older one that says nothing of any."""
+    """Compares a checkpoint's adapter configs (None of an older one) with the models', before anything is loaded."""
 
     def compare() -> None:
         adapters = {name: found for name, model in models.items() if (found := adapters_of(model)) is not None}

@@ -63,8 +63,6 @@ def adapters_from(record: Mapping[str, Any]) -> Adapters:
 
 
 class Origin(NamedTuple):
-    """A tensor in a file: the absolute path of what was loaded, and the tensor's name there."""
-
     path: str  # what was loaded, as an absolute path
     name: str  # the tensor's name there
 

@@ -1,6 +1,5 @@
-"""Models that peft has wrapped: loading their base and their adapters, and what is to be written of them.
-
-peft renames `q_proj.weight` to `base_model.model.q_proj.base_layer.weight`; files have the names that authors gave."""
+"""Models that peft has wrapped: loading their base and their adapters, and what is to be written of them. peft renames
+`q_proj.weight` to `base_model.model.q_proj.base_layer.weight`; files have the names that authors gave."""
 
 from __future__ import annotations
 
@@ -84,29 +83,25 @@ def load_base_weights(
 
 
 def _refuse_what_started_from_another_base(model: Any, first: FirstValues) -> None:
-    remedy = "Call from_pretrained, and get_peft_model on what it returns, in configure_models."
-    if not first.is_known:
-        setting = may_start_from_the_base(model)
-        if setting:
-            raise ConfigError(
-                f"adapters with {setting} may start from the base's weights, and this model was not built in "
-                "configure_models or is not loaded in load_pretrained, so that they cannot start again from what is "
-                f"loaded. {remedy}"
-            )
-    elif first.changed:
-        raise ConfigError(
-            f"{first.changed} was changed when its adapter was made from it, as under {_ways(model)}, so that the base "
-            f"cannot be loaded over it afterwards. {remedy}"
+    setting = may_start_from_the_base(model)
+    if not first.is_known and setting:
+        wrong = (
+            f"adapters with {setting} may start from the base's weights, and this model was not built in "
+            "configure_models or is not loaded in load_pretrained, so that they cannot start again from what is loaded"
         )
-    elif first.asked:
-        raise ConfigError(
-            f"peft looked at the values of {first.asked} when it made the adapters, as under {_ways(model)}, so that "
-            f"they may have started from another base than what is loaded. {remedy}"
+    elif first.is_known and first.changed:
+        wrong = (
+            f"{first.changed} was changed when its adapter was made from it, as under {setting or 'its config'}, so "
+            "that the base cannot be loaded over it afterwards"
         )
-
-
-def _ways(model: Any) -> str:
-    return may_start_from_the_base(model) or "its config"
+    elif first.is_known and first.asked:
+        wrong = (
+            f"peft looked at the values of {first.asked} when it made them, as under {setting or 'its config'}: "
+            "they may have started from another base than what is loaded"
+        )
+    else:
+        return
+    raise ConfigError(f"{wrong}. Call from_pretrained, and get_peft_model on what it returns, in configure_models.")
 
 
 def load_adapters(

@@ -16,6 +16,7 @@ from torch import Tensor
 from dream_trainer.checkpoint.digests import value_digests
 from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.model_state import model_tensors
+from dream_trainer.checks import refuse
 from dream_trainer.compat.peft import Adapters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
@@ -130,8 +131,7 @@ def _content(
 ) -> _Content:
     """The model's own tensors; of a model with adapters either these, or the base with them added."""
     if adapters is None:
-        if merge_adapters:
-            raise CheckpointError("the model has no adapters of peft to merge. Leave merge_adapters out.")
+        refuse(merge_adapters, "the model has no adapters of peft to merge. Leave merge_adapters out.", CheckpointError)
         return _Content(specs, read, config)
     if merge_adapters:
         merged = {name: specs[source] for name, source in adapters.base.items()}
@@ -142,12 +142,10 @@ def _content(
 
 def model_to_export(models: Collection[str], asked: str | None, *, of: object = "the trainer") -> str:
     """The name of a model: that which was asked for, or the only one."""
-    available = f"It has {', '.join(map(repr, models)) or 'none'}."
-    if asked is None and len(models) != 1:
-        raise CheckpointError(f"{of} does not have exactly one model. {available} Name one of them.")
-    if asked is not None and asked not in models:
-        raise CheckpointError(f"{of} has no model {asked!r}. {available}")
-    return next(iter(models)) if asked is None else asked
+    if asked in models or (asked is None and len(models) == 1):
+        return asked or next(iter(models))
+    wrong = f"has no model {asked!r}" if asked is not None else "does not have exactly one model"
+    raise CheckpointError(f"{of} {wrong}. It has {', '.join(map(repr, models)) or 'none'}. Name one of them.")
 
 
 def export_model(

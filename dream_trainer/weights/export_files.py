@@ -19,6 +19,7 @@ from torch import Tensor
 from dream_trainer.checkpoint.files import named_step, step_directories, sync_directory, write_file
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
+from dream_trainer.checks import listed
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec, file_order, write_safetensors
 
@@ -49,7 +50,7 @@ def plan_files(
     unknown = [f"{name} ({spec.dtype})" for name, spec in specs.items() if spec.dtype not in DTYPE_NAMES]
     if unknown:
         raise CheckpointError(
-            f"safetensors cannot store {', '.join(unknown[:20])}. Export to a file that ends in .pt instead."
+            f"safetensors cannot store {listed(unknown, 20)}. Export to a file that ends in .pt instead."
         )
     if out.suffix == ".safetensors":
         return {out.name: file_order(specs)}
@@ -82,30 +83,26 @@ def parse_size(size: int | str) -> int:
 
 
 def check_target(out: Path, *, overwrite: bool) -> None:
-    place = out.resolve()
-    for directory in (place, *place.parents):
-        if _holds_checkpoints(directory):
-            raise CheckpointError(
-                f"{out} is in {directory}, which belongs to a run's checkpoints. Export to another directory."
-            )
-    if _is_one_file(out):
-        if out.is_dir():
-            raise CheckpointError(f"{out} is a directory, and its name asks for a file. Choose another name.")
-        is_taken, foreign = out.exists(), []
+    is_one_file, place = _is_one_file(out), out.resolve()
+    present = sorted(out.iterdir()) if out.is_dir() else []
+    directories = [entry.name for entry in present if entry.is_dir()]
+    of_run = next((directory for directory in (place, *place.parents) if _holds_checkpoints(directory)), None)
+    if of_run is not None:
+        wrong = f"is in {of_run}, which belongs to a run's checkpoints. Export to another directory"
+    elif is_one_file and out.is_dir():
+        wrong = "is a directory, and its name asks for a file. Choose another name"
+    elif not is_one_file and out.exists() and not out.is_dir():
+        wrong = "is a file, and a directory is to be written. Choose another name"
+    elif not overwrite and (present or (is_one_file and out.exists())):
+        wrong = "exists already. Choose another name, or overwrite it (overwrite=True, --overwrite)"
+    elif directories:
+        wrong = (
+            f"contains the directories {listed(directories, 5)}, which no export wrote. Move them away, or choose "
+            "another directory"
+        )
     else:
-        if out.exists() and not out.is_dir():
-            raise CheckpointError(f"{out} is a file, and a directory is to be written. Choose another name.")
-        present = sorted(out.iterdir()) if out.exists() else []
-        is_taken, foreign = bool(present), [entry.name for entry in present if entry.is_dir()]
-    if is_taken and not overwrite:
-        raise CheckpointError(
-            f"{out} exists already. Choose another name, or overwrite it (overwrite=True, --overwrite)."
-        )
-    if foreign:
-        raise CheckpointError(
-            f"{out} contains the directories {', '.join(foreign[:5])}, which no export wrote. "
-            "Move them away, or choose another directory."
-        )
+        return
+    raise CheckpointError(f"{out} {wrong}.")
 
 
 def _is_one_file(out: PurePath) -> bool:
@@ -143,7 +140,9 @@ def write_files(
             temporary.mkdir()
             documents = {} if config is None else {config_name: config}
             written = [out / name for name in _write_directory(temporary, plan, read, documents)]
-            _copy_what_else_is_there(out, temporary)
+            for file in out.iterdir() if out.exists() else ():  # what else is there, such as a tokenizer
+                if not _OWN_NAME.fullmatch(file.name) and not (temporary / file.name).exists():
+                    shutil.copy2(file, temporary / file.name, follow_symlinks=False)
         _publish(temporary, out)
         if written != [out] and out.suffix[1:].isalpha():
             logger.warning("%s is a directory: one file is written where the name ends in %s.", out, _ONE_FILE)
@@ -169,13 +168,6 @@ def _write_directory(
         write_file(directory / name, f"{text}\n".encode())
     sync_directory(directory)
     return [*plan, *documents]
-
-
-def _copy_what_else_is_there(out: Path, directory: Path) -> None:
-    """Copies what else is in the earlier export's directory, such as a tokenizer."""
-    for file in out.iterdir() if out.exists() else ():
-        if not _OWN_NAME.fullmatch(file.name) and not (directory / file.name).exists():
-            shutil.copy2(file, directory / file.name, follow_symlinks=False)
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dream_trainer.checkpoint.lookup import find_checkpoint
 from dream_trainer.checkpoint.manifest import Manifest, read_manifest
+from dream_trainer.checks import refuse
 from dream_trainer.distributed.outcomes import from_main_rank
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
@@ -116,8 +117,7 @@ def _add_files(source: Path, directory: Path) -> None:
     if not source.is_dir():
         raise CheckpointError(f"beside={str(source)!r} is not a directory. Give that of the files that shall go along.")
     taken = sorted({path.name for path in source.iterdir()} & {path.name for path in directory.iterdir()})
-    if taken:
-        raise CheckpointError(f"beside={str(source)!r} has {taken}, which the export writes. Keep them elsewhere.")
+    refuse(taken, f"beside={str(source)!r} has {taken}, which the export writes. Keep them elsewhere.", CheckpointError)
     shutil.copytree(source, directory, dirs_exist_ok=True)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -124,20 +123,14 @@ def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ra
 # -- which of the file's tensors goes where
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A rank's shard of a tensor: the smallest block around it, and which rows of the block it has, if not all."""
-
-    box: Box
-    rows: Mapping[int, Tensor]
+class _Part(NamedTuple):
+    box: Box  # the smallest block around a rank's shard of a tensor
+    rows: Mapping[int, Tensor]  # which rows of the block it has, by dimension, if not all
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A tensor of the model and where its values come from."""
-
-    source: str
-    tensor: Tensor
+class _Target(NamedTuple):
+    source: str  # the name of a tensor in the file
+    tensor: Tensor  # of the model
     part: _Part
 
 
@@ -204,21 +197,15 @@ def _matched(
             target = _Target(sources[fitting[0]], tensor, _part(tensor))
             targets.append(target)
             for other in fitting[1:]:
-                if not _equal(files, target, sources[other]):
+                pair = (target.source, sources[other]) if local_tensor(tensor).numel() else ()
+                values = [_read(files, source, target.part).to(tensor.dtype) for source in pair]
+                if values and not torch.equal(*values):
                     mismatched[other] = f"tied to {fitting[0]} in the model, and with other values in the file"
             loaded += [name for name in names if name not in mismatched]
         elif not any(name in mismatched for name in names):
             missing += [name for name in names if name not in optional]
     unexpected = tuple(name for name in sources if name not in tensors)
     return targets, LoadReport(tuple(loaded), tuple(missing), unexpected, mismatched)
-
-
-def _equal(files: WeightFiles, target: _Target, other: str) -> bool:
-    """Whether the file has the same values for this rank's part under another name, once cast."""
-    if not local_tensor(target.tensor).numel():
-        return True
-    first, second = (_read(files, source, target.part).to(target.tensor.dtype) for source in (target.source, other))
-    return torch.equal(first, second)
 
 
 # -- which block of a tensor this rank has, and reading it

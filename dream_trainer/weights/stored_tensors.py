@@ -61,9 +61,7 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def max_difference(a: Tensor, b: Tensor) -> float | None:
-    """The largest absolute difference of tensors of one shape and dtype; None if they are equal bit for bit.
-
-    Equal infinities differ by 0, and so do two NaN; NaN and a number make the result NaN."""
+    """The largest absolute difference of tensors of one kind, NaN for NaN and a number; None if they are equal."""
     a, b = a.reshape(-1), b.reshape(-1)
     if a.numel() == 0 or torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None

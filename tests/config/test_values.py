@@ -77,7 +77,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (dt.FSDPParameters, {"reshard_after_forward": 1}, "Use True, False or an integer above 1"),
     (dt.LocalSGDParameters, {"outer_momentum": 1.0}, "is not a number from 0.0 to below 1.0"),
     (dt.LocalSGDParameters, {"outer": "sgd", "outer_momentum": 0.0}, "nesterov=True needs momentum"),
-    (dt.Float8Parameters, {"skip": ("(",)}, "skip: '(' is not a regular expression"),
+    (dt.Float8Parameters, {"skip": ("(",)}, "skip='(' is not a regular expression"),
     (dt.ActivationCheckpointingParameters, {"keep": ()}, "keep=() keeps nothing"),
     (dt.PipelineParallelParameters, {"stages_per_rank": 2}, "stages_per_rank=2 with schedule='1F1B': it has 1"),
     (dt.CompileParameters, {"async_tensor_parallel": True, "backend": "eager"}, "only inductor overlaps"),

@@ -321,7 +321,7 @@ def test_what_cannot_work_is_named() -> None:
         (lambda: LoaderGroup({"all": {"text": text}}), "'all' of LoaderGroup is itself a dict"),
         (lambda: LoaderGroup({"one": text, "other": text}), "'one' and 'other' read the same DistributedDataLoader"),
         (lambda: AlternatingLoaders({"text": text}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
-        (lambda: AlternatingLoaders({"text": text}, {"text": 0}), "0 for 'text' is not a whole number"),
+        (lambda: AlternatingLoaders({"text": text}, {"text": 0}), "'text': 0} is not a whole number"),
         (lambda: AlternatingLoaders(ours(1, 1), {"text": 10**6, "images": 1}), "a round of 1000001 steps"),
     ]:
         with pytest.raises(DataError, match=message):

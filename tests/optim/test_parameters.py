@@ -53,7 +53,7 @@ RUN = ["--project", "p", "--group", "g", "--experiment", "e"]
         ({"name": "rmsprop", "fused": True}, "'rmsprop' has no fused implementation"),
         ({"layer_decay": 1.5}, "layer_decay=1.5 is not a number from 0 to 1"),
         ({"hidden": ("a",)}, "hidden=('a',) means nothing to 'adamw'"),
-        ({"groups": ("head",)}, "groups has 'head'. Use GroupParameters"),
+        ({"groups": ("head",)}, "is no tuple of GroupParameters. Use (GroupParameters"),
         ({"name": "muon", "hidden": ("(",)}, "hidden='(' is not a regular expression"),
         ({"name": "muon", "adjust_lr_fn": "original"}, "Set adamw_lr too"),
     ],

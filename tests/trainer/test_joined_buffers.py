@@ -264,7 +264,7 @@ def test_a_buffer_that_grows_on_one_rank_is_named_and_nothing_hangs() -> None:
     ("policies", "words"),
     [
         ({"codebok": "mean"}, ["'codebok'", "matches no buffer", "model.running, model.signs"]),
-        ({"running": "sum"}, ["'sum' for 'running'", "'mean', 'rank 0', 'as is'"]),
+        ({"running": "sum"}, ["['running']='sum'", "'mean', 'rank 0' or 'as is'"]),
         ({"place": "mean"}, ["model.place", "torch.int64", 'Use "rank 0"']),
         ({"(": "mean"}, ["not a regular expression"]),
     ],

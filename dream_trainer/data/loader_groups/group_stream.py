@@ -24,13 +24,7 @@ _END: Any = object()
 
 class GroupStream(TrainStream):
     def __init__(
-        self,
-        streams: Mapping[str, TrainStream],
-        *,
-        order: dict[str, Any],
-        end: PassEnd,
-        accumulation: int,
-        dp_size: int,
+        self, streams: Mapping[str, TrainStream], *, order: dict[str, Any], end: PassEnd, accumulation: int
     ) -> None:
         start = Place(DataPosition(0, 0, 0))
         self._parts = [Member(name, stream, start) for name, stream in streams.items()]
@@ -85,12 +79,7 @@ class GroupStream(TrainStream):
     # -- the place
 
     def seek(
-        self,
-        position: DataPosition,
-        rank_state: SavedState,
-        *,
-        is_pass_over: bool = False,
-        state: SavedState = None,
+        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
         if state is None:
             self._begin_pass_at(position, is_pass_over=is_pass_over)
@@ -385,7 +374,6 @@ def group_stream(
     seed: int,
     count: SampleCount | None,
     accumulation: int,
-    dp_size: int,
 ) -> GroupStream:
     streams = {}
     for name, one in loader.loaders.items():
@@ -396,7 +384,7 @@ def group_stream(
     readers = {name: stream.reader for name, stream in streams.items() if stream.reader is not None}
     refuse_shared({name: innermost(reader.ordered) for name, reader in readers.items() if reader.ordered is not None})
     order: dict[str, Any] = {"kind": type(loader).__name__, "end": loader.end}
-    options: dict[str, Any] = {"end": loader.end, "accumulation": accumulation, "dp_size": dp_size}
+    options: dict[str, Any] = {"end": loader.end, "accumulation": accumulation}
     if isinstance(loader, LoaderGroup):
         return TogetherStream(streams, order=order, **options)
     return TurnsStream(streams, loader.turns, order=order | {"ratio": loader.ratio}, **options)

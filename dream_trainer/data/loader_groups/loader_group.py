@@ -7,6 +7,7 @@ from functools import reduce
 from math import gcd
 from typing import Any, Literal, get_args
 
+from dream_trainer.checks import refuse
 from dream_trainer.errors import DataError
 
 PassEnd = Literal["shortest", "longest", "cycle"]
@@ -85,15 +86,14 @@ def _checked(loaders: Any, end: object, kind: str) -> dict[str, Any]:
             f'{kind} got {loaders!r}, and no loaders. Give a dict of named loaders, such as {{"text": ..., "images": '
             "...}."
         )
-    if end not in get_args(PassEnd):
-        raise DataError(f"end={end!r} is not one of {', '.join(map(repr, get_args(PassEnd)))}.")
+    ends = get_args(PassEnd)
+    refuse(end not in ends, f"end={end!r} is not one of {', '.join(map(repr, ends))}.", DataError)
     for name, loader in loaders.items():
-        if not isinstance(name, str) or not name:
-            raise DataError(f"{kind} got a loader named {name!r}. Use a string for its name.")
-        if isinstance(loader, LoaderGroup | AlternatingLoaders | Mapping):
-            raise DataError(
-                f"loader {name!r} of {kind} is itself a {type(loader).__name__}. Put all loaders into one group."
-            )
+        is_name = isinstance(name, str) and name
+        is_group = isinstance(loader, LoaderGroup | AlternatingLoaders | Mapping)
+        refuse(not is_name, f"{kind} got a loader named {name!r}. Use a string for its name.", DataError)
+        what = f"{name!r} of {kind} is itself a {type(loader).__name__}"
+        refuse(is_group, f"loader {what}. Put all loaders into one group.", DataError)
     refuse_shared(loaders)
     return dict(loaders)
 
@@ -110,12 +110,10 @@ def refuse_shared(parts: Mapping[str, object]) -> None:
 
 
 def _checked_ratio(ratio: Any, loaders: Mapping[str, Any]) -> dict[str, int]:
-    if not isinstance(ratio, Mapping) or set(ratio) != set(loaders):
-        raise DataError(f"ratio={ratio!r} does not say a number for each of the loaders {list(loaders)}, and no other.")
-    for name, count in ratio.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise DataError(
-                f"ratio={dict(ratio)!r}: {count!r} for {name!r} is not a whole number of steps above 0. Leave out a "
-                "loader that is not to be read."
-            )
+    is_whole = isinstance(ratio, Mapping) and set(ratio) == set(loaders)
+    if not is_whole or not all(type(count) is int and count > 0 for count in ratio.values()):
+        raise DataError(
+            f"ratio={ratio!r} is not a whole number of steps above 0 for each of the loaders {list(loaders)}, and no "
+            "other. Leave out a loader that is not to be read."
+        )
     return {name: ratio[name] for name in loaders}

@@ -18,14 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dream_trainer.checks import check_choice, check_integer, refuse
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
-from dream_trainer.data.mixtures.mixture_order import (
-    BLOCK,
-    IndexPermutation,
-    Integers,
-    Segment,
-    draw_numbers,
-    segments,
-)
+from dream_trainer.data.mixtures.mixture_order import BLOCK, IndexPermutation, Integers, Segment, draw_numbers, segments
 from dream_trainer.data.mixtures.mixture_weights import (
     Stage,
     Weights,
@@ -184,11 +177,7 @@ class Mixture(OrderedDataset):
         return plan.draws[position - plan.first]
 
     def lengths(self, first: int, last: int) -> Integers:
-        """Tokens of the samples at positions `first` to `last` (exclusive) of this pass, without loading them.
-
-        Raises:
-            DataError: A source does not say them.
-        """
+        """Tokens of the samples at positions `first` to `last` (exclusive) of this pass, without loading them."""
         measured = [lengths_of(source, name) for name, source in self.sources.items()]
         found = np.empty(last - first, dtype=np.int64)
         position = first + self._offset
@@ -396,11 +385,7 @@ class Mixture(OrderedDataset):
 
 
 def mixture_of(loader: object) -> Mixture:
-    """The mixture that a loader reads, or one of a group of loaders; also where its documents are packed into rows.
-
-    Raises:
-        DataError: It reads none, or several do.
-    """
+    """The one mixture that a loader, or a group of them, reads; also where its documents are packed into rows."""
     found = [mixture for one in training_loaders(loader).values() if (mixture := _mixture_behind(one)) is not None]
     if len(found) != 1:
         count = "no Mixture. Give it one as its dataset." if not found else f"{len(found)} mixtures. Name one of them."

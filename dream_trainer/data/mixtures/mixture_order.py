@@ -5,6 +5,7 @@ to log2(n) samples."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -122,13 +123,9 @@ class Segment:
 
     def first_position_with(self, source: int, count: int, end: int, seed: int) -> int:
         """The first position before which the source was drawn `count` times or more, as it was before `end`."""
-        low, high = 0, (end - self.first) // BLOCK  # in blocks: before `low` fewer than count, or low is 0
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.drawn_before_block(middle)[source] < count:
-                low = middle
-            else:
-                high = middle - 1
+        # How many whole blocks begin before that many were drawn.
+        blocks = range(1, (end - self.first) // BLOCK + 1)
+        low = bisect_left(blocks, count, key=lambda block: self.drawn_before_block(block)[source])
         missing = count - self.drawn_before_block(low)[source]
         if missing <= 0:
             return self.first

@@ -75,10 +75,13 @@ def weights_by_position(
     for stage in stages:
         begin = place.position_of(Fraction(stage.at))
         target = [Fraction(stage.weights.get(name, 0)) for name in weights]
+        # A ramp between weights of other sums would not be linear.
+        sums = sum(planned), sum(target)
+        shares = [(before / sums[0], after / sums[1]) for before, after in zip(planned, target, strict=True)]
         steps = min(_STEPS_OF_RAMP, stage.ramp)
         for step in range(steps):
             part = Fraction(2 * step + 1, 2 * steps)  # in the middle of the step
-            mixed = [before + (after - before) * part for before, after in _in_shares(planned, target)]
+            mixed = [before + (after - before) * part for before, after in shares]
             at = place.position_of(stage.at + Fraction(stage.ramp * step, steps))
             found[at], begins[at] = mixed, begin
             place.weigh(mixed)
@@ -95,12 +98,6 @@ def weights_by_position(
     return [
         (at, tuple(weight * factor for weight, factor in zip(kept[at], by_sample, strict=True))) for at in sorted(kept)
     ]
-
-
-def _in_shares(before: list[Fraction], after: list[Fraction]) -> list[tuple[Fraction, Fraction]]:
-    """Both as shares of their sums, source by source: a ramp between weights of other sums would not be linear."""
-    sum_before, sum_after = sum(before), sum(after)
-    return [(one / sum_before, other / sum_after) for one, other in zip(before, after, strict=True)]
 
 
 class _Places:

@@ -123,10 +123,7 @@ def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Pack
 
 
 def mask_kind(
-    documents: Tensor,
-    kind: Literal["auto", "sdpa", "flex", "varlen"],
-    device: torch.device,
-    dtype: torch.dtype | None,
+    documents: Tensor, kind: Literal["auto", "sdpa", "flex", "varlen"], device: torch.device, dtype: torch.dtype | None
 ) -> Literal["sdpa", "flex", "varlen"]:
     """The kind of mask for `documents` that `kind` asks for; raises ValueError for what is none."""
     if kind not in _KINDS:

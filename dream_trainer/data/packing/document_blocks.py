@@ -257,12 +257,10 @@ class DocumentBlocks(OrderedDataset):
         of = self._seed, self._epoch, self.block_size, number, first_row, documents
         if self._counted is None or self._counted[0] != of:
             num_blocks = -(-len(self.documents) // self.block_size)
-            counts = (self._num_rows(block) for block in range(number, num_blocks))
+            blocks = (self._plan(block, self._lengths(block))[1] for block in range(number, num_blocks))
+            counts = (sum(plan.num_rows for plan in plans) for plans in blocks)
             self._counted = of, list(accumulate(counts, initial=first_row))
         return self._counted[1]
-
-    def _num_rows(self, block: int) -> int:
-        return sum(plan.num_rows for plan in self._plan(block, self._lengths(block))[1])
 
     def _lengths(self, block: int) -> NDArray[Any]:
         first = block * self.block_size

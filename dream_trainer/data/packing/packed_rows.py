@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dream_trainer.checks import refuse
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.packing.document_blocks import DocumentBlocks, block_order
 from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated
@@ -22,12 +23,6 @@ PADDING = -1  # the document number of a row's padding
 _FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 64, 1024
 
 _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
-
-
-class _Document(NamedTuple):
-    ids: NDArray[Any]
-    labels: NDArray[Any]
-    weights: NDArray[Any] | None
 
 
 class DocumentRows(DocumentBlocks):
@@ -63,13 +58,11 @@ class DocumentRows(DocumentBlocks):
         weights = np.zeros(room or length, dtype=np.float32)
         at = 0
         for document, start, size in pieces:
-            loaded = self._load(block.number * self.block_size + document, int(block.lengths[document]))
-            tokens[at : at + size] = loaded.ids[start : start + size]
-            num_labels = min(size, len(loaded.labels) - start)  # a document's last token predicts nothing
-            labels[at : at + num_labels] = loaded.labels[start : start + num_labels]
-            weights[at : at + num_labels] = (
-                1.0 if loaded.weights is None else loaded.weights[start : start + num_labels]
-            )
+            ids, next_ids, counts = self._load(block.number * self.block_size + document, int(block.lengths[document]))
+            tokens[at : at + size] = ids[start : start + size]
+            num_labels = min(size, len(next_ids) - start)  # a document's last token predicts nothing
+            labels[at : at + num_labels] = next_ids[start : start + num_labels]
+            weights[at : at + num_labels] = 1.0 if counts is None else counts[start : start + num_labels]
             at += size
         labels[weights == 0.0] = IGNORED
         if not self._labels_seen:
@@ -83,45 +76,41 @@ class DocumentRows(DocumentBlocks):
         row = {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "weights": weights}
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
-    def _load(self, position: int, length: int) -> _Document:
+    def _load(self, position: int, length: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+        """Token ids of a document, its labels, and what each label counts."""
         document, weights, following = self.documents[position], None, None
+        place = f"The document at position {position}"
         if isinstance(document, Mapping):
             if self.field not in document:
-                raise DataError(
-                    f"The document at position {position} has no {self.field!r}, but {', '.join(map(repr, document))}. "
-                    "Name its token ids in field=."
-                )
+                there = ", ".join(map(repr, document))
+                raise DataError(f"{place} has no {self.field!r}, but {there}. Name its token ids in field=.")
             document, weights, following = document[self.field], document.get("weights"), document.get(FOLLOWING)
-        ids = np.asarray(document)
+        ids, wrong = np.asarray(document), None
         if ids.shape != (length,):
-            raise DataError(
-                f"The document at position {position} has {length} tokens by the lengths that its rows were planned "
-                f"with, and was loaded with shape {ids.shape}. Measure the lengths anew, and load a document as the "
-                "same tokens each time."
+            wrong = (
+                f"has {length} tokens by the lengths that its rows were planned with, and was loaded with shape "
+                f"{ids.shape}. Measure the lengths anew, and load a document as the same tokens each time."
             )
-        if length and ids.dtype.kind not in "iu":
-            raise DataError(f"The document at position {position} is of {ids.dtype}. Token ids are integers.")
-        if self.vocabulary_size is not None and length and not 0 <= ids.min() <= ids.max() < self.vocabulary_size:
-            raise DataError(
-                f"The document at position {position} has token ids from {ids.min()} to {ids.max()}, outside of "
-                f"vocabulary_size={self.vocabulary_size}. Was it made by another tokenizer?"
+        elif length and ids.dtype.kind not in "iu":
+            wrong = f"is of {ids.dtype}. Token ids are integers."
+        elif length and self.vocabulary_size is not None and not 0 <= ids.min() <= ids.max() < self.vocabulary_size:
+            wrong = (
+                f"has token ids from {ids.min()} to {ids.max()}, outside of vocabulary_size={self.vocabulary_size}. "
+                "Was it made by another tokenizer?"
             )
-        labels = ids[1:] if following is None else np.append(ids[1:], following)
-        if weights is None:
-            return _Document(ids, labels, None)
-        weights = np.asarray(weights, dtype=np.float32)
-        if weights.shape != ids.shape:
-            raise DataError(
-                f"The document at position {position} has {length} tokens and weights of shape {weights.shape}. Give "
-                "one for each token."
-            )
-        wrong = weights[~((weights >= 0.0) & (weights < np.inf))]
-        if wrong.size:
-            raise DataError(
-                f"The document at position {position} has a weight of {wrong[0]}. A weight is a finite number, 0 for a "
-                "token that is not to be learned."
-            )
-        return _Document(ids, labels[: len(ids) - 1], weights[1:])
+        if weights is not None:
+            weights = np.asarray(weights, dtype=np.float32)
+            unusable = weights[~((weights >= 0.0) & (weights < np.inf))]
+            if weights.shape != (length,):
+                wrong = wrong or f"has {length} tokens and weights of shape {weights.shape}. Give one for each token."
+            elif unusable.size:
+                wrong = (
+                    wrong or f"has a weight of {unusable[0]}. A weight is a finite number, 0 for what is not learned."
+                )
+        refuse(wrong, f"{place} {wrong}", DataError)
+        if weights is not None:
+            return ids, ids[1:], weights[1:]
+        return ids, ids[1:] if following is None else np.append(ids[1:], following), None
 
     def _refuse_documents_without_labels(self, first: int) -> None:
         """Raises if nothing can be learned from many documents, from position `first` on: so it is with all of them."""
@@ -129,8 +118,8 @@ class DocumentRows(DocumentBlocks):
         first = max(min(first, last - _MOST_LOOKED_AT), self.documents.first_position)
         documents: Any = self.documents
         for position, length in enumerate(documents.lengths(first, last).tolist(), first):
-            document = self._load(position, length)
-            if len(document.labels) and (document.weights is None or document.weights.any()):
+            _, labels, weights = self._load(position, length)
+            if len(labels) and (weights is None or weights.any()):
                 self._labels_seen = True
                 return
         if last - first >= _FEWEST_LOOKED_AT:
@@ -184,12 +173,7 @@ class PackedRows(DocumentRows):
         if method not in _PACKERS:
             raise DataError(f"method={method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.")
         super().__init__(
-            documents,
-            row_length,
-            block_size=block_size,
-            pad_id=pad_id,
-            field=field,
-            vocabulary_size=vocabulary_size,
+            documents, row_length, block_size=block_size, pad_id=pad_id, field=field, vocabulary_size=vocabulary_size
         )
         self.method = method
 

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.compat.attention import BlockMask, attend_elsewhere, attend_flexibly, part_of_document_mask
-from dream_trainer.data.packing.attention_mask import (
-    PackedSegments,
-    mask_kind,
-    packed_attention,
-    packed_attention_mask,
-)
+from dream_trainer.data.packing.attention_mask import PackedSegments, mask_kind, packed_attention, packed_attention_mask
 from dream_trainer.errors import StepError
 from dream_trainer.parallel.context_attention import ContextAttention, GatheredAttention, UlyssesAttention
 

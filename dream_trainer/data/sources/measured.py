@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
-from dream_trainer.checks import check_count
+from dream_trainer.checks import check_count, refuse
+from dream_trainer.data.sources.token_file import located
 from dream_trainer.errors import DataError
 
 FOLLOWING = "following"  # name of the token id that follows a piece in its document
@@ -86,10 +87,8 @@ class _Measure(Dataset[int]):
         if not isinstance(sample, Mapping):
             return len(sample)
         if self.field not in sample:
-            raise DataError(
-                f"sample {index} has no {self.field!r}, but {', '.join(map(repr, sample))}. Name its token ids in "
-                "field=."
-            )
+            there = ", ".join(map(repr, sample))
+            raise DataError(f"sample {index} has no {self.field!r}, but {there}. Name its token ids in field=.")
         return len(sample[self.field])
 
 
@@ -108,8 +107,7 @@ def mean_lengths(sources: Mapping[str, Any]) -> list[float]:
     for name, source in sources.items():
         lengths = np.asarray(lengths_of(source, name))
         means.append(float(lengths.sum(dtype=np.int64)) / len(lengths))
-        if not means[-1] > 0:
-            raise DataError(f"the samples of source {name!r} have no tokens.")
+        refuse(not means[-1] > 0, f"the samples of source {name!r} have no tokens.", DataError)
     return means
 
 
@@ -147,10 +145,8 @@ class Pieces(Dataset[dict[str, Any]]):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"piece {index} of {len(self)}")
-        document = int(np.searchsorted(self._ends, index, side="right"))
-        begin = (index - (int(self._ends[document - 1]) if document else 0)) * self.length
+        document, number = located(self._ends, index, "piece")
+        begin = number * self.length
         tokens = np.asarray(self.source[document])
         if tokens.ndim != 1:
             raise DataError(

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from dream_trainer.checks import refuse
 from dream_trainer.data.sources.stream_sources import TAR_NAME, Paths, find_files, refuse_early_end
+from dream_trainer.data.sources.token_file import located
 from dream_trainer.errors import DataError
 
 
@@ -23,8 +25,9 @@ class ShardFiles(ABC):
 
     def __init__(self, paths: Paths) -> None:
         self.paths = find_files(paths, self.suffixes)
-        self._places = [self._find_samples(path) for path in self.paths]
-        self._ends = np.cumsum([len(places) for places in self._places])
+        found = [self._find_samples(path) for path in self.paths]
+        self._places = [places for _, places in found]
+        self._ends = np.cumsum([count for count, _ in found])
         if self._ends[-1] == 0:
             raise DataError(f"{type(self).__name__}: there is no sample in {', '.join(map(str, self.paths[:3]))}.")
         self._open: dict[int, Any] = {}
@@ -33,10 +36,7 @@ class ShardFiles(ABC):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        number = index - (int(self._ends[shard - 1]) if shard else 0)
+        shard, number = located(self._ends, index, "sample")
         try:
             return self._read(shard, number)
         except Exception as error:
@@ -48,8 +48,8 @@ class ShardFiles(ABC):
         return vars(self) | {"_open": {}}
 
     @abstractmethod
-    def _find_samples(self, path: Path) -> Any:
-        """Where the samples of a file are: something with a length, and a place for each."""
+    def _find_samples(self, path: Path) -> tuple[int, Any]:
+        """How many samples a file has, and what `_read` finds them by."""
 
     @abstractmethod
     def _read(self, shard: int, number: int) -> Any:
@@ -65,14 +65,14 @@ class JsonLines(ShardFiles):
 
     suffixes = (".jsonl",)
 
-    def _find_samples(self, path: Path) -> Any:
+    def _find_samples(self, path: Path) -> tuple[int, Any]:
         starts, at = [], 0
         with path.open("rb") as lines:
             for line in lines:
                 if line.strip():
                     starts.append(at)
                 at += len(line)
-        return np.array(starts, dtype=np.int64)
+        return len(starts), np.array(starts, dtype=np.int64)
 
     def _read(self, shard: int, number: int) -> Any:
         file = self._open.get(shard)
@@ -109,7 +109,7 @@ class ParquetRows(ShardFiles):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_groups": {}}
 
-    def _find_samples(self, path: Path) -> Any:
+    def _find_samples(self, path: Path) -> tuple[int, Any]:
         import pyarrow.parquet as parquet
 
         try:
@@ -117,13 +117,14 @@ class ParquetRows(ShardFiles):
         except (OSError, ValueError) as error:
             raise DataError(f"{path} is not a whole Parquet file: {error}") from error
         missing = set(self.columns or ()) - set(metadata.schema.to_arrow_schema().names)
-        if missing:
-            raise DataError(f"{path} has no columns {sorted(missing)}.")
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        return _Groups(np.cumsum(sizes, dtype=np.int64))
+        refuse(missing, f"{path} has no columns {sorted(missing)}.", DataError)
+        ends = np.cumsum(
+            [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)], dtype=np.int64
+        )
+        return metadata.num_rows, ends
 
     def _read(self, shard: int, number: int) -> Any:
-        group, row = self._places[shard].place(number)
+        group, row = located(self._places[shard], number, "row")
         table = self._groups.pop((shard, group), None)
         if table is None:
             import pyarrow.parquet as parquet
@@ -134,18 +135,6 @@ class ParquetRows(ShardFiles):
         if len(self._groups) > self.kept_groups:
             del self._groups[next(iter(self._groups))]
         return {name: table.column(name)[row].as_py() for name in table.column_names}
-
-
-class _Groups:
-    def __init__(self, ends: Any) -> None:
-        self.ends = ends
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def place(self, number: int) -> tuple[int, int]:
-        group = int(np.searchsorted(self.ends, number, side="right"))
-        return group, number - (int(self.ends[group - 1]) if group else 0)
 
 
 class TarSamples(ShardFiles):
@@ -166,7 +155,7 @@ class TarSamples(ShardFiles):
         self.decode = decode
         super().__init__(paths)
 
-    def _find_samples(self, path: Path) -> Any:
+    def _find_samples(self, path: Path) -> tuple[int, Any]:
         samples: list[tuple[str, list[tuple[str, int, int]]]] = []
         try:
             with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
@@ -183,11 +172,7 @@ class TarSamples(ShardFiles):
                 refuse_early_end(path, file, archive.offset)
         except (tarfile.TarError, OSError) as error:
             raise DataError(f"{path} is not a whole .tar file: {error}") from error
-        size = path.stat().st_size
-        for key, parts in samples:
-            if any(start + length > size for _, start, length in parts):
-                raise DataError(f"{path} ends in the middle of its sample {key!r}: it was cut.")
-        return samples
+        return len(samples), samples
 
     def _read(self, shard: int, number: int) -> Any:
         key, parts = self._places[shard][number]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
+from dream_trainer.checks import refuse
 from dream_trainer.compat.huggingface import files_read, shuffles_in_a_buffer
 from dream_trainer.errors import DataError
 
@@ -204,18 +205,15 @@ def refuse_early_end(path: Path, file: BinaryIO, end: int) -> None:
 
 
 def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     found: list[Path] = []
-    for path in given:
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.name.endswith(suffixes))
-            if not inside:
-                raise DataError(f"{path} has no files of {' or '.join(suffixes)}.")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        inside = [Path(path)]
+        if inside[0].is_dir():
+            inside = sorted(file for file in inside[0].iterdir() if file.name.endswith(suffixes))
+        elif not inside[0].exists():
             raise DataError(f"there is no file {path}.")
-    if not found:
-        raise DataError("no files are given.")
+        if not inside:
+            raise DataError(f"{path} has no files of {' or '.join(suffixes)}.")
+        found += inside
+    refuse(not found, "no files are given.", DataError)
     return found

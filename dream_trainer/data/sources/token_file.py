@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dream_trainer import file_locks
+from dream_trainer.checks import listed, refuse
 from dream_trainer.errors import DataError
 
 FORMAT = "dream-trainer tokens"
@@ -59,11 +60,8 @@ class TokenFile:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Tokens:
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)} in {self.path}")
-        shard = int(np.searchsorted(self._ends, index, side="right"))
+        shard, document = located(self._ends, index, f"{self.path}: document")
         tokens, starts = self._mapped(shard)
-        document = index - (int(self._ends[shard - 1]) if shard else 0)
         return np.array(tokens[starts[document] : starts[document + 1]])
 
     @property
@@ -101,6 +99,14 @@ class TokenFile:
         return self._maps[number]
 
 
+def located(ends: npt.NDArray[np.int64], index: int, what: str) -> tuple[int, int]:
+    """Which part an item is in, and its place there; `ends` says how many items there are up to the end of each."""
+    if not len(ends) or not 0 <= index < ends[-1]:
+        raise IndexError(f"{what} {index} of {ends[-1] if len(ends) else 0}")
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
 def planned_shard(directory: Path, number: int) -> Path:
     return directory / f"shard-{number:05d}.bin"
 
@@ -121,8 +127,7 @@ def _find_shards(path: Path) -> list[_Shard]:
     else:
         raise DataError(f"there is no token file {path}.")
     shards = [_open_npy(file) if file.suffix == ".npy" else _open_bin(file) for file in files]
-    if not any(shard.num_documents for shard in shards):
-        raise DataError(f"{path} has no document.")
+    refuse(not any(shard.num_documents for shard in shards), f"{path} has no document.", DataError)
     return shards
 
 
@@ -135,10 +140,10 @@ def _refuse_unfinished(directory: Path) -> None:
     shards = [planned_shard(directory, number) for number in range(num_planned)]
     missing = [shard.stem for shard in shards if not shard.with_suffix(".json").exists()]
     if missing:
-        more = f" and {len(missing) - 3} more are" if len(missing) > 3 else " is" if len(missing) == 1 else " are"
+        names = f"{listed(missing, 3)} {'is' if len(missing) == 1 else 'are'}"
         raise DataError(
-            f"{directory} has {num_planned - len(missing)} of {num_planned} shards: {', '.join(missing[:3])}{more} "
-            "missing. The same `dream-trainer data tokenize` again makes what is missing, and keeps the others."
+            f"{directory} has {num_planned - len(missing)} of {num_planned} shards: {names} missing. "
+            "The same `dream-trainer data tokenize` again makes what is missing, and keeps the others."
         )
 
 
@@ -181,10 +186,9 @@ def _check_index(path: Path, num_tokens: int, num_documents: int | None) -> Path
             "`dream-trainer data tokenize` or a TokenFileWriter writes both."
         )
     starts = _load_npy(index)
-    fits = (
-        starts.ndim == 1 and starts.dtype == np.int64 and len(starts) > 0 and num_documents in (None, len(starts) - 1)
-    )
-    if not fits or starts[0] != 0 or starts[-1] != num_tokens:
+    is_index = starts.ndim == 1 and starts.dtype == np.int64 and len(starts) > 0
+    is_of_these = is_index and starts[0] == 0 and starts[-1] == num_tokens
+    if not is_of_these or num_documents not in (None, len(starts) - 1):
         raise DataError(f"{index} does not belong to {path.name}, which has {num_tokens} tokens. Write both again.")
     return index
 
@@ -203,8 +207,7 @@ def _read_header(path: Path, tokens: Path) -> dict[str, Any]:
             f"{tokens} has no header {path.name} beside it, so nothing tells what is in it. `dream-trainer data "
             "tokenize` or a TokenFileWriter writes both."
         )
-    if not _is_header(path):
-        raise DataError(f"{path} is no header of token files: its format is not {FORMAT!r}.")
+    refuse(not _is_header(path), f"{path} is no header of token files: its format is not {FORMAT!r}.", DataError)
     header: dict[str, Any] = json.loads(path.read_text())
     if header["version"] != VERSION:
         raise DataError(f"{path} is of version {header['version']}, and this program reads version {VERSION}.")
@@ -231,8 +234,7 @@ class TokenFileWriter:
                 f"vocabulary_size={vocabulary_size} is not from 1 to 2**32: token ids take up to four bytes."
             )
         self.path = Path(path)
-        if self.path.suffix != ".bin":
-            raise DataError(f"a token file is named NAME.bin, not {self.path.name}.")
+        refuse(self.path.suffix != ".bin", f"a token file is named NAME.bin, not {self.path.name}.", DataError)
         self.vocabulary_size = vocabulary_size
         self.dtype = np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
         self.num_tokens = 0
@@ -253,14 +255,7 @@ class TokenFileWriter:
         return self
 
     def add(self, tokens: npt.ArrayLike) -> None:
-        """Writes one document.
-
-        Args:
-            tokens: Token ids, shape `(tokens,)`; may be none.
-
-        Raises:
-            DataError: They are not integers from 0 to `vocabulary_size - 1` in one dimension.
-        """
+        """Writes one document: integers from 0 to `vocabulary_size - 1` of shape `(tokens,)`, or none."""
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise DataError(f"document {self.num_documents} has {ids.dtype} of shape {ids.shape}, no token ids.")

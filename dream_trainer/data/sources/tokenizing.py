@@ -11,17 +11,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dream_trainer.checks import refuse
 from dream_trainer.data.sources.token_file import PLAN, TokenFileWriter, planned_shard
 from dream_trainer.errors import DataError
 
 TEXTS_PER_SHARD = 1000
 ROWS_PER_SHARD = 50_000
 Encode = Callable[[str], npt.ArrayLike]
+Tokenizer = tuple[Encode, int]  # and how many token ids there are
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,6 @@ class Task:
     field: str
     split: str = ""
     rows: tuple[int, int] = (0, 0)
-
-
-class Tokenizer(NamedTuple):
-    encode: Encode
-    vocabulary_size: int
 
 
 def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
@@ -72,29 +69,29 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     if name == "bytes":
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
-        return Tokenizer(lambda text: [*text.encode(), 256], 257)
+        return lambda text: [*text.encode(), 256], 257
+    fast: Any = None
+    slow: Any = None
     if name.endswith(".json"):
         from tokenizers import Tokenizer as FastTokenizer
 
-        if not Path(name).exists():
-            raise DataError(f"there is no tokenizer {name}.")
+        refuse(not Path(name).exists(), f"there is no tokenizer {name}.", DataError)
         try:
             fast = FastTokenizer.from_file(name)
         except Exception as error:  # which is of no class of its own
             raise DataError(f"{name} is no tokenizer.json: {error}") from error
         size, end_id = fast.get_vocab_size(), None if end is None else fast.token_to_id(end)
-        if end is not None and end_id is None:
-            raise DataError(f"{name} has no token {end!r}.")
-        last = [] if end_id is None else [end_id]
-        return Tokenizer(lambda text: fast.encode(text, add_special_tokens=False).ids + last, size)
-    from transformers import AutoTokenizer
+    else:
+        from transformers import AutoTokenizer
 
-    slow = AutoTokenizer.from_pretrained(name)
-    end_id = slow.eos_token_id if end is None else slow.get_vocab().get(end)
+        slow = AutoTokenizer.from_pretrained(name)
+        size, end_id = len(slow), slow.eos_token_id if end is None else slow.get_vocab().get(end)
     if end is not None and end_id is None:
         raise DataError(f"{name} has no token {end!r}.")
     last = [] if end_id is None else [end_id]
-    return Tokenizer(lambda text: slow(text, add_special_tokens=False)["input_ids"] + last, len(slow))
+    if fast is not None:
+        return lambda text: fast.encode(text, add_special_tokens=False).ids + last, size
+    return lambda text: slow(text, add_special_tokens=False)["input_ids"] + last, size
 
 
 def tokenize(

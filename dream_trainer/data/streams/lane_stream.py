@@ -7,6 +7,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
@@ -15,19 +16,11 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from dream_trainer.checks import check_count
+from dream_trainer.checks import check_count, refuse
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.sample_seeds import collates_without_draws
 from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource
-from dream_trainer.data.streams.lanes import (
-    Chain,
-    Lane,
-    LaneOptions,
-    LanePlan,
-    LaneState,
-    lane_plan,
-    refuse_forgetful,
-)
+from dream_trainer.data.streams.lanes import Chain, Lane, LaneOptions, LanePlan, LaneState, lane_plan, refuse_forgetful
 from dream_trainer.data.transforms import OnError, Transform, block_size, description, refuse_unclear_policy
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
@@ -172,14 +165,9 @@ class LaneStream(TrainStream):
         }
 
     def seek(
-        self,
-        position: DataPosition,
-        rank_state: SavedState,
-        *,
-        is_pass_over: bool = False,
-        state: SavedState = None,
+        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
-        self._release()
+        self.close()
         if is_pass_over:
             self._begin(position.epoch + 1)
             return
@@ -211,13 +199,12 @@ class LaneStream(TrainStream):
             batches, marks, end = self._load(step)
         except BaseException:
             # Of a window that was not loaded whole, be it for a signal, nothing counts: it is loaded again.
-            self._release()
+            self.close()
             raise
         if end is not None:
             logger.warning("The pass over the training data ends after %d steps: %s", step, end)
             self._begin(position.epoch + 1)
-            if step == 0:
-                raise DataError(f"The training data has not one whole step of all lanes: {end}")
+            refuse(step == 0, f"The training data has not one whole step of all lanes: {end}", DataError)
             return None
         self._take(marks)
         samples = position.samples + self._plan.global_batch
@@ -231,15 +218,12 @@ class LaneStream(TrainStream):
         if self._position.samples:
             self._begin(self._position.epoch + 1)
 
-    def close(self) -> None:
-        self._release()
-
     def _begin(self, epoch: int) -> None:
-        self._release()
+        self.close()
         self._position = DataPosition(epoch, 0, 0)
         self._states = {}
 
-    def _release(self) -> None:
+    def close(self) -> None:
         for reader in self._readers or ():
             if isinstance(reader, Generator):
                 reader.close()
@@ -250,9 +234,7 @@ class LaneStream(TrainStream):
     def _load(self, step: int) -> tuple[list[Any], list[Mark], str | None]:
         if self._readers is None:
             self._readers = self._open(step)
-        if self._loader.num_workers > 0:
-            return self._next(step, self._readers)
-        with preserved_random_state():
+        with preserved_random_state() if self._loader.num_workers == 0 else nullcontext():
             return self._next(step, self._readers)
 
     def _next(self, step: int, readers: Sequence[Iterator[Loaded]]) -> tuple[list[Any], list[Mark], str | None]:
@@ -268,10 +250,8 @@ class LaneStream(TrainStream):
         return batches, told, None
 
     def _take(self, marks: Sequence[Mark]) -> None:
-        if not marks:
-            return
         begun = {str(mark.lane): pickle.loads(mark.begun) for mark in marks if mark.begun is not None}
-        self._states = self._states | begun
+        self._states = self._states | begun if begun else self._states
         for mark in marks:
             self.skipped[mark.lane] = mark.skipped
             for report in mark.reports:
@@ -280,11 +260,8 @@ class LaneStream(TrainStream):
     def _own_states(self, rank_state: dict[str, Any] | None, steps: int) -> dict[str, Any]:
         """Of the lanes that were saved, those that this rank reads and that were read before."""
         saved = {} if rank_state is None else rank_state.get("stream", {})
-        differing = (
-            [f"{name}: {saved[name]} then, {now} now" for name, now in self._facts.items() if saved.get(name) != now]
-            if saved
-            else []
-        )
+        now = self._facts.items() if saved else ()
+        differing = [f"{name}: {saved[name]} then, {fact} now" for name, fact in now if saved.get(name) != fact]
         if differing:
             raise DataError(
                 f"The run goes on in the middle of a stream that is another one now ({'; '.join(differing)}), so it "
@@ -368,8 +345,7 @@ def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation:
 
 
 class Mark(NamedTuple):
-    """What a batch tells of one lane."""
-
+    # what a batch tells of one lane
     lane: int
     begun: bytes | None
     skipped: int
@@ -400,7 +376,11 @@ class LaneBatches(IterableDataset[Loaded]):
     def __iter__(self) -> Iterator[Loaded]:
         first = self._chains[0].lanes[0]
         refuse_forgetful(self._options.source, self._plan.shards(first)[0])
-        lanes = {lane: self._lane(lane) for chain in self._chains for lane in chain.lanes}
+        lanes = {}
+        for number in (number for chain in self._chains for number in chain.lanes):
+            start = LaneState(**self._states.get(str(number), {"epoch": self._epoch}))
+            consumed = self._plan.consumed(number, self._first_step)
+            lanes[number] = Lane(self._options, self._plan, number, seed=self._seed, start=start, consumed=consumed)
         try:
             yield from self._batches(lanes)
         finally:
@@ -427,12 +407,6 @@ class LaneBatches(IterableDataset[Loaded]):
                     if self._draws:
                         seed_cpu(hash_seed(b"collate", self._seed, step, numbers[0], batch))
                     yield self._collate(samples), _marks(lanes, dict.fromkeys(numbers)), None
-
-    def _lane(self, number: int) -> Lane:
-        saved = self._states.get(str(number))
-        start = LaneState(epoch=self._epoch) if saved is None else LaneState(**saved)
-        consumed = self._plan.consumed(number, self._first_step)
-        return Lane(self._options, self._plan, number, seed=self._seed, start=start, consumed=consumed)
 
 
 def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | None:

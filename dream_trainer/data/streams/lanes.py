@@ -71,8 +71,8 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
     if num_shards < dp_size:
         raise DataError(
             f"the source has {num_shards} {_shards(num_shards)}, fewer than dp_size={dp_size} data-parallel ranks, and "
-            "each rank "
-            f"reads shards of its own. Use at most {num_shards} ranks, or write the data in {dp_size} shards or more."
+            f"each rank reads shards of its own. Use at most {num_shards} ranks, or write the data in {dp_size} shards "
+            "or more."
         )
     possible = [lane for lane in divisors(global_batch) if lane <= num_shards]
     if lanes is None:

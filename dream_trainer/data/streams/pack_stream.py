@@ -67,15 +67,9 @@ class Pack(Transform):
         return len(document[self.field] if isinstance(document, Mapping) else document)
 
     def _rows(self, documents: Sequence[Any], lengths: Sequence[int]) -> PackedRows:
-        return PackedRows(
-            ListedDocuments(documents, np.asarray(lengths)),
-            self.row_length,
-            method=self.method,
-            pad_id=self.pad_id,
-            block_size=len(documents),
-            field=self.field,
-            vocabulary_size=self.vocabulary_size,
-        )
+        options = {name: getattr(self, name) for name in ("method", "pad_id", "field", "vocabulary_size")}
+        listed = ListedDocuments(documents, np.asarray(lengths))
+        return PackedRows(listed, self.row_length, block_size=len(documents), **options)
 
     def _row(self, rows: PackedRows, number: int, first: Item) -> dict[str, Any]:
         try:
