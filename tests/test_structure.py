@@ -294,21 +294,21 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 303,
-    "lines of the package": 51_550,
-    "`raise` statements": 868,
+    "files of the package": 306,
+    "lines of the package": 50_900,
+    "`raise` statements": 802,
     "modules under 60 lines": 26,
-    "modules with one importer, in their folder": 19,
-    "modules in the largest folder": 34,
-    "largest import cycle, types included": 20,
-    "constructors that take a trainer": 11,
-    "`trainer._x`": 173,
-    "files that name an axis": 64,
-    "stack walks": 5,
+    "modules with one importer, in their folder": 18,
+    "modules in the largest folder": 29,
+    "largest import cycle, types included": 12,
+    "constructors that take a trainer": 0,
+    "`trainer._x`": 0,
+    "files that name an axis": 42,
+    "stack walks": 4,
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 4,
     "`global` statements": 8,
-    "files that import ctypes": 1,
-    "lines of tests": 72_200,
+    "files that import ctypes": 0,
+    "lines of tests": 60_850,
 }
 
 

@@ -64,14 +64,13 @@ class MixinHooks(Hooks):
     close: Callable[[], None]
     settle: Callable[[], None]
 
-    @property
-    def _records(self) -> Records:
-        raise NotImplementedError
+    if TYPE_CHECKING:
 
-    @property
-    def training(self) -> bool:
-        """Whether the trainer trains (True) or validates (False)."""
-        raise NotImplementedError
+        @property
+        def _records(self) -> Records: ...
+
+        @property
+        def training(self) -> bool: ...
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""

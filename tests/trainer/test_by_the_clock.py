@@ -28,7 +28,8 @@ class Timed(Validates, Spread):
         self.validated_at: list[int] = []
         self.patience: list[float] = []
         self.timeouts: list[set[timedelta]] = []
-        self._schedule._clock = self._schedule._validations._clock = lambda: 60 * self.minutes
+        schedule = self._runtime.schedule
+        schedule._clock = schedule._validations._clock = lambda: 60 * self.minutes
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.minutes += self.world.rank in self.slow_ranks

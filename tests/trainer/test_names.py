@@ -36,7 +36,7 @@ def everything_config(**fields: Any) -> dt.DreamTrainerConfig:
 
 
 @pytest.mark.pitfall(88)
-@pytest.mark.parametrize("name", ["batch_size", "progress", "step", "config", "_session"])
+@pytest.mark.parametrize("name", ["batch_size", "progress", "step", "config", "_runtime"])
 @pytest.mark.parametrize("when", ["constructor", "configure"])
 def test_an_attribute_with_a_name_of_ours_is_refused_where_it_is_assigned(name: str, when: str) -> None:
 
