@@ -421,3 +421,26 @@ def test_a_window_is_open_until_it_is_counted_and_has_the_losses_of_its_last_mic
     window = [("pre_train_batch", True), ("pre_train_batch", True), ("post_train_step", False)]
     assert looks.seen == [("pre_fit", False), *window, *window]
     assert looks.losses == [[trainer.losses[1]], [trainer.losses[3]]]
+
+
+def test_a_parameter_group_added_during_training_is_stepped() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.optimizer.add_param_group({"params": list(trainer.model[0].parameters())})
+        trainer.backward(loss_of(trainer, batch))
+        finish(trainer)
+
+    def head_only(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[1].parameters(), lr=0.1)
+
+    trainer = train(step, batches(2), make_optimizer=head_only)
+    model = filled_network()
+    optimizer = head_only(model)
+    for number, (x, y, _) in enumerate(batches(2)):
+        if number == 1:  # as in plain PyTorch, the new parameters bring the gradients they have
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in weights(model).items():
+        torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-12, atol=1e-12)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dream_trainer as dt
 from tests.api import EMA, BranchParameters, CheckpointError, EarlyStopping, TokenAxis, Trainer, rate_factor
 from tests.trainer import saves
-from tests.trainer.small import Batch
+from tests.trainer.small import Batch, weights
 
 ANEW = BranchParameters(counters="new", data="new")
 
@@ -220,3 +220,38 @@ def test_a_name_that_another_seed_has_used_is_refused_with_a_free_one() -> None:
     config.seed = 7
     with pytest.raises(CheckpointError, match="another name, such as experiment='run-seed-7'"):
         fit(config)
+
+
+class Weights(dt.Callback):
+    """Notes the weights that training begins from, and those after each step."""
+
+    order = -1000
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def pre_fit(self, trainer: Any) -> None:
+        self.found.append(weights(trainer.model))
+
+    def post_train_step(self, trainer: Any) -> None:
+        self.found.append(weights(trainer.model))
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("options", [{}, {"val_every_n_steps": 1}], ids=["at the end", "validating"])
+def test_with_new_counters_an_average_moves_after_each_n_steps_of_the_branch(device: Any, options: Any) -> None:
+    """The last two of the parent's six steps are in the branch's first move, and in no other."""
+    seen, found = [], {}
+    for name, steps, branch in (("run", 6, {}), ("branch", 9, {"resume": "runs/tests/checkpoint/run", "branch": ANEW})):
+        noted, ema = Weights(), EMA(0.9, every_n_steps=4, device=device)
+        training = {"max_steps": steps} | options
+        fit(saves.make_config(experiment=name, callbacks=[noted, ema], training=training, **branch), saves.Saves)
+        seen.append(noted.found)
+        found = ema.averaged("model")
+    parent, branched = seen
+    average = parent[0]
+    for move, moved_to in enumerate([parent[4], branched[4], branched[8]]):
+        keep = min(0.9, (1 + move) / (10 + move))
+        average = {name: keep * average[name] + (1 - keep) * value for name, value in moved_to.items()}
+    for name, value in average.items():
+        torch.testing.assert_close(found[name], value)

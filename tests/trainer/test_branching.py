@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import LambdaLR
 
 import dream_trainer as dt
 from tests.api import BranchParameters, CheckpointError, ConfigError, DistributedDataLoader, rate_factor, read_record
@@ -241,3 +243,35 @@ def test_words_that_branch_nothing_are_an_error() -> None:
     assert later.loaded == [f"step_{LONGER:08d}"]
     with pytest.raises(ConfigError, match="optimizer='kept' is not known. Use 'keep', 'moments' or 'new'"):
         BranchParameters(optimizer="kept")  # type: ignore[arg-type]
+
+
+class Swings(Branches):
+    """Its form swings between 1 and 0, in a longer run twice as fast."""
+
+    def configure_schedulers(self) -> None:
+        period = 12 if self.total_steps == STEPS else 6
+        self.scheduler = LambdaLR(self.optimizer, lambda step: (1 + math.cos(2 * math.pi * step / period)) / 2)
+
+
+def test_the_cap_of_an_extended_schedule_stays_where_it_goes_on_below_it() -> None:
+    first = fit(Swings(make_config("parent", OLD, STEPS, save_every_n_steps=5)))
+    path = str(first.checkpoint_dir / "step_00000005")
+    cap = OLD * (1 - math.cos(math.pi / 6)) / 2
+    extend = BranchParameters(schedule="extend")
+
+    def swing(name: str, steps: int) -> Swings:
+        return Swings(make_config(name, OLD, steps, resume=path, branch=extend))
+
+    straight = fit(swing("straight", 20)).rates
+    assert max(straight) == pytest.approx(cap)
+    cut = fit(swing("cut", 9)).rates + fit(swing("cut", 20)).rates  # the form is at 0 where it is cut
+    assert cut == pytest.approx(straight, rel=1e-12, abs=1e-12)
+    with swing("limits", 9) as trainer:
+        trainer.fit()
+        trainer.set_limits(max_steps=13)
+        trainer.fit()
+        trainer.set_limits(max_steps=20)
+        trainer.fit()
+        assert trainer.rates == pytest.approx(straight, rel=1e-12, abs=1e-12)
+    again = fit(swing("limits", 26)).rates
+    assert max(again) == pytest.approx(cap)

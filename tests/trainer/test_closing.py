@@ -14,7 +14,7 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.distributed import job_store
-from tests.api import DistributedDataLoader, Logger, Stamp
+from tests.api import DistributedDataLoader, Logger, Stamp, StepError
 from tests.trainer.small import Alone, Batch, Samples, Spread, batches, make_config
 from tests.worlds import run_world
 
@@ -205,3 +205,15 @@ def test_a_rank_that_closes_alone_says_that_it_waits_for_the_others() -> None:
     assert len(told) == 1
     assert "have every rank close" in told[0]
     assert other == []
+
+
+class SavesWhenSaved(Alone, dt.CheckpointMixin):
+    def on_save(self, path: Path) -> None:
+        self.save_checkpoint()
+
+
+def test_a_save_in_on_save_is_refused_and_not_without_end() -> None:
+    with SavesWhenSaved(make_config(max_steps=2), batches(2)) as trainer:
+        trainer.fit()
+        with pytest.raises(StepError, match="called in on_save"):
+            trainer.save_checkpoint()

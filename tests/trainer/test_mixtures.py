@@ -108,3 +108,17 @@ def test_another_mixture_is_refused_on_resume_or_begins_there(tmp_path: Path, re
     found = steps_in(tmp_path, 2)
     assert {step: found[step] for step in range(8)} == {step: reference[0][step] for step in range(8)}
     assert all(found[step] != reference[0][step] for step in range(8, STEPS))
+
+
+def test_ranks_with_other_mixtures_are_an_error_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"exit code: \{0: 1, 1: 1\}"):
+        run_world(train_with_own_seed, 2, str(tmp_path))
+    for rank in range(2):
+        told = (tmp_path / f"stderr_{rank}.txt").read_text()
+        assert "training loader: order.mixture.seed (0 on rank 0; 1 on rank 1)" in told
+
+
+def train_with_own_seed(directory: str) -> Any:
+    import os
+
+    return train(directory, 2, 1, {"workers": 0, "mixture": {"seed": int(os.environ["RANK"])}})
