@@ -295,8 +295,8 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 306,
-    "lines of the package": 50_900,
-    "`raise` statements": 802,
+    "lines of the package": 50_950,
+    "`raise` statements": 800,
     "modules under 60 lines": 26,
     "modules with one importer, in their folder": 18,
     "modules in the largest folder": 29,
@@ -308,7 +308,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 4,
     "`global` statements": 8,
     "files that import ctypes": 0,
-    "lines of tests": 60_850,
+    "lines of tests": 60_950,
 }
 
 

@@ -1,5 +1,6 @@
-"""Writes tensors by DCP's planner and writer: one shard file per rank, and `.metadata` by rank 0. `dcp.save` changes
-warning filters, hides the file system's error, and needs a second read for checksums."""
+"""Writes tensors by DCP's planner and writer: one shard file per rank, and `.metadata` by rank 0.
+
+`dcp.save` changes warning filters, hides the file system's error, and needs a second read for checksums."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Digests of tensors' values, the same however they are sharded: sums modulo 2^64 of bits mixed with positions. They
-find accidents, such as another file or dtype, and do not protect from somebody who wants to deceive."""
+"""Digests of tensors' values, the same however they are sharded: sums modulo 2^64 of bits mixed with positions.
+
+They find accidents, such as another file or dtype, and do not protect from somebody who wants to deceive."""
 
 from __future__ import annotations
 

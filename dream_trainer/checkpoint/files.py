@@ -1,5 +1,6 @@
-"""The file-system operations that a checkpoint is made of, all flushed to the disk. Files are fsynced before a rename,
-their directory too, and the parent directory after it."""
+"""The file-system operations that a checkpoint is made of, all flushed to the disk.
+
+Files are fsynced before a rename, their directory too, and the parent directory after it."""
 
 from __future__ import annotations
 

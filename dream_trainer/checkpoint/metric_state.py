@@ -1,5 +1,6 @@
-"""The state of torchmetrics' metrics that training updates, in checkpoints: each rank saves its own. When the number of
-ranks has changed, each former rank's state goes to one rank, which combines those it gets."""
+"""The state of torchmetrics' metrics that training updates, in checkpoints: each rank saves its own.
+
+When the number of ranks has changed, each former rank's state goes to one rank, which combines those it gets."""
 
 from __future__ import annotations
 

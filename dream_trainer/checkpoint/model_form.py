@@ -1,5 +1,6 @@
-"""What training may change of models beside values: which parameters learn, modes of modules, and shapes of buffers. A
-resume restores what training had changed since its setup. Where the setups differ, this run's holds."""
+"""What training may change of models beside values: which parameters learn, modes of modules, and shapes of buffers.
+
+A resume restores what training had changed since its setup. Where the setups differ, this run's holds."""
 
 from __future__ import annotations
 

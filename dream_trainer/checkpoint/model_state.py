@@ -1,5 +1,6 @@
-"""Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into. Names are
-those of `state_dict()` under `models.<name>.`; a tied tensor is stored once, under its first name."""
+"""Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into.
+
+Names are those of `state_dict()` under `models.<name>.`; a tied tensor is stored once, under its first name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Nested state of lists, tuples and dicts: its tensors by path, such as `("GG", 0)`, and the rest for typed JSON.
+
 Tensors under a string key of the first level are in `tensors`, as in 0.1's format. Deeper ones are in `nested`, with
 None in their place in `values`. A model's parameter, as a key or a value, is stored as its name."""
 

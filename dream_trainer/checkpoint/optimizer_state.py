@@ -1,6 +1,7 @@
-"""Optimizers' state, keyed by the names of the parameters it belongs to. DCP's `get_optimizer_state_dict` steps an
-optimizer that never stepped: Adam's bias correction is then one step off. Plain state of a sharded parameter is saved
-for each rank if ranks differ in it."""
+"""Optimizers' state, keyed by the names of the parameters it belongs to.
+
+DCP's `get_optimizer_state_dict` steps an optimizer that never stepped: Adam's bias correction is then one step off.
+Plain state of a sharded parameter is saved for each rank if ranks differ in it."""
 
 from __future__ import annotations
 

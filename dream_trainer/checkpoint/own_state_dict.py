@@ -1,5 +1,6 @@
-"""Optimizers whose class has a `state_dict` of its own: what it gave goes back through its `load_state_dict`. What the
-optimizer has afterwards is compared with that, since casts and forgetful methods raise no error."""
+"""Optimizers whose class has a `state_dict` of its own: what it gave goes back through its `load_state_dict`.
+
+What the optimizer has afterwards is compared with that, since casts and forgetful methods raise no error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A job's claim on its run directory: all ranks see the same one, and no other live job writes to it. The claim is a
-lock on an open file, so a killed job leaves nothing that blocks its restart. Rank 0 writes a token into the file; a
-rank that reads another one has another directory under that name, such as a disk of its own."""
+"""A job's claim on its run directory: all ranks see the same one, and no other live job writes to it.
+
+The claim is a lock on an open file, so a killed job leaves nothing that blocks its restart. Rank 0 writes a token into
+the file; a rank that reads another one has another directory under that name, such as a disk of its own."""
 
 from __future__ import annotations
 

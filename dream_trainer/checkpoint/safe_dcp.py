@@ -1,5 +1,7 @@
-"""Reading DCP's files without running anybody's code. `.metadata` is unpickled by a reader that knows a short list of
-record types. A shard with anything but tensors is not opened, and PyTorch reads tensors with `weights_only=True`."""
+"""Reading DCP's files without running anybody's code.
+
+`.metadata` is unpickled by a reader that knows a short list of record types. A shard with anything but tensors is not
+opened, and PyTorch reads tensors with `weights_only=True`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Saver: when a run is saved, one save at a time, and what happens to one that fails. It acts between windows, on all
-ranks at the same step. What only one rank knows, its clock and its thread, is exchanged with the pulse (`flags`,
-`heard`)."""
+"""Saver: when a run is saved, one save at a time, and what happens to one that fails.
+
+It acts between windows, on all ranks at the same step. What only one rank knows, its clock and its thread, is exchanged
+with the pulse (`flags`, `heard`)."""
 
 from __future__ import annotations
 

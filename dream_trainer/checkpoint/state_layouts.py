@@ -1,5 +1,6 @@
-"""How an optimizer's state tensors lie: what a checkpoint notes of it, and memory to load them into. Nothing is noted
-of a tensor of its parameter's shape and layout, and of other plain ones."""
+"""How an optimizer's state tensors lie: what a checkpoint notes of it, and memory to load them into.
+
+Nothing is noted of a tensor of its parameter's shape and layout, and of other plain ones."""
 
 from __future__ import annotations
 

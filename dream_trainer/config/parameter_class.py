@@ -1,5 +1,6 @@
-"""The decorator of parameter classes: frozen dataclasses that check each field by its type when they are built. Limits
-stand in the type: `n_epochs: NonNegativeInt | None`, or any `check(name, value, *, hint)` in `Annotated`."""
+"""The decorator of parameter classes: frozen dataclasses that check each field by its type when they are built.
+
+Limits stand in the type: `n_epochs: NonNegativeInt | None`, or any `check(name, value, *, hint)` in `Annotated`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Heartbeat: a host that is lost, cut off or frozen ends the job in seconds, and is named. Each rank renews its host's
-key in the job's store, from its own thread, and looks at the next host's, around a ring. A second thread judges a store
-that does not answer, since a call into it does not return. All ranks of a host renew one key, so that one whose main
-thread holds Python's lock is not taken for a lost host."""
+"""Heartbeat: a host that is lost, cut off or frozen ends the job in seconds, and is named.
+
+Each rank renews its host's key in the job's store, from its own thread, and looks at the next host's, around a ring. A
+second thread judges a store that does not answer, since a call into it does not return. All ranks of a host renew one
+key, so that one whose main thread holds Python's lock is not taken for a lost host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """The hosts of a job: which this one is among them, and what has to be the same on all, compared before they connect.
+
 They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take."""
 
 from __future__ import annotations

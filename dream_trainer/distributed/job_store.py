@@ -1,6 +1,7 @@
-"""The job's store: where ranks leave notes for one another beside all collectives. Each attempt has keys under a name
-that its ranks agree on, since a restart must not find the last one's and the number of restarts stays as it is when
-hosts join or leave."""
+"""The job's store: where ranks leave notes for one another beside all collectives.
+
+Each attempt has keys under a name that its ranks agree on, since a restart must not find the last one's and the number
+of restarts stays as it is when hosts join or leave."""
 
 from __future__ import annotations
 

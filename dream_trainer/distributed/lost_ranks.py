@@ -1,5 +1,6 @@
-"""Which rank died, where all that a rank knows is that a connection closed. Each rank leaves its host and process
-number in the job's store; one that loses a connection looks which one is gone."""
+"""Which rank died, where all that a rank knows is that a connection closed.
+
+Each rank leaves its host and process number in the job's store; one that loses a connection looks which one is gone."""
 
 from __future__ import annotations
 

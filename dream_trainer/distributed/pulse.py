@@ -1,4 +1,5 @@
 """The pulse: what one rank knows becomes what all know, before each window and each validation batch, and at ends.
+
 Flags and sums are all-reduced on their own CPU group, before a rank enters any collective of the model's."""
 
 from __future__ import annotations

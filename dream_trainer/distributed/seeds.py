@@ -1,5 +1,6 @@
-"""Seeds, and the process's random generators: python's, numpy's and torch's. Every stream has its own seed, hashed from
-the run's seed and its purpose, whatever the world size and earlier draws."""
+"""Seeds, and the process's random generators: python's, numpy's and torch's.
+
+Every stream has its own seed, hashed from the run's seed and its purpose, whatever the world size and earlier draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Signals ask; they do not act. A handler sets a flag that all ranks learn of before their next window, and stop there.
+
 Only a wait in the data loader is ended at once, or answered from within."""
 
 from __future__ import annotations

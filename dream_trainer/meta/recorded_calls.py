@@ -1,5 +1,6 @@
-"""Recorded calls, indexed by the storages they write, and the replay of the few that one tensor depends on. Calls have
-references to storages in place of tensors, so views, `nn.Parameter(...)` and `.data` need no record."""
+"""Recorded calls, indexed by the storages they write, and the replay of the few that one tensor depends on.
+
+Calls have references to storages in place of tensors, so views, `nn.Parameter(...)` and `.data` need no record."""
 
 from __future__ import annotations
 

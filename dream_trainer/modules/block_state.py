@@ -1,5 +1,7 @@
-"""What a block's forward may change besides gradients, so that a second run of it in a backward changes nothing. Each
-call notes attributes, buffers, lists and dicts, and copies the tensors that a forward writes into."""
+"""What a block's forward may change besides gradients, so that a second run of it in a backward changes nothing.
+
+Each call notes attributes, buffers, lists and dicts, and copies the tensors that a forward writes into.
+"""
 
 from __future__ import annotations
 

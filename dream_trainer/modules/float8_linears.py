@@ -1,5 +1,7 @@
 """Linear layers that multiply in float8 (torchao), made of plain ones in place: names, parameters and hooks stay.
-Scales are computed in each forward and backward, so there is no state, and checkpoints are those of plain layers."""
+
+Scales are computed in each forward and backward, so there is no state, and checkpoints are those of plain layers.
+"""
 
 from __future__ import annotations
 

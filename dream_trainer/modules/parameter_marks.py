@@ -1,5 +1,7 @@
-"""What users put on parameters, attributes and hooks on gradients, where a model is cut over ranks. The new parameters
-get the attributes. A hook would need whole gradients, so it is an error."""
+"""What users put on parameters, attributes and hooks on gradients, where a model is cut over ranks.
+
+The new parameters get the attributes. A hook would need whole gradients, so it is an error.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Recurrent modules (`nn.LSTM`, `nn.GRU`, `nn.RNN`) of a model that `fully_shard` wraps. On CUDA they move replaced
-weights into one piece of memory, where the next gather would not find them."""
+"""Recurrent modules (`nn.LSTM`, `nn.GRU`, `nn.RNN`) of a model that `fully_shard` wraps.
+
+On CUDA they move replaced weights into one piece of memory, where the next gather would not find them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Learning rate schedules as closed forms of the step. The optimizer's step s, from 0, is taken at `factor(s)` times
-the group's rate. A checkpoint contains s and the groups' rates; the form follows the current config, so a longer run
-stretches the rest of the schedule."""
+"""Learning rate schedules as closed forms of the step.
+
+The optimizer's step s, from 0, is taken at `factor(s)` times the group's rate. A checkpoint contains s and the groups'
+rates; the form follows the current config, so a longer run stretches the rest of the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Muon with each matrix orthogonalised on one rank; numerics, state and arguments are those of `torch.optim.Muon`.
+
 PyTorch's gathers sharded matrices in every product of the iteration. Here two packed collectives a step move them."""
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Compiled blocks inside a step whose sequences are shared by ranks: attention in their graphs goes to ours. A block is
-traced whole, without the mode that takes attention over elsewhere, and each graph is changed before it is compiled: its
-calls of attention, those in what is recomputed too, become calls of ours, with collectives that graphs can have. A
-block that the compiler would leave in part to Python is an error, since nobody would take over there."""
+"""Compiled blocks inside a step whose sequences are shared by ranks: attention in their graphs goes to ours.
+
+A block is traced whole, without the mode that takes attention over elsewhere, and each graph is changed before it is
+compiled: its calls of attention, those in what is recomputed too, become calls of ours, with collectives that graphs
+can have. A block that the compiler would leave in part to Python is an error, since nobody would take over there.
+"""
 
 from __future__ import annotations
 

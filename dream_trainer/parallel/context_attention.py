@@ -1,5 +1,7 @@
-"""Attention of sequences that ranks share: in place of `scaled_dot_product_attention`, with its arguments. Gathered:
-keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads."""
+"""Attention of sequences that ranks share: in place of `scaled_dot_product_attention`, with its arguments.
+
+Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads.
+"""
 
 from __future__ import annotations
 

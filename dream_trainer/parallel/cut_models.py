@@ -1,5 +1,7 @@
-"""What is known of a model that was cut into pipeline stages, and of the parameters that several of them share. Every
-trainer imports this, so it needs nothing of PyTorch's pipelines."""
+"""What is known of a model that was cut into pipeline stages, and of the parameters that several of them share.
+
+Every trainer imports this, so it needs nothing of PyTorch's pipelines.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Experts that ranks share: each has the weights of a part of them, and rows go to the rank that has their expert. All
-ranks run each layer equally often: sending and giving back are collectives, in forward and in backward."""
+"""Experts that ranks share: each has the weights of a part of them, and rows go to the rank that has their expert.
+
+All ranks run each layer equally often: sending and giving back are collectives, in forward and in backward.
+"""
 
 from __future__ import annotations
 

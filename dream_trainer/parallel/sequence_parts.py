@@ -1,5 +1,7 @@
-"""Which positions of a sequence each rank has, and the collectives that join or exchange what ranks have of it. For
-causal work each rank has two chunks: one from the front, where queries see few keys, and one from the end."""
+"""Which positions of a sequence each rank has, and the collectives that join or exchange what ranks have of it.
+
+For causal work each rank has two chunks: one from the front, where queries see few keys, and one from the end.
+"""
 
 from __future__ import annotations
 

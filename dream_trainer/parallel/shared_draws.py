@@ -1,6 +1,8 @@
-"""Random numbers in a step whose sequences are shared by ranks: alike on these ranks, unless they are of positions. The
-shape of what is drawn tells which. Python's generator is alike on these ranks and torch's are not, so a torch operation
-that is to be alike begins at a number from Python's."""
+"""Random numbers in a step whose sequences are shared by ranks: alike on these ranks, unless they are of positions.
+
+The shape of what is drawn tells which. Python's generator is alike on these ranks and torch's are not, so a torch
+operation that is to be alike begins at a number from Python's.
+"""
 
 from __future__ import annotations
 

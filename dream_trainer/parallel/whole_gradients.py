@@ -1,5 +1,7 @@
-"""What ranks of tensor parallelism have whole must get the same gradient on each: compared in the first steps. A layer
-that is given a part of its activations trains on without an error, and its copies drift apart."""
+"""What ranks of tensor parallelism have whole must get the same gradient on each: compared in the first steps.
+
+A layer that is given a part of its activations trains on without an error, and its copies drift apart.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Models that peft has wrapped: loading their base and their adapters, and what is to be written of them. peft renames
-`q_proj.weight` to `base_model.model.q_proj.base_layer.weight`; files have the names that authors gave."""
+"""Models that peft has wrapped: loading their base and their adapters, and what is to be written of them.
+
+peft renames `q_proj.weight` to `base_model.model.q_proj.base_layer.weight`; files have the names that authors gave."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Weights in DCP directories: Dream Trainer's own checkpoints, and those of others. A block is assembled from the saved
-chunks that it overlaps. Entries that are not tensors are never read."""
+"""Weights in DCP directories: Dream Trainer's own checkpoints, and those of others.
+
+A block is assembled from the saved chunks that it overlaps. Entries that are not tensors are never read."""
 
 from __future__ import annotations
 

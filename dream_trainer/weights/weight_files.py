@@ -1,5 +1,6 @@
-"""The kinds of files that contain weights: opening one reads its header, and any block of a tensor can be read. No code
-in a file is run: pickles are read by PyTorch's `weights_only` reader."""
+"""The kinds of files that contain weights: opening one reads its header, and any block of a tensor can be read.
+
+No code in a file is run: pickles are read by PyTorch's `weights_only` reader."""
 
 from __future__ import annotations
 
