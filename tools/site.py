@@ -100,7 +100,8 @@ def public_names() -> dict[str, list[str]]:
     for name, path in sorted(found.items()):
         value = getattr(import_module(path.rpartition(".")[0]), name)
         home = value.__module__ if isinstance(value, type) or callable(value) else path
-        rooms[home.split(".")[1]].append(path)
+        room = home.split(".")[1]
+        rooms["modules" if room == "parallel" else room].append(path)  # its layers are for models of one's own
     return rooms
 
 
