@@ -182,7 +182,7 @@ _NAMES = {
     "dream_trainer.trainer.mixins.setup": "CONFIGURE SETUP",
     "dream_trainer.trainer.resume": "newest_to_resume",
     "dream_trainer.trainer.run_record": "RunRecord is_alive read_record write_record",
-    "dream_trainer.trainer.session": "launch",
+    "dream_trainer.trainer.session": "launch start",
     "dream_trainer.parallel.stage_check": "StageCheck",
     "dream_trainer.trainer.step.loss_scale": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",

@@ -47,6 +47,7 @@ class SanityChecks(Callback):
     @override
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         self._n_steps = 0
+        self._trains = False  # whether a step had a gradient; nothing is looked at any more then
         self._is_on, self._has_validated = True, False
         self._step_before, self._writes_before = trainer.global_step, _writes(trainer)
         schedulers = trainer.named_schedulers().values()
@@ -57,7 +58,10 @@ class SanityChecks(Callback):
 
     @override
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        if trainer.has_trained and self._n_steps > 0:
+        if self._trains:
+            return
+        self._trains = self._n_steps > 0 and trainer.has_trained
+        if self._trains:
             return
         self._n_steps += 1
         if self._n_steps == 1:

@@ -16,7 +16,7 @@ from tests.trainer.small import make_config, run_config
 def test_a_schedule_of_several_stages_and_an_optimizers_groups_are_checked() -> None:
     with pytest.raises(ConfigError, match="stages_per_rank=1 with schedule='Interleaved1F1B': it has 2 or more"):
         dt.PipelineParallelParameters(schedule="Interleaved1F1B", stages_per_rank=1)
-    with pytest.raises(ConfigError, match="groups=.*not a tuple"):
+    with pytest.raises(ConfigError, match="groups=.*no tuple"):
         dt.OptimizerParameters(name="muon", groups=dt.GroupParameters(pattern="head", lr_scale=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="traning_parameters.*training_parameters"):
         run_config(traning_parameters=None)
