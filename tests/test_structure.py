@@ -294,7 +294,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 306,
+    "files of the package": 304,
     "lines of the package": 50_950,
     "`raise` statements": 800,
     "modules under 60 lines": 26,

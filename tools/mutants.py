@@ -2325,7 +2325,7 @@ MUTANTS = [
     ),
     Mutant(
         "pre_epoch draws again in the middle of an epoch",
-        "dream_trainer/trainer/kept_state.py",
+        "dream_trainer/trainer/base.py",
         "    set_random_state(*random, device)\n",
         "",
         "tests/trainer/test_kept_state.py -k middle_of_an_epoch",

@@ -16,7 +16,7 @@ from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.parallel.shards import local_indices
+from dream_trainer.parallel.sharding import local_indices
 
 _CHUNK = 1 << 20  # elements: the temporaries stay in the processor's cache, and are few beside a model on a device
 _MASK = (1 << 64) - 1

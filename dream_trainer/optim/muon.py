@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, with_local
-from dream_trainer.parallel.shards import local_gradient
+from dream_trainer.parallel.sharding import local_gradient
 
 # -- Whole matrices, each on one rank: parts travel to a matrix's owner in one packed all-to-all, and results travel
 # back. So the work on a whole matrix is done once in the world, and costs two collectives a step, however many matrices

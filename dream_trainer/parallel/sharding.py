@@ -10,14 +10,16 @@ from weakref import WeakSet
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
-from dream_trainer.compat.pytorch import gathered_twins, sharded_parameters, whole_parameters
+from dream_trainer.compat.pytorch import gathered_twins, local_tensor, shard_dim, sharded_parameters, whole_parameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts, whole_experts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -238,3 +240,29 @@ def frozen(*models: nn.Module) -> Iterator[None]:
         for module in wrapped:
             for sharded, gathered in gathered_twins(module):
                 gathered.requires_grad_(sharded.requires_grad)
+
+
+# -- what of a sharded tensor this rank has
+
+
+def local_indices(tensor: DTensor, dim: int) -> Tensor:
+    """The indices along `dim` that this rank has, int64 on the CPU, for every kind of sharding. No communication."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    shape = [1] * tensor.ndim
+    shape[dim] = tensor.shape[dim]
+    indices = torch.arange(tensor.shape[dim]).view(shape)
+    placements = [placement if shard_dim(placement) == dim else Replicate() for placement in tensor.placements]
+    sharded = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
+    return local_tensor(sharded).flatten().cpu()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient, laid out as the parameter; sums that tensor parallelism left are made."""
+    from torch.distributed.tensor import DTensor
+
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_tensor(gradient)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, shard_dim
 from dream_trainer.errors import RanksDifferError
-from dream_trainer.parallel.shards import local_gradient
+from dream_trainer.parallel.sharding import local_gradient
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World

@@ -12,6 +12,7 @@ signal may end a validation, and an exception any phase: a checkpoint says what 
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dream_trainer.checkpoint.model_state import model_buffers, take_shapes
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.feed import on_device
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
+from dream_trainer.distributed.seeds import random_state, set_random_state
 from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted
 from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.errors import HookError, StepError
@@ -37,7 +40,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
-from dream_trainer.trainer.kept_state import keeping_state
+from dream_trainer.trainer.event_table import anyone_listens, listening_callbacks
 from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import failing_for_all, go_on, leave, start
@@ -508,3 +511,39 @@ def watched(runtime: Runtime) -> Iterator[None]:
             yield
     finally:
         runtime.session.watchdog = None
+
+
+@contextmanager
+def keeping_state(runtime: Runtime) -> Iterator[None]:
+    """For a `pre_epoch` that is called again where a run goes on within an epoch, to set up what no checkpoint has.
+
+    Afterwards what checkpoints have, buffers and random generators are as before.
+    """
+    if not anyone_listens(runtime, "pre_epoch"):
+        yield
+        return
+    hooks, device, models = runtime.hooks, runtime.world.device, runtime.registry.models()
+    callbacks = listening_callbacks(runtime, "pre_epoch")
+    shared, of_rank = copy.deepcopy(hooks.state_dict()), copy.deepcopy(hooks.rank_state_dict())
+    of_callbacks = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+    tensors = [{name: t.detach().clone() for name, t in one.checkpoint_tensors().items()} for one in callbacks]
+    buffers = {name: buffer.detach().clone() for name, buffer in model_buffers(models).items()}
+    random = random_state(device)
+    yield
+    set_random_state(*random, device)
+    take_shapes(models, buffers, {name: value.shape for name, value in buffers.items()})
+    with torch.no_grad():
+        for name, buffer in model_buffers(models).items():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        for callback, former in zip(callbacks, tensors, strict=True):
+            for name, tensor in callback.checkpoint_tensors().items():
+                if name in former:
+                    tensor.detach().copy_(former[name])
+    for callback, state in zip(callbacks, of_callbacks, strict=True):
+        if state:
+            callback.load_state_dict(state)
+    if shared:
+        hooks.load_state_dict(shared)
+    if of_rank:
+        hooks.load_rank_state_dict(of_rank)

@@ -19,7 +19,7 @@ from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.parallel.cut_models import names_in_whole
-from dream_trainer.parallel.shards import local_indices
+from dream_trainer.parallel.sharding import local_indices
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
