@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
-from dream_trainer.config.combinations import refuse_combinations, settings_of
 from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, StepError
@@ -56,7 +55,6 @@ class LocalSGDMixin(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        refuse_combinations(settings_of(config))
         _refuse_tensors_of_callbacks(self._runtime)
         self._runtime.workers = self.config.local_sgd_parameters.workers
 

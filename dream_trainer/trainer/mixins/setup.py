@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from dream_trainer.config.combinations import refuse_combinations, settings_of
 from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
@@ -79,7 +78,6 @@ class SetupMixin(AbstractTrainer):
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         refuse_unused_parallelism(type(self), config.device_parameters)
-        refuse_combinations(settings_of(config))
         self.__build = Build(Tape(config.seed))
 
     def configure(self) -> None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.config.combinations import refuse_combinations, settings_of
 from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.callback import Callback
@@ -28,6 +29,7 @@ def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     """Checks that `cls` has the hooks its parts require, each with its arguments, and `config` the fields they read."""
     check_config(config)
     _check_config_classes(cls, config)
+    refuse_combinations(settings_of(config))
     refuse_taken_names(cls)
     for kind, names in _hooks(cls, config.callbacks).items():
         _refuse_uncalled(kind, names)
@@ -331,7 +333,7 @@ def names_of_ours(cls: Any) -> dict[str, type]:
     names: dict[str, type] = {
         name: part for part in parts for name in vars(part) if not name.startswith(("__", f"_{part.__name__}__"))
     }
-    names.update(dict.fromkeys(_ATTRIBUTES, parts[-1]))
+    names.update(dict.fromkeys(_ATTRIBUTES, names["world"]))
     return names
 
 
