@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "a doubtful count of samples is passed over",
         "dream_trainer/data/sample_count.py",
-        "may_be_samples or min(counts) != max(counts)",
+        "min(counts) != max(counts) or any(_are_alike(parts) for parts in lists)",
         "False",
         "tests/data/test_sample_count.py",
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from dream_trainer.compat.pytorch import end_workers
@@ -16,6 +15,7 @@ from dream_trainer.data.foreign import (
     keeps_what_it_draws,
     known_length,
     set_epoch,
+    take,
     workers_outlive_signals,
 )
 from dream_trainer.data.loader import loader_batch_size
@@ -109,12 +109,11 @@ class ForeignStream(TrainStream):
     def next_window(self) -> Window | None:
         epoch = self._position.epoch
         if not self._is_exhausted:
-            if self._iterator is None:
-                self._iterator = self._open(self._position.batches)
-            batches = list(islice(self._iterator, self._accumulation))
+            iterator = self._iterator = self._iterator or self._open(self._position.batches)
+            batches = take(iterator, self._accumulation)
             if not batches and self._holds_end:
-                self._iterator = self._open(0)
-                batches = list(islice(self._iterator, self._accumulation))
+                iterator = self._iterator = self._open(0)
+                batches = take(iterator, self._accumulation)
             self._holds_end = False
             size = len(batches)
             self._is_exhausted = size < self._accumulation

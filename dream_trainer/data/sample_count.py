@@ -29,6 +29,7 @@ class SampleCount:
     def __init__(self, own: Callable[[Any], int] | None = None, warn: Callable[[str], None] | None = None) -> None:
         self.own = own
         self._warn = warn
+        self._former: int | None = None
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
         if self.own is None:
@@ -37,13 +38,15 @@ class SampleCount:
 
     def guess(self, batch: Any, declared: int | None = None) -> int:
         """As many as there are graphs or packed sequences, otherwise the first dimension of the first tensor."""
-        count, is_doubtful = _guess(batch)
-        if count is None:
+        counts, lists = _counts(batch)
+        if not counts:
             raise DataError(
                 f"Cannot tell how many samples a batch of type {type(batch).__name__} holds: there is no tensor with "
                 f"a dimension in it (torch.from_numpy makes one of an array). {_REMEDY}"
             )
-        if is_doubtful and count != declared and self._warn is not None:
+        count = counts[0]
+        # What is counted as the batch before it was looked at with that.
+        if count not in (self._former, declared) and self._warn is not None and _are_doubtful(counts, lists):
             warn, self._warn = self._warn, None
             shapes = [str([*leaf.shape]) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
             more = ", ..." if len(shapes) > 4 else ""
@@ -52,32 +55,37 @@ class SampleCount:
                 f"counted as {count} samples, the first tensor's first dimension, and could hold another number: means "
                 f"and samples_seen would be wrong. {_REMEDY}"
             )
+        self._former = count
         return count
 
 
-def _guess(batch: Any) -> tuple[int | None, bool]:
+def _counts(batch: Any) -> tuple[list[int], list[list[Any]]]:
+    """First dimensions of its tensors, or the number of its graphs or packed sequences alone; and its lists."""
     counts: list[int] = []
-    may_be_samples = False
+    lists: list[list[Any]] = []
     pending = [batch]
     while pending:
         part = pending.pop()
         if isinstance(part, Tensor):
             if part.ndim > 0:
                 counts.append(part.shape[0])
-        elif isinstance(part, PackedSequence):
-            return int(part.batch_sizes[0]), False
+        elif isinstance(part, PackedSequence):  # a tuple too
+            return [int(part.batch_sizes[0])], []
+        elif isinstance(part, (list, tuple)):
+            if isinstance(part, list):
+                lists.append(part)
+            pending += part[::-1]
         elif isinstance(part, Mapping):
             pending += [*part.values()][::-1]
-        elif isinstance(part, (list, tuple)):
-            may_be_samples = may_be_samples or (isinstance(part, list) and _are_alike(part))
-            pending += part[::-1]
         elif isinstance(part, GraphBatch):
-            return int(part.num_graphs), False
+            return [int(part.num_graphs)], []
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
             pending += [attrgetter(field.name)(part) for field in dataclasses.fields(part)][::-1]
-    if not counts:
-        return None, False
-    return counts[0], may_be_samples or min(counts) != max(counts)
+    return counts, lists
+
+
+def _are_doubtful(counts: list[int], lists: list[list[Any]]) -> bool:
+    return min(counts) != max(counts) or any(_are_alike(parts) for parts in lists)
 
 
 def _are_alike(parts: list[Any]) -> bool:
