@@ -75,6 +75,7 @@ def one_of_two_hangs() -> None:
         dozes() if rank == 1 else waits_for_the_others()
 
 
+@pytest.mark.pitfall(27)
 def test_when_one_rank_stands_still_all_write_stacks_and_collectives_and_end_with_an_error(tmp_path: Path) -> None:
     ranks = run_ranks("from tests.distributed.test_watchdog import one_of_two_hangs as f; f()", 2, tmp_path)
     text = "".join(error for _, error in ranks)

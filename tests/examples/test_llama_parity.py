@@ -22,13 +22,10 @@ def parity() -> Iterator[Any]:
 def spanning(cell: Any) -> list[Any]:
     """Few cells in which every kind of mesh and every option appears, most of them together."""
     return [
-        cell(1, 1, 2, accumulation=2, recompute="full", loss_parallel=True),
-        cell(1, 2, 1, accumulation=2, dtype="float32"),
         cell(1, 2, 2, accumulation=2, recompute="selective", loss_parallel=True, tied=True, backend="aot_eager"),
         cell(2, 1, 2, accumulation=2, sequence_parallel=False),
-        cell(1, 2, 1, accumulation=2, recompute="full", odd_parts=True),
-        cell(1, 1, 1, recompute="selective", cp=2, packed=True),
-        cell(1, 2, 1, accumulation=2, recompute="full", cp=2, attention="ulysses"),
+        cell(1, 2, 1, accumulation=2, recompute="full", odd_parts=True, dtype="float32"),
+        cell(1, 2, 1, accumulation=2, recompute="full", cp=2, attention="ulysses", packed=True),
         cell(1, 4, 1, recompute="selective", ep=2, tied=True, experts=True),
         cell(1, 1, 2, accumulation=2, recompute="full", pp=2, microbatches=2, packed=True, tied=True),
         cell(pp=2, schedule="ZBVZeroBubble", layers=4, experts=True, weighted=False),

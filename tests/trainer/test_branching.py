@@ -170,6 +170,7 @@ def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) ->
         assert record.starts == 2
 
 
+@pytest.mark.slow
 def test_each_word_is_the_loop_by_hand_on_two_ranks() -> None:
     names = ["moments", "extended", "new schedule", "new counters", "new data", "weights alone"]
     for found in run_world(each_word, 2, names):

@@ -60,10 +60,13 @@ COMPILED_4 = [
     Case(2, tp=2, backend="aot_eager", recompute="selective"),
 ]
 WORLD_4 = [
+    Case(2, dp=2, shard=2, attention="ulysses", packed=True, accumulation=2),
+    Case(2, tp=2, shard="auto"),
+]
+FURTHER_4 = [
     Case(2, dp=2, packed=True, accumulation=2),
     Case(2, dp=2, shard=2, attention="ulysses"),
     Case(2, dp=2, shard="auto", packed=True),
-    Case(2, tp=2, shard="auto"),
     Case(4, shard="auto"),
 ]
 
@@ -135,6 +138,7 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
     [
         pytest.param([*WORLD_2, *COMPILED_2], id="2 ranks"),
         pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param(FURTHER_4, id="4 ranks, further", marks=pytest.mark.slow),
         pytest.param(COMPILED_MORE_2, id="compiled, of 2 ranks", marks=pytest.mark.slow),
         pytest.param(INDUCTOR_2, id="compiled by inductor, of 2 ranks", marks=[pytest.mark.slow, IN_FLOAT64]),
         pytest.param(COMPILED_4, id="compiled, of 4 ranks", marks=pytest.mark.slow),

@@ -37,17 +37,18 @@ WORLD_2 = [
     Case(2, ep=2, overlap=True),
 ]
 WORLD_4 = [
-    Case(4, ep=2),
     Case(4, ep=2, accumulation=2, overlap=True),
+    Case(4, ep=2, cp=2, shard="auto"),
+    Case(4, ep=2, tp=2, shard=2, replicate=1, sequence=True, fused=True),
+]
+FURTHER_4 = [
+    Case(4, ep=2),
     Case(4, ep=2, shard="auto", accumulation=2, fused=True),
     Case(4, ep=2, shard=2, replicate=2, recompute="full"),
     Case(4, ep=4, shard="auto"),
-    Case(4, ep=2, cp=2, shard="auto"),
     Case(4, ep=2, tp=2, accumulation=2, recompute="full"),
-    Case(4, ep=2, tp=2, shard=2, replicate=1, sequence=True, fused=True),
     Case(4, ep=2, tp=2, shard=1, replicate=2, sequence=True, fused=True),
 ]
-
 
 COMPILED = [Case(2, ep=2, shard="auto", recompute="full", backend="eager")]
 FURTHER_COMPILED_2 = [
@@ -65,6 +66,7 @@ FURTHER_COMPILED_4 = [
     [
         pytest.param(WORLD_2, id="2 ranks"),
         pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param(FURTHER_4, id="4 ranks, further", marks=pytest.mark.slow),
         pytest.param([Case(8, ep=2, tp=2, shard="auto", sequence=True)], id="8 ranks", marks=pytest.mark.slow),
         pytest.param(COMPILED, id="compiled"),
         pytest.param(FURTHER_COMPILED_2, id="2 ranks, compiled", marks=pytest.mark.slow),

@@ -215,7 +215,7 @@ def outlived(directory: Path) -> float:
 
 
 @pytest.mark.pitfall(13)
-@pytest.mark.parametrize("case", ["leaves_after_fit", "raises_while_raising"])
+@pytest.mark.parametrize("case", [pytest.param("leaves_after_fit", marks=pytest.mark.slow), "raises_while_raising"])
 def test_however_one_rank_leaves_the_other_ends_within_15_seconds_and_both_say_so_by_their_status(
     case: str, tmp_path: Path
 ) -> None:

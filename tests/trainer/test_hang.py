@@ -40,6 +40,7 @@ def train() -> None:
     fit(Hangs(config, DistributedDataLoader(Samples(24), 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall(27)
 def test_a_hang_is_ended_with_all_stacks_and_torchrun_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from tests.trainer.test_hang import train; train()")

@@ -100,7 +100,9 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
     "meshes",
     [
         pytest.param([Case(2, tp=2), Case(), Case(2, dp=2, shard="auto"), Case(cp=2, shard="auto")], id="of stages"),
-        pytest.param([Case(dp=2, ep=2), Case(dp=4, ep=2, shard="auto"), Case()], id="of experts"),
+        pytest.param(
+            [Case(dp=2, ep=2), Case(dp=4, ep=2, shard="auto"), Case()], id="of experts", marks=pytest.mark.slow
+        ),
         pytest.param(
             [
                 Case(),
@@ -222,6 +224,7 @@ def count(cases: list[Case]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_bytes_of_weights_and_gradients_are_told_beside_split_layers_and_sequences() -> None:
     for ranks in run_world(count, 4, CASES):
         for case, found in zip(CASES, ranks, strict=True):

@@ -37,13 +37,16 @@ WORLD_2 = [
     Case(2, schedule="ZBVZeroBubble"),
 ]
 WORLD_4 = [
+    Case(2, dp=2, shard="auto", accumulation=2, microbatches=2),
+    Case(4, microbatches=4),
+    Case(2, dp=2, schedule="DualPipeV"),
+]
+FURTHER_4 = [
     Case(2, dp=2, shard="auto"),
     Case(2, dp=2, accumulation=2, microbatches=2),
     Case(
         2, dp=2, shard="auto", schedule="GPipe", accumulation=2, weighted=False, microbatches=2, recompute="selective"
     ),
-    Case(4, microbatches=4),
-    Case(2, dp=2, schedule="DualPipeV"),
     Case(2, dp=2, shard="auto", schedule="InterleavedZeroBubble", accumulation=2, microbatches=2),
 ]
 SHARDED_4 = [
@@ -117,6 +120,7 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
     [
         pytest.param(WORLD_2, id="2 ranks"),
         pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param(FURTHER_4, id="4 ranks, further", marks=pytest.mark.slow),
         pytest.param(SHARDED_4, id="several stages of shards", marks=pytest.mark.slow),
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
     ],

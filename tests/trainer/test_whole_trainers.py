@@ -111,7 +111,7 @@ def numbers(value: Any) -> Any:
     ("n_ranks", "cases"),
     [
         pytest.param(2, ON_TWO, id="2 ranks"),
-        pytest.param(4, ON_FOUR[:1], id="4 ranks"),
+        pytest.param(4, ON_FOUR[:1], id="4 ranks", marks=pytest.mark.slow),
         pytest.param(4, ON_FOUR[1:], id="4 ranks in stages", marks=pytest.mark.slow),
         pytest.param(2, [Case(cp=2, compile=True, experts=True)], id="compiled", marks=pytest.mark.slow),
     ],
