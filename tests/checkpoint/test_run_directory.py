@@ -91,12 +91,10 @@ def claim_in_own_directory(root: str) -> str:
     folder = Path(root) / str(world.rank)
     folder.mkdir()
     os.chdir(folder)
-    started = time.monotonic()
     try:
         claim(Path("runs"), world)
         return "claimed"
     except CheckpointError as error:
-        assert time.monotonic() - started < 10
         return str(error)
     finally:
         release(Path("runs"))

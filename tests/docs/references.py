@@ -39,6 +39,7 @@ class Reference(NamedTuple):
         return f"{name(self.source)} refers to {self.target}{self.part}"
 
 
+@cache
 def words(source: Path) -> str:
     """What a reader reads in prose: a page without its blocks; a module's docstrings and comments; other comments."""
     text = source.read_text()

@@ -150,11 +150,13 @@ class Points(Dataset[tuple[Tensor, int]]):
 
 
 def take(pause: Pause, marker: Path) -> None:
-    """Waits, unless an earlier attempt did."""
+    """Waits, unless an earlier attempt did; the file `goes on` ends it."""
     if int(os.environ.get("RANK", "0")) == pause.rank:
         with contextlib.suppress(FileExistsError):
             marker.touch(exist_ok=False)
-            time.sleep(pause.seconds)
+            until = time.monotonic() + pause.seconds
+            while time.monotonic() < until and not marker.with_name("goes on").exists():
+                time.sleep(0.05)
 
 
 class Trainer(dt.DreamTrainer):

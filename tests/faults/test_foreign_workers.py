@@ -102,7 +102,6 @@ def test_a_signal_to_the_group_saves_though_workers_get_it_too(kind: str, ranks:
         deadline = time.monotonic() + 60
         while not (tmp_path / "started").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        sent = time.monotonic()
         for process in processes:
             os.killpg(process.pid, signal.SIGTERM)
         texts = [process.communicate(timeout=40)[1] for process in processes]
@@ -113,4 +112,3 @@ def test_a_signal_to_the_group_saves_though_workers_get_it_too(kind: str, ranks:
     assert [process.returncode for process in processes] == [143] * ranks, texts
     assert "killed by signal" not in "".join(texts)
     assert list(tmp_path.glob("runs/p/g/e/checkpoints/step_*/manifest.json")), texts
-    assert time.monotonic() - sent < 15
