@@ -101,8 +101,7 @@ class Diffusion(dt.DreamTrainer):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Tensor]:
         loss = self.loss(batch)
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Tensor]:

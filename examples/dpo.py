@@ -97,8 +97,7 @@ class Prefer(dt.DreamTrainer):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         found = self.loss(batch[0])
         self.backward(found["loss"])
-        if not self.is_accumulating_gradients:
-            self.step(self.policy, self.optimizer)
+        self.step(self.policy, self.optimizer)
         return found
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:

@@ -187,8 +187,7 @@ class Finetune(DreamTrainer):
     def training_step(self, batch: BatchEncoding, batch_idx: int) -> dict[str, Tensor]:
         output = self.model(**batch)
         self.backward(output.loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer, self.scheduler)
+        self.step(self.model, self.optimizer, self.scheduler)
         return {"loss": output.loss}
 
     def validation_step(self, batch: BatchEncoding, batch_idx: int) -> dict[str, Tensor]:

@@ -87,10 +87,9 @@ class GAN(dt.DreamTrainer):
         if is_generators_turn:
             with self.frozen(self.critic):
                 self.backward(-self.critic(self.generator(noise)).mean())
-        if not self.is_accumulating_gradients:
-            self.step(self.critic, self.critic_optimizer)
-            if is_generators_turn:
-                self.step(self.generator, self.generator_optimizer)
+        self.step(self.critic, self.critic_optimizer)
+        if is_generators_turn:
+            self.step(self.generator, self.generator_optimizer)
         return {"distance": distance, "penalty": penalty}
 
     def gradient_penalty(self, images: Tensor) -> Tensor:

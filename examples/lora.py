@@ -82,8 +82,7 @@ class Language(dt.DreamTrainer):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         loss = self.model(input_ids=batch[0], labels=batch[0]).loss
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> tuple[dict[str, Tensor], int]:

@@ -75,8 +75,7 @@ class Digits(dt.DreamTrainer):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss = cross_entropy(self.model(batch[0]), batch[1])
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:

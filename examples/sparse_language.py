@@ -128,8 +128,7 @@ class SparseTrainer(dt.DreamTrainer):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         loss = self.loss(batch)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> tuple[dict[str, Tensor], int]:

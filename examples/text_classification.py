@@ -115,8 +115,7 @@ class TextClassifier(dt.DreamTrainer):
         words, labels = batch
         loss = F.cross_entropy(self.model(words), labels)
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer, self.scheduler)
+        self.step(self.model, self.optimizer, self.scheduler)
         return {"loss": loss}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:

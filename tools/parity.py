@@ -211,8 +211,9 @@ class ParityTrainer(LlamaTrainer):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Tensor]:
         loss = self.loss(batch)
         self.losses.append((self.global_step, float(full(loss.detach())), self.n_labels(batch[1])))
-        if not self.is_accumulating_gradients:
-            self.norms.append(float(self.step(self.model, self.optimizer, self.scheduler)))
+        norm = self.step(self.model, self.optimizer, self.scheduler)
+        if norm is not None:
+            self.norms.append(float(norm))
         return {}
 
 

@@ -69,6 +69,7 @@ class WatchedSeeds:
         seed_cpu(seed, generators)
         if "torch" in generators:
             self._torch_state = torch.default_generator.get_state()
+            self._torch_bytes = self._torch_state.numpy().tobytes()
         if "python" in generators:
             self._python_state = random.getstate()
             self._python_next = _next_of_python()
@@ -90,7 +91,7 @@ class WatchedSeeds:
         drawn = set()
         for name in self._generators if generators is None else generators:
             if name == "torch":
-                was_drawn = not torch.equal(torch.default_generator.get_state(), self._torch_state)
+                was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_bytes
             elif name == "python":
                 was_drawn = _next_of_python() != self._python_next
             else:

@@ -116,8 +116,7 @@ class SanityChecks(Callback):
         trainer.warn_once(
             "no step",
             "training_step has not called self.step(...) so far: no optimizer step is counted, and a limit in steps "
-            "never comes. Call self.backward(loss) there, and self.step(model, optimizer) when "
-            "`not self.is_accumulating_gradients`.",
+            "never comes. Call self.backward(loss) there, and then self.step(model, optimizer).",
         )
 
     def _refuse_to_go_on_for_ever(self, trainer: AbstractTrainer) -> None:
@@ -128,8 +127,8 @@ class SanityChecks(Callback):
             raise StepError(
                 f"max_steps={trainer.config.training_parameters.max_steps} never comes: {count} trained, and "
                 "training_step has not called self.step(...), which alone counts a step. Call self.backward(loss) "
-                "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), when "
-                "`not self.is_accumulating_gradients`; or set n_epochs."
+                "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(); or set "
+                "n_epochs."
             )
 
     def _weights_moved(self, trainer: AbstractTrainer) -> bool:

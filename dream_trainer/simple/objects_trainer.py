@@ -168,8 +168,7 @@ class ObjectsTrainer(DreamTrainer):
         are_several = loaded is None or loaded.size > 1 or loaded.is_uneven
         is_weighted = are_several or (labels is not None and self.world.dp_size > 1)
         self.backward(result.get("loss"), weight=window.weight if is_weighted else None)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizers, self.scheduled("step"))
+        self.step(self.model, self.optimizers, self.scheduled("step"))
         return result
 
     @override

@@ -67,8 +67,7 @@ class BaseTrainer(AbstractTrainer):
                 x, y = batch
                 loss = F.mse_loss(self.model(x), y)
                 self.backward(loss)
-                if not self.is_accumulating_gradients:
-                    self.step(self.model, self.optimizer)
+                self.step(self.model, self.optimizer)
                 return {"loss": loss}
         ```
     """
@@ -151,11 +150,12 @@ class BaseTrainer(AbstractTrainer):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         scheduler: Any | Sequence[Any] | None = None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Finishes the window: normalises, clips, applies the non-finite policy, steps, and zeroes the gradients.
 
-        A second `step` of an optimizer in a window uses the gradients of the last micro-batch only. At the end of the
-        window no optimizer may have gradients that it has not stepped.
+        Call it after each `backward`: before the window's last micro-batch it does nothing and returns None. A second
+        `step` of an optimizer in a window uses the gradients of the last micro-batch only. At the end of the window no
+        optimizer may have gradients that it has not stepped.
 
         Args:
             model: The model for which the window's `backward` calls gave weights.
@@ -163,14 +163,17 @@ class BaseTrainer(AbstractTrainer):
             scheduler: One, or several, stepped after the optimizer, once per optimizer step.
 
         Returns:
-            The gradient norm before clipping, over all these optimizers' parameters and ranks; a 0-dim device tensor.
+            The gradient norm before clipping, over all these optimizers' parameters and ranks: a 0-dim device tensor.
+            None while gradients are accumulated; nothing is logged for a None in the returned dict.
 
         Raises:
-            StepError: Called in the middle of an accumulation window.
+            StepError: Called outside of training, or the step cannot be exact.
             NonFiniteError: The norm is not finite and the policy says to raise.
         """
         if not self._runtime.session.is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
+        if not self._runtime.accumulation.is_last:
+            return None
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else _several(model, optimizer)
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
         with self._outside_forward():

@@ -58,8 +58,7 @@ class LanguageModel(DreamTrainer):
     def training_step(self, batch, batch_idx):
         loss = self.model(**batch).loss
         self.backward(loss, weight=tokens(batch))  # so that each token counts the same
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer, self.scheduler)
+        self.step(self.model, self.optimizer, self.scheduler)
         return {"loss": loss}
 
     def validation_step(self, batch, batch_idx):

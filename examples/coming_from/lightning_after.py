@@ -57,8 +57,7 @@ class Digits(DreamTrainer):
         images, labels = batch
         loss = F.cross_entropy(self.net(images), labels)
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.net, self.optimizer, self.scheduler)
+        self.step(self.net, self.optimizer, self.scheduler)
         return {"loss": loss}
 
     def validation_step(self, batch, batch_idx):

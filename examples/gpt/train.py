@@ -95,11 +95,9 @@ class GPTTrainer(DreamTrainer):
 
         self.scheduler = LambdaLR(self.optimizer, factor)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor | None]:
         loss = self.loss(batch)
         self.backward(loss, weight=batch["weights"].sum())
-        if self.is_accumulating_gradients:
-            return {"loss": loss}
         return {"loss": loss, "grad_norm": self.step(self.model, self.optimizer, self.scheduler)}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:

@@ -145,10 +145,8 @@ class LlamaTrainer(DreamTrainer):
         tokens, positions = batch.long(), torch.arange(batch.shape[1] - 1, device=batch.device)
         return cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(positions, dim=0)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor | None]:
         loss = self.loss(batch)
-        if self.is_accumulating_gradients:
-            return {"loss": loss}
         return {"loss": loss, "grad_norm": self.step(self.model, self.optimizer, self.scheduler)}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> tuple[dict[str, Tensor], int]:

@@ -57,8 +57,7 @@ class Student(dt.DreamTrainer):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss = mse_loss(self.model(batch[0]), batch[1])
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss, "picture": batch[0].abs().reshape(-1, 1, 2, 2)}
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:

@@ -24,8 +24,7 @@ class Scheduled(Logged):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         loss = self.model(batch[0]).square().mean()
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer, self.scheduler)
+        self.step(self.model, self.optimizer, self.scheduler)
         return {}
 
 
@@ -72,8 +71,7 @@ def test_several_optimizers_have_a_curve_each() -> None:
 
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             self.backward(self.model(batch[0]).square().mean())
-            if not self.is_accumulating_gradients:
-                self.step(self.model, [self.optimizer, self.other])
+            self.step(self.model, [self.optimizer, self.other])
             return {}
 
     recorder = logged(Two, 1)

@@ -32,8 +32,7 @@ class Bad(Logged):
             x = x * self.factor
         loss = mse_loss(self.model(x), y)
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss, "level": 1.0}
 
 

@@ -66,8 +66,7 @@ class Bad(LoggedSharded):
         if 5 in numbers.tolist():
             loss = loss * float("nan")
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
 

@@ -47,8 +47,7 @@ class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss = self.model(batch).square().mean()
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {}
 
 

@@ -44,8 +44,7 @@ class Pair(Alone):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         bad = self.global_step + 1 in self.poison
         self.backward(mse_loss(self.online(batch[0]), batch[1]) * (float("nan") if bad else 1.0))
-        if not self.is_accumulating_gradients:
-            self.step(self.online, self.optimizer)
+        self.step(self.online, self.optimizer)
         return {}
 
 

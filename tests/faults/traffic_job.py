@@ -46,8 +46,7 @@ class Wide(dt.DreamTrainer):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         self.backward(self.model(batch).square().mean())
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {}
 
 

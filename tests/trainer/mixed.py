@@ -51,8 +51,7 @@ class Mixed(dt.DreamTrainer):
         with open(f"samples_{self.world.rank}.txt", "a") as file:
             file.write(f"{self.global_step} {batch.tolist()}\n")
         self.backward(self.model(batch.float()[:, None]).mean())
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {}
 
     def post_train_step(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -111,8 +111,7 @@ def test_one_token_of_loss_10_and_nine_of_loss_1_weigh_1_9() -> None:
         def training_step(self, batch: tuple[float, int], batch_idx: int) -> dict[str, Any]:
             slope, tokens = batch
             self.backward(self.model.weight.sum() * slope, weight=tokens)
-            if not self.is_accumulating_gradients:
-                self.step(self.model, self.optimizer)
+            self.step(self.model, self.optimizer)
             return {}
 
         def batch_size(self, batch: Any) -> int:
@@ -307,7 +306,7 @@ def test_a_batch_of_weight_zero_counts_for_nothing_whatever_its_finite_loss_is()
 # -- misuse
 
 
-def steps_early(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+def steps(trainer: Alone, batch: Batch, batch_idx: int) -> None:
     trainer.backward(loss_of(trainer, batch))
     trainer.step(trainer.model, trainer.optimizer)
 
@@ -328,7 +327,7 @@ def steps_a_plateau(trainer: Alone, batch: Batch, batch_idx: int) -> None:
 
 
 def goes_on_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-    steps_early(trainer, batch, batch_idx)
+    steps(trainer, batch, batch_idx)
     trainer.backward(loss_of(trainer, batch))
 
 
@@ -336,7 +335,6 @@ def goes_on_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None
 @pytest.mark.parametrize(
     ("step", "accumulation", "told"),
     [
-        (steps_early, 2, "is_accumulating_gradients"),
         (steps_never, 1, r"no step\(\).*self\.step\(model, optimizer\)"),
         (steps_never, 3, r"no step\(\).*self\.step\(model, optimizer\)"),
         (weighing(lambda n: None if n else 2), 2, "Weight every micro-batch, or none"),
@@ -444,3 +442,38 @@ def test_a_parameter_group_added_during_training_is_stepped() -> None:
         optimizer.zero_grad()
     for name, value in weights(model).items():
         torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_step_waits_for_the_windows_last_micro_batch_and_logs_nothing_before(accumulation: int) -> None:
+    class Unguarded(dt.LoggerMixin, Alone):
+        logged: ClassVar[list[float | None]] = []
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            loss = loss_of(self, batch)
+            self.backward(loss)
+            self.losses.append(self.step(self.model, self.optimizer, self.scheduler))
+            return {"norm": self.losses[-1]}
+
+        def setup(self) -> None:
+            super().setup()
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+        def on_log(self, metrics: dict[str, float], step: int) -> None:
+            self.logged.append(metrics.get("train/norm"))
+
+    config = make_config(n_epochs=1, gradient_accumulation_steps=accumulation, log_every=1)
+    trainer = fit(Unguarded(config, batches(6)))
+    norms = trainer.losses[accumulation - 1 :: accumulation]
+    assert [norm is None for norm in trainer.losses] == ([True] * (accumulation - 1) + [False]) * (6 // accumulation)
+    assert Unguarded.logged[: len(norms)] == pytest.approx([float(norm) for norm in norms])
+    expected, data = filled_network(), batches(6)
+    optimizer = sgd(expected)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for first in range(0, 6, accumulation):
+        window = data[first : first + accumulation]
+        sum(mse_loss(expected(x), y) / len(window) for x, y, *_ in window).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert_same_weights(weights(trainer.model), expected)

@@ -70,8 +70,7 @@ class Trained(dt.DreamTrainer):
         self.backward(loss)
         self.record.append(loss.detach())
         self.record += [full(p.grad).clone() for p in self.model.parameters() if p.grad is not None]
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
 

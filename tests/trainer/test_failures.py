@@ -43,13 +43,6 @@ class RaisesInSetup(Sharded):
         super().configure_optimizers()
 
 
-class StepsTooEarly(Sharded):
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(self.model(batch[0]).mean())
-        self.step(self.model, self.optimizer)
-        return {}
-
-
 def loader(length: int = 24) -> DistributedDataLoader:
     return DistributedDataLoader(Samples(length), 2)
 
@@ -65,7 +58,6 @@ TRAINERS: dict[str, Callable[[], Any]] = {
     "mesh": lambda: Sharded(make_config(n_epochs=1, devices=shards(3)), loader()),
     "shards without FSDPMixin": lambda: Spread(make_config(n_epochs=1, devices=shards(2)), loader()),
     "alone": lambda: Alone(make_config(n_epochs=1), batches(4)),
-    "early step": lambda: StepsTooEarly(make_config(n_epochs=1, gradient_accumulation_steps=2), loader()),
 }
 
 
@@ -78,9 +70,8 @@ MISTAKES = {
     "mesh": ["dp_shard=3", "world_size=2", "1 or 2"],
     "alone": ["Add SetupMixin", "2 ranks"],
     "shards without FSDPMixin": ["FSDPMixin"],
-    "early step": ["is_accumulating_gradients"],
 }
-ORDINARY = ("mesh", "early step")
+ORDINARY = ("mesh", "alone")
 
 
 @pytest.mark.parametrize(

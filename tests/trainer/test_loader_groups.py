@@ -77,8 +77,7 @@ class Several(Sharded, dt.CheckpointMixin, dt.LoggerMixin):
         self.seen.append({name: numbers.tolist() for name, (_, _, numbers) in parts.items()})
         loss = sum((mse_loss(self.model(x), y) for x, y, _ in parts.values()), torch.zeros((), dtype=torch.float64))
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
 

@@ -79,8 +79,7 @@ class Algorithm(dt.BaseTrainer, dt.LoggerMixin):
         self.log("after", x[0])
         self.log("own", x[0], weight=1)
         self.log("highest", x[0], reduce="max")
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": x[0], "parts": {"half": x[0] / 2}, "logits": torch.zeros(3), "note": "text"}
 
 
@@ -482,8 +481,7 @@ class Resumable(Algorithm, dt.CheckpointMixin):
         x, _ = batch
         loss = self.model(x[:, None]).square().mean()
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         self.log("lowest", x[0] / 3, reduce="min")
         return {"loss": loss}
 
@@ -665,8 +663,7 @@ class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         tokens = batch.sum()
         self.backward(self.model(batch).mean(), weight=tokens)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         if self.world.rank == self.world.world_size - 1:
             self.log("last rank only", 1.0 + self.world.rank)
         if self.global_step == 1 and self.world.is_main:

@@ -89,8 +89,7 @@ class Trained(dt.DreamTrainer):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         loss = F.mse_loss(self.model(batch[0]), batch[1])
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
 

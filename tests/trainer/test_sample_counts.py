@@ -77,8 +77,7 @@ class Counting(dt.LoggerMixin):
         loss = loss_of(self.model, batch)
         self.backward(loss)
         self.log("by_log", loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:

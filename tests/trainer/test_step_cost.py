@@ -101,8 +101,7 @@ class Body:
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         loss = mse_loss(self.model(batch[0]).mean(1, keepdim=True), batch[1])
         self.backward(loss, weight=len(batch[0]) if self.weighted else None)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
 
@@ -275,8 +274,7 @@ class TwoModels(Sharded):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         for net, optimizer in ((self.model, self.optimizer), (self.other, self.other_optimizer)):
             self.backward(mse_loss(net(batch[0]).mean(1, keepdim=True), batch[1]))
-            if not self.is_accumulating_gradients:
-                self.step(net, optimizer)
+            self.step(net, optimizer)
         if self.is_accumulating_gradients:
             self.kept = [gradients_kept(net) for net in (self.model, self.other)]
         return {}

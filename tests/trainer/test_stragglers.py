@@ -54,8 +54,7 @@ class Slow(dt.DreamTrainer):
             hidden = block(hidden)
         loss = mse_loss(self.model[1](hidden), batch[1])
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
 

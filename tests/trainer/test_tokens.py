@@ -181,8 +181,7 @@ class Padded(Words):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         self.backward(self.model(batch["tokens"]).square().mean(), weight=batch["tokens"].numel())
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {}
 
 

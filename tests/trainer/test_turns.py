@@ -59,9 +59,8 @@ class Early(Pair):
         if self.is_accumulating_gradients and batch_idx % self.accumulation_steps == 0:
             self.learn(self.second, batch)
         self.learn(self.first, batch)
-        if not self.is_accumulating_gradients:
-            self.step(self.first, self.first_optimizer)
-            self.step(self.second, self.second_optimizer)
+        self.step(self.first, self.first_optimizer)
+        self.step(self.second, self.second_optimizer)
         return {}
 
 
@@ -99,8 +98,7 @@ class Retried(Pair):
             self.runs += is_bad * 3
             self.step(self.first, self.first_optimizer)
         self.learn(self.second, batch)
-        if not self.is_accumulating_gradients:
-            self.step(self.second, self.second_optimizer)
+        self.step(self.second, self.second_optimizer)
         return {}
 
 
@@ -109,13 +107,11 @@ class Frozen(Pair):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.learn(self.second, batch)
-        if not self.is_accumulating_gradients:
-            self.step(self.second, self.second_optimizer)
+        self.step(self.second, self.second_optimizer)
         with self.frozen(self.second):
             loss = through(self.first, self.second, batch)
         self.backward(loss, weight=self.weight_of(batch), model=self.first)
-        if not self.is_accumulating_gradients:
-            self.step(self.first, self.first_optimizer)
+        self.step(self.first, self.first_optimizer)
         return {}
 
 
@@ -226,11 +222,9 @@ class FrozenFirst(Pair):
         with self.frozen(self.second):
             loss = through(self.first, self.second, batch)
         self.backward(loss, model=self.first)
-        if not self.is_accumulating_gradients:
-            self.step(self.first, self.first_optimizer)
+        self.step(self.first, self.first_optimizer)
         self.learn(self.second, batch)
-        if not self.is_accumulating_gradients:
-            self.step(self.second, self.second_optimizer)
+        self.step(self.second, self.second_optimizer)
         return {}
 
 

@@ -122,13 +122,11 @@ class MyTrainer(DreamTrainer, CountsWords):
         assert_type(self.planned_steps, int)
         self.scheduler = build_schedule(self.config.schedule, self.optimizer, total_steps=self.total_steps)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor | None]:
         loss = F.cross_entropy(self.model(batch.x), batch.y)
         self.backward(loss, weight=batch.y.numel())
-        if self.is_accumulating_gradients:
-            return {"loss": loss}
         norm = self.step(self.model, self.optimizer, self.scheduler)
-        assert_type(norm, Tensor)
+        assert_type(norm, Tensor | None)
         return {"loss": loss, "norm": norm}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -177,8 +175,7 @@ class Small(BaseTrainer):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         self.backward(self.model(batch).square().mean())
-        if not self.is_accumulating_gradients:
-            self.step(self.model, [self.optimizer])
+        self.step(self.model, [self.optimizer])
         return {}
 
 

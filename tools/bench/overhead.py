@@ -54,8 +54,7 @@ class Fitting:
         self.turns.tick()
         loss = self.task.loss(self.model, batch)
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer, self.scheduler)
+        self.step(self.model, self.optimizer, self.scheduler)
         return {"loss": loss}
 
 

@@ -173,8 +173,7 @@ class Trainer(BaseTrainer, SetupMixin):
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
         loss = loss_of(self.model, batch)
         self.backward(loss)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {"loss": loss}
 
     def post_train_step(self) -> None:

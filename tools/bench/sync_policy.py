@@ -93,8 +93,7 @@ class Trainer(BaseTrainer, SetupMixin, FSDPMixin):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
         self.backward((self.model(batch) - batch).square().mean())
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
+        self.step(self.model, self.optimizer)
         return {}
 
     def post_train_step(self) -> None:

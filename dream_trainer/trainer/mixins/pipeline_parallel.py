@@ -50,8 +50,7 @@ class PipelineParallelMixin(AbstractTrainer):
         class Trainer(DreamTrainer):
             def training_step(self, batch, batch_idx):
                 loss = self.forward_backward(self.model, (batch["tokens"],), batch["labels"], mean_loss, weight=count)
-                if not self.is_accumulating_gradients:
-                    self.step(self.model, self.optimizer)
+                self.step(self.model, self.optimizer)
                 return {"loss": loss}
         ```
     """

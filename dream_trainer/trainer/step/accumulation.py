@@ -285,7 +285,7 @@ class Accumulation:
             raise StepError(
                 "the accumulation window ended with backward() but no step() after it: its gradients would "
                 "leak into the next. "
-                "Call self.step(model, optimizer) when `not self.is_accumulating_gradients`."
+                "Call self.step(model, optimizer) after backward()."
             )
         if len(self._spent) < len(self._totals):
             unspent = self._totals.keys() - self._spent
@@ -305,11 +305,6 @@ class Accumulation:
     # -- what a step needs of the window
 
     def check_step(self) -> None:
-        if not self.is_last:
-            raise StepError(
-                "step() was called in the middle of an accumulation window. Call it only when `not "
-                "self.is_accumulating_gradients`."
-            )
         if self._world.data_size > 1 and self._backwards and not self._batch_backwards:
             raise StepError(
                 "the window's last micro-batch had no backward(), and gradients are reduced over ranks there. "

@@ -105,6 +105,11 @@ class OptimizerStep:
 
     def reduce_gradients(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Makes gradients those of the global batch; see `BaseTrainer.reduce_gradients`."""
+        if not self._accumulation.is_last:
+            raise StepError(
+                "reduce_gradients() was called in the middle of an accumulation window. Call it when `not "
+                "self.is_accumulating_gradients`."
+            )
         self._accumulation.check_step()
         plan = self._plan(optimizers)
         models = self._registry.models().values()
