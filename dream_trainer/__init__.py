@@ -26,12 +26,16 @@ if TYPE_CHECKING:
         optim as optim,
         simple as simple,
     )
+    from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from dream_trainer.callbacks.progress import Progress as Progress
     from dream_trainer.callbacks.weight_average import EMA as EMA
     from dream_trainer.config.checkpoint_parameters import (
         BranchParameters as BranchParameters,
         CheckpointConfigMixin as CheckpointConfigMixin,
         CheckpointParameters as CheckpointParameters,
     )
+    from dream_trainer.config.command_line import parse as parse
+    from dream_trainer.config.config_files import load_config as load_config
     from dream_trainer.config.device_parameters import (
         DeviceParameters as DeviceParameters,
         SetupConfigMixin as SetupConfigMixin,
@@ -83,6 +87,7 @@ if TYPE_CHECKING:
     )
     from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
     from dream_trainer.optim.optimizers import build_optimizer as build_optimizer, build_optimizers as build_optimizers
+    from dream_trainer.simple.from_objects import Trainer as Trainer
     from dream_trainer.trainer.abstract import AbstractTrainer as AbstractTrainer
     from dream_trainer.trainer.base import BaseTrainer as BaseTrainer
     from dream_trainer.trainer.dream import DreamTrainer as DreamTrainer
@@ -109,8 +114,12 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "callbacks.early_stopping": "EarlyStopping",
+            "callbacks.progress": "Progress",
             "callbacks.weight_average": "EMA",
             "config.checkpoint_parameters": "BranchParameters CheckpointConfigMixin CheckpointParameters",
+            "config.command_line": "parse",
+            "config.config_files": "load_config",
             "config.device_parameters": "DeviceParameters SetupConfigMixin",
             "config.dream_trainer_config": "DreamTrainerConfig",
             "config.logger_parameters": (
@@ -131,6 +140,7 @@ else:
             "optim.learning_rates": "ScheduleParameters TokenAxis build_schedule build_schedules",
             "optim.optimizer_parameters": "OptimizerParameters",
             "optim.optimizers": "build_optimizer build_optimizers",
+            "simple.from_objects": "Trainer",
             "trainer.abstract": "AbstractTrainer",
             "trainer.base": "BaseTrainer",
             "trainer.dream": "DreamTrainer",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.config.command_line import parse
+from dream_trainer import parse
 
 TRAINING = 1437  # digits to learn from; the other 360 are held out
 LABELLED = 50  # of them, for the validation alone

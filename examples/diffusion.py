@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.config.command_line import parse
+from dream_trainer import parse
 
 
 @dataclass(kw_only=True)

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
-from dream_trainer.config.command_line import parse
+from dream_trainer import Progress, parse
 
 PROMPT = LENGTH // 2  # bytes of a row that both answers follow
 

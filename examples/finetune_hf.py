@@ -41,12 +41,13 @@ from dream_trainer import (
     CallbackCollection,
     DreamTrainer,
     DreamTrainerConfig,
+    EarlyStopping,
     LoggerParameters,
+    Progress,
     TrainingParameters,
     load_weights,
+    parse,
 )
-from dream_trainer.callbacks import EarlyStopping, Progress
-from dream_trainer.config.command_line import parse
 
 PACKAGES = ("asyncio", "email", "importlib", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 LEFT_OUT = {"test", "tests", "__pycache__"}

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
-from dream_trainer.config.command_line import parse
+from dream_trainer import parse
 
 LENGTH = 96  # bytes of a row
 

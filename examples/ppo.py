@@ -19,8 +19,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
-from dream_trainer.config.command_line import parse
+from dream_trainer import Progress, parse
 
 LONGEST = 200  # moves of an episode, 0.02 seconds each
 

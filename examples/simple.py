@@ -15,8 +15,7 @@ import torch.nn as nn
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
-from dream_trainer.callbacks import EarlyStopping
-from dream_trainer.simple import Trainer
+from dream_trainer import EarlyStopping, Trainer
 
 
 def show(image: torch.Tensor) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
-from dream_trainer.config.command_line import parse
+from dream_trainer import parse
 from dream_trainer.modules import MoE, SharedExperts
 
 WINDOW = 64

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.config.command_line import parse
+from dream_trainer import parse
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 VOCABULARY, LONGEST, LINES = 4096, 96, 10

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("", ".config", ".data", ".callbacks", ".loggers", ".modules", ".optim", ".errors")  # below dream_trainer
 ROOMS = {  # by where a name is defined
     "trainer": ("Trainers and mixins", "What a trainer is built from."),
+    "simple": ("Trainer without a class", "From a model, a loss, an optimizer and data."),
     "config": ("Configs", "Every field that a config has, with its default and meaning."),
     "data": ("Data", "Loaders, mixtures, packing and streams."),
     "optim": ("Optimizers and schedules", "Built by name, or used as they are."),

@@ -42,9 +42,7 @@ class ImageFiles(Callback):
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         if find_spec("PIL") is None:
-            raise ConfigError(
-                "ImageFiles writes with Pillow, which is not installed. pip install 'dream-trainer[images]'."
-            )
+            raise ConfigError("ImageFiles writes with Pillow, which is not installed. Run pip install pillow.")
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         if not trainer.is_accumulating_gradients and trainer.global_step % self.every_n_steps == 0:

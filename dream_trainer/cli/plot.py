@@ -61,7 +61,7 @@ class Plot:
         try:
             figure = draw(found, x=self.x, smooth=self.smooth, log_y=self.log_y)
         except ImportError as error:
-            raise ConfigError(f"plot needs matplotlib: {error}. pip install 'dream-trainer[plot]'.") from error
+            raise ConfigError(f"plot needs matplotlib: {error}. Run pip install matplotlib.") from error
         self.output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.output, dpi=150)
         print(f"drew {', '.join(found)}: {self.output}")

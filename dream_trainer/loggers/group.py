@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.checks import refuse
-from dream_trainer.config.logger_parameters import BUILT_IN, LoggerParameters, logger_entry
+from dream_trainer.config.logger_parameters import LoggerParameters, logger_entry
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.media import Media
 
 _FAILED = object()
+
+
+# Names for pip of modules that are called otherwise.
+_DISTRIBUTIONS = {"PIL": "pillow", "google_crc32c": "google-crc32c", "mlflow": "mlflow-skinny"}
 
 
 class LoggerGroup:
@@ -102,13 +106,12 @@ def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
     """The classes of `parameters.loggers`, in their order, if they can work."""
     classes = [_logger_class(name) for name in parameters.loggers]
     for name, cls in zip(parameters.loggers, classes, strict=True):
-        for package in cls.requires:
-            install = f"dream-trainer[{name}]" if name in BUILT_IN else package
-            refuse(
-                find_spec(package) is None,
-                f'loggers={parameters.loggers} names "{name}", whose package {package} is not installed. '
-                f'Install it with pip install "{install}", or leave "{name}" out.',
-            )
+        missing = [_DISTRIBUTIONS.get(module, module) for module in cls.requires if find_spec(module) is None]
+        refuse(
+            bool(missing),
+            f'loggers={parameters.loggers} names "{name}", whose package {", ".join(missing)} is not installed. '
+            f'Run pip install {" ".join(missing)}, or leave "{name}" out.',
+        )
         cls.check(parameters)
     return classes
 

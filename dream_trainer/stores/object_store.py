@@ -54,7 +54,7 @@ class ObjectStore:
             self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as error:
             raise ConfigError(
-                f'{scheme}:// needs the package {SCHEMES[scheme]}. Run: pip install "dream-trainer[{scheme}]"'
+                f"{scheme}:// needs the package {SCHEMES[scheme]}. Run pip install {SCHEMES[scheme]}."
             ) from error
         self._scheme = scheme
         log = logging.getLogger(SCHEMES[scheme])

@@ -92,7 +92,7 @@ def _upload(
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError as error:
-        raise ConfigError("pushing needs huggingface_hub: pip install 'dream-trainer[hub]'.") from error
+        raise ConfigError("pushing needs huggingface_hub. Run pip install huggingface_hub.") from error
     adapters = directory / ADAPTER_CONFIG_NAME
     if base_model is not None and adapters.exists():
         config = json.loads(adapters.read_text()) | {"base_model_name_or_path": base_model}

@@ -22,8 +22,8 @@ from dream_trainer import (
     DreamTrainerConfig,
     LoggerParameters,
     TrainingParameters,
+    parse,
 )
-from dream_trainer.config.command_line import parse
 
 
 @dataclass(kw_only=True)

@@ -20,8 +20,8 @@ from dream_trainer import (
     DreamTrainerConfig,
     LoggerParameters,
     TrainingParameters,
+    parse,
 )
-from dream_trainer.config.command_line import parse
 from dream_trainer.optim import OptimizerParameters, build_optimizer
 
 

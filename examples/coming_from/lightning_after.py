@@ -24,9 +24,9 @@ from dream_trainer import (
     DreamTrainerConfig,
     LoggerParameters,
     TrainingParameters,
+    parse,
 )
 from dream_trainer.callbacks import EarlyStopping, LearningRate, Progress
-from dream_trainer.config.command_line import parse
 
 
 @dataclass(kw_only=True)

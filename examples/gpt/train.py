@@ -27,9 +27,9 @@ from dream_trainer import (
     DreamTrainerConfig,
     LoggerParameters,
     TrainingParameters,
+    parse,
 )
 from dream_trainer.callbacks import ModelSummary, Progress, TrainerSummary
-from dream_trainer.config.command_line import parse
 from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, packed_attention_mask
 
 PROMPT = b"def "

@@ -37,9 +37,9 @@ from dream_trainer import (
     DreamTrainerConfig,
     LoggerParameters,
     TrainingParameters,
+    parse,
 )
 from dream_trainer.callbacks import ModelSummary, Progress, TrainerSummary
-from dream_trainer.config.command_line import parse
 from dream_trainer.errors import ConfigError
 
 # The text is that of examples/gpt. Its folder comes last, so that `model` stays the one beside this file.

@@ -148,4 +148,4 @@ def test_a_missing_matplotlib_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plot", str(a_run(tmp_path / "run"))]) == 2
-    assert "pip install 'dream-trainer[plot]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

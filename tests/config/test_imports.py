@@ -69,9 +69,9 @@ def test_the_public_packages_are_attributes_that_load_on_first_use() -> None:
 
 def test_a_name_that_lies_deeper_or_is_misspelt_is_told_where_it_is() -> None:
     with pytest.raises(
-        AttributeError, match=r"no attribute 'EarlyStopping'\. It is dream_trainer\.callbacks\.EarlyStopping"
+        AttributeError, match=r"no attribute 'LearningRate'\. It is dream_trainer\.callbacks\.LearningRate"
     ):
-        dream_trainer.EarlyStopping  # type: ignore[attr-defined]
+        dream_trainer.LearningRate  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="no attribute 'nowhere'$"):
         dream_trainer.nowhere  # type: ignore[attr-defined]
     program = "import dream_trainer as dt\ndt.DreamTrainr"

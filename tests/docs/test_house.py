@@ -7,6 +7,7 @@ import tomllib
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 import dream_trainer
 from tests.docs.pages import PAGES, ROOT, links, name
@@ -22,8 +23,10 @@ def read_yaml(path: str) -> Any:
 def test_the_version_stands_in_one_place_and_heads_the_changelog() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
-    released = re.findall(r"^## \[(\d\S*)\] - \d{4}-\d{2}-\d{2}$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert released[0] == dream_trainer.__version__
+    changelog, version = (ROOT / "CHANGELOG.md").read_text(), Version(dream_trainer.__version__)
+    newest = Version(re.findall(r"^## \[(\d\S*)\] - \d{4}-\d{2}-\d{2}$", changelog, re.MULTILINE)[0])
+    assert version > newest if version.is_devrelease else version == newest
+    assert ("## [Unreleased]" in changelog) == version.is_devrelease
 
 
 def test_the_workflow_runs_the_tests_on_the_versions_that_are_named() -> None:

@@ -68,7 +68,7 @@ class Late(Callback):
 
 def run() -> None:
     """A program."""
-    from dream_trainer import Trainer  # error
+    from dream_trainer import Trainers  # error
     from dream_trainer.callbacks import EarlyStoping  # error
     from dream_trainer.config import FsdpParameters  # error
     from dream_trainer.data import DataLoder  # error

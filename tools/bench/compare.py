@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python tools/bench/compare.py [--repeat 3] [--batches 2000] [--only "map everyday"] [--markdown]
 
 It runs whatever is installed of Lightning (Trainer and Fabric), Accelerate and transformers' Trainer:
-`pip install dream-trainer[bench]`. Each trainer does each task in a process of its own, one trainer after the other and
+`pip install -e '.[bench]'`. Each trainer does each task in a process of its own, one trainer after the other and
 all of them once before any is repeated; inside the process it takes turns with the plain loop (`tasks.py`). A figure is
 CPU time over the plain loop's: the median over repeats, with the least and the most. Tasks of one process: an MLP whose
 step takes half a millisecond, from a `DataLoader` over ready batches, over samples, over a stream. Tasks of two: a GPT,

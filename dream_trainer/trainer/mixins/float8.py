@@ -30,9 +30,7 @@ class Float8Mixin(AbstractTrainer):
         if recipe == "none":
             return
         if find_spec("torchao") is None:
-            raise ConfigError(
-                f"float8={recipe!r} needs torchao, which is not installed. Run pip install 'dream-trainer[fp8]'."
-            )
+            raise ConfigError(f"float8={recipe!r} needs torchao, which is not installed. Run pip install torchao.")
         if recipe != "tensorwise" and self.config.float8_parameters.all_gather:
             raise ConfigError(
                 f"float8_parameters.all_gather=True with float8={recipe!r}: shards are gathered with one scale for "
