@@ -55,28 +55,4 @@ if TYPE_CHECKING:
     from dream_trainer.data.validation_data import validation_batches as validation_batches
     from dream_trainer.data.window import DataPosition as DataPosition, TrainStream as TrainStream, Window as Window
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "data.loader": "DistributedDataLoader PerRankLoader",
-            "data.loader_groups.loader_group": "AlternatingLoaders LoaderGroup",
-            "data.mixtures.mixture": "Mixture mixture_of",
-            "data.mixtures.mixture_order": "IndexPermutation",
-            "data.mixtures.mixture_weights": "Stage",
-            "data.ordered": "ENDLESS OrderedDataset",
-            "data.packing.attention_mask": "PackedSegments packed_attention packed_attention_mask",
-            "data.packing.packed_rows": "PackedRows",
-            "data.packing.padding": "PaddedRows",
-            "data.sources.measured": "Pieces WithLengths measure_lengths",
-            "data.sources.shard_files": "JsonLines ParquetRows TarSamples",
-            "data.sources.stream_sources": "HuggingFaceShards IterableShards ShardedSource WebDatasetShards",
-            "data.sources.token_file": "TokenFile TokenFileWriter",
-            "data.stream": "train_stream",
-            "data.streams.lane_stream": "StreamLoader",
-            "data.streams.pack_stream": "Pack",
-            "data.transformed_dataset": "TransformedDataset",
-            "data.transforms": "Batch Filter Map Shuffle Transform Unbatch",
-            "data.validation_data": "validation_batches",
-            "data.window": "DataPosition TrainStream Window",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)
