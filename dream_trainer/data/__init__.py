@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.streams.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.streams.pack_stream import Pack as Pack
-    from dream_trainer.data.transformed_dataset import TransformedDataset as TransformedDataset
     from dream_trainer.data.transforms import (
         Batch as Batch,
         Filter as Filter,
         Map as Map,
         Shuffle as Shuffle,
         Transform as Transform,
+        TransformedDataset as TransformedDataset,
         Unbatch as Unbatch,
     )
     from dream_trainer.data.validation_data import validation_batches as validation_batches

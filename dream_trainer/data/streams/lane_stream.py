@@ -23,7 +23,7 @@ from dream_trainer.data.sources.stream_sources import HuggingFaceShards, Sharded
 from dream_trainer.data.streams.lanes import Chain, Lane, LaneOptions, LanePlan, LaneState, lane_plan, refuse_forgetful
 from dream_trainer.data.transforms import OnError, Transform, block_size, description, refuse_unclear_policy
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
-from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
+from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
 
@@ -91,7 +91,7 @@ class StreamLoader:
         if source.num_shards < 1:
             raise DataError(f"the source ({type(source).__name__}) has 0 shards. Check its path and split.")
         limit = refuse_unclear_policy(on_error, max_skipped)
-        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, on_error, limit)
+        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, limit)
         self.batch_size = batch_size
         self.lanes = lanes
         self.turns = turns
@@ -295,13 +295,9 @@ class LaneStream(TrainStream):
             batches,
             batch_size=None,
             collate_fn=as_it_is,
-            num_workers=1,  # its own process for each, which can then load any lanes in any order
             generator=torch.Generator(device="cpu").manual_seed(seed),
-            pin_memory=loader.pin_memory,
-            prefetch_factor=loader.prefetch_factor,
-            multiprocessing_context=loader.multiprocessing_context,
-            timeout=loader.timeout,
-            worker_init_fn=WorkerInit(loader.worker_init_fn),
+            # A process for each reader, which can then load any lanes in any order.
+            **worker_options(loader) | {"num_workers": 1, "worker_init_fn": WorkerInit(loader.worker_init_fn)},
         )
         return started(torch_loader)
 
