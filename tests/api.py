@@ -186,7 +186,7 @@ _NAMES = {
     "dream_trainer.trainer.step.loss_scale": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapter_config": "refuse_other_adapters",
-    "dream_trainer.weights.export": "export_checkpoint export_model renamed",
+    "dream_trainer.weights.export": "export_checkpoint export_model",
     "dream_trainer.weights.load": "load_weights",
     "dream_trainer.weights.safetensors_file": "DTYPE_NAMES TensorSpec file_order write_safetensors",
     "dream_trainer.weights.stored_tensors": "max_difference",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,13 +16,13 @@ from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.errors import CheckpointError
 from dream_trainer.parallel.cut_models import names_in_whole
 from dream_trainer.parallel.sharding import local_indices
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
-from dream_trainer.weights.reading import Box, WeightFiles
+from dream_trainer.weights.reading import Box, WeightFiles, renamer
 from dream_trainer.weights.weight_files import open_weights
 
 if TYPE_CHECKING:
@@ -73,13 +72,14 @@ def load_weights(
         ConfigError: `renames` has a faulty regular expression or replacement.
     """
     path = as_path(path).expanduser()
-    patterns = _compiled(renames or {})
+    rename = renamer(renames)
     world = world or Ranks.of_default_group()
     task = f"load weights from {path}"
 
     def match() -> tuple[WeightFiles, Sequence[_Target], LoadReport]:
         files = open_weights(path, model_name)
-        return files, *_matched(compiled_original(model) or model, files, patterns, optional)
+        sources = rename(name for name in files.shapes if name.rpartition(".")[2] != EXTRA_STATE)
+        return files, *_matched(compiled_original(model) or model, files, sources, optional)
 
     files, targets, own_report = on_all_ranks(world, task, match)
     report = merged(world.all_gather_object(own_report))
@@ -134,36 +134,6 @@ class _Target(NamedTuple):
     part: _Part
 
 
-def _compiled(renames: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
-    patterns = []
-    for pattern, replacement in renames.items():
-        try:
-            compiled = re.compile(pattern)
-            compiled.sub(replacement, "")  # a faulty replacement fails here, matched or not
-            patterns.append((compiled, replacement))
-        except (re.error, IndexError) as error:
-            raise ConfigError(
-                f"renames={{{pattern!r}: {replacement!r}}} is not a regular expression and its replacement: {error}. "
-                'Write a dot of a name as r"\\.".'
-            ) from error
-    return patterns
-
-
-def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
-    """New names to the file's names, without extra state and names that became empty."""
-    sources: dict[str, str] = {}
-    for name in names:
-        new = name
-        for pattern, replacement in patterns:
-            new = pattern.sub(replacement, new)
-        if not new or new.rpartition(".")[2] == EXTRA_STATE:
-            continue
-        if new in sources:
-            raise CheckpointError(f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ.")
-        sources[new] = name
-    return sources
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have."""
     tensors = stored_in_place(model, "the model")
@@ -176,9 +146,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _matched(
-    model: nn.Module, files: WeightFiles, patterns: Sequence[tuple[re.Pattern[str], str]], optional: Collection[str]
+    model: nn.Module, files: WeightFiles, sources: Mapping[str, str], optional: Collection[str]
 ) -> tuple[Sequence[_Target], LoadReport]:
-    sources = _renamed(files.shapes, patterns)
     tensors = _tensors(model)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
