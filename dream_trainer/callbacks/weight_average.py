@@ -7,8 +7,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch.nn as nn
 from torch import Tensor
@@ -16,7 +18,8 @@ from torch.optim import Optimizer
 
 from dream_trainer.callbacks.model_average import HostAverage, ModelAverage, trained_parameters
 from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
-from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer, check_names
+from dream_trainer.checks import check_between, check_names
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.averages import AveragingCallback
@@ -27,15 +30,14 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class WeightAverage(AveragingCallback):
     """An average of the weights, beside the ones that train: an interface. Use `EMA` or `SWA`."""
 
-    def __init__(self, models: Sequence[str] | None, *, validate: bool) -> None:
-        if models is not None:
-            check_names("models", models, example="model")
-        check_boolean("validate", validate)
-        self.models = None if models is None else tuple(models)
-        self.validate = validate
+    models: Annotated[Sequence[str], partial(check_names, example="model")] | None = None
+    validate: bool = True
+
+    def __post_init__(self) -> None:
         self._averages: dict[str, ModelAverage] = {}
         self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
         self._in_use: set[str] = set()
@@ -301,6 +303,7 @@ def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
     return [callback for callback in trainer.callbacks if isinstance(callback, WeightAverage)]
 
 
+@dataclass(eq=False, repr=False)
 class EMA(WeightAverage):
     """Keeps an exponential moving average of the weights, validates with it, and saves it with the checkpoints.
 
@@ -339,26 +342,15 @@ class EMA(WeightAverage):
 
     export_name: ClassVar[str] = "ema"
 
-    def __init__(
-        self,
-        decay: float = 0.999,
-        *,
-        models: Sequence[str] | None = None,
-        every_n_steps: int = 1,
-        warm_up: bool = True,
-        validate: bool = True,
-        device: Literal["cpu"] | None = None,
-    ) -> None:
-        super().__init__(models, validate=validate)
-        check_between("decay", decay, 0.0, 1.0, below=True)
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        check_boolean("warm_up", warm_up)
-        if device is not None:
-            check_choice("device", device, ("cpu",))
-        self.decay = decay
-        self.every_n_steps = every_n_steps
-        self.warm_up = warm_up
-        self.device = device
+    decay: Annotated[float, partial(check_between, low=0.0, high=1.0, below=True)] = 0.999
+    _: KW_ONLY
+    every_n_steps: PositiveInt = 1
+    warm_up: bool = True
+    device: Literal["cpu"] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, EMA)
+        super().__post_init__()
 
     def share(self, updates: Any) -> Any:
         if not self.warm_up:
@@ -374,6 +366,7 @@ class EMA(WeightAverage):
         return trainer.global_step > 0 and trainer.global_step % self.every_n_steps == 0
 
 
+@dataclass(eq=False, repr=False)
 class SWA(WeightAverage):
     """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
 
@@ -408,22 +401,14 @@ class SWA(WeightAverage):
 
     export_name: ClassVar[str] = "swa"
 
-    def __init__(
-        self,
-        start: int,
-        *,
-        every: int = 1,
-        unit: Literal["epochs", "steps"] = "epochs",
-        models: Sequence[str] | None = None,
-        validate: bool = True,
-    ) -> None:
-        super().__init__(models, validate=validate)
-        check_integer("start", start, minimum=1)
-        check_integer("every", every, minimum=1)
-        check_choice("unit", unit, ("epochs", "steps"))
-        self.start = start
-        self.every = every
-        self.unit = unit
+    start: PositiveInt
+    _: KW_ONLY
+    every: PositiveInt = 1
+    unit: Literal["epochs", "steps"] = "epochs"
+
+    def __post_init__(self) -> None:
+        check_fields(self, SWA)
+        super().__post_init__()
 
     def share(self, updates: Any) -> Any:
         return 1.0 / (updates + 1)
