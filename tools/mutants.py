@@ -2066,7 +2066,7 @@ MUTANTS = [
     ),
     Mutant(
         "packed rows go on without what their documents were",
-        "dream_trainer/data/packing/document_blocks.py",
+        "dream_trainer/data/packing/packed_rows.py",
         """self.documents.begin(seed, None if state is None else state["documents"])""",
         "self.documents.begin(seed, None)",
         "tests/data/test_packed_mixture.py tests/data/test_packed_resume.py",

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dream_trainer.checks import check_count
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.packing.document_blocks import block_order
-from dream_trainer.data.packing.packed_rows import IGNORED, PADDING, DocumentRows
+from dream_trainer.data.packing.packed_rows import IGNORED, PADDING, DocumentRows, block_order
 from dream_trainer.data.packing.packing import RowPlan, pack_one_by_one
 
 logger = logging.getLogger("dream_trainer")
