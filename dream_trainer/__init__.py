@@ -103,7 +103,6 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
     from dream_trainer.weights.adapters import load_adapters as load_adapters, load_base_weights as load_base_weights
     from dream_trainer.weights.hub import push_to_hub as push_to_hub
-    from dream_trainer.weights.load import load_weights as load_weights
-    from dream_trainer.weights.load_report import LoadReport as LoadReport
+    from dream_trainer.weights.load import LoadReport as LoadReport, load_weights as load_weights
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1947,7 +1947,7 @@ MUTANTS = [
     ),
     Mutant(
         "adapters start again from weights before they were cast",
-        "dream_trainer/meta/derived.py",
+        "dream_trainer/weights/first_values.py",
         "        chain.append(op.args[0])\n",
         "        return chain\n",
         "tests/weights/test_first_values.py -k magnitudes",

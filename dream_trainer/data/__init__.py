@@ -13,16 +13,14 @@ if TYPE_CHECKING:
         LoaderGroup as LoaderGroup,
     )
     from dream_trainer.data.mixtures.mixture import Mixture as Mixture, mixture_of as mixture_of
-    from dream_trainer.data.mixtures.mixture_order import IndexPermutation as IndexPermutation
-    from dream_trainer.data.mixtures.mixture_weights import Stage as Stage
+    from dream_trainer.data.mixtures.mixture_order import IndexPermutation as IndexPermutation, Stage as Stage
     from dream_trainer.data.ordered import ENDLESS as ENDLESS, OrderedDataset as OrderedDataset
     from dream_trainer.data.packing.attention_mask import (
         PackedSegments as PackedSegments,
         packed_attention as packed_attention,
         packed_attention_mask as packed_attention_mask,
     )
-    from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows
-    from dream_trainer.data.packing.padding import PaddedRows as PaddedRows
+    from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows, PaddedRows as PaddedRows
     from dream_trainer.data.sources.measured import (
         Pieces as Pieces,
         WithLengths as WithLengths,

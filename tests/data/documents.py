@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.packing.packed_rows import DocumentRows
-from dream_trainer.data.packing.padding import PaddedRows
+from dream_trainer.data.packing.packed_rows import DocumentRows, PaddedRows
 from dream_trainer.data.window import DataPosition
 from tests.data.reading import Layout, close, next_step, open_ranks, seek
 
