@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "dream_trainer.callbacks.model_average": "HostAverage",
+    "dream_trainer.callbacks.weight_average": "HostAverage",
     "dream_trainer.best_value": "mode_by_name mode_of",
     "dream_trainer.callbacks": (
         "ActivationStats EarlyStopping Every GarbageCollection GradientStats ImageFiles LearningRate Memory "
@@ -153,10 +153,9 @@ _NAMES = {
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "build_schedules freeze refuse_unshardable"
     ),
-    "dream_trainer.optim.groups": "GroupParameters parameter_groups",
+    "dream_trainer.optim.groups": "GroupParameters parameter_groups remember_whole values_in_whole",
     "dream_trainer.optim.learning_rates": "TokenAxis rate_factor",
     "dream_trainer.optim.muon": "Muon deal",
-    "dream_trainer.optim.whole_parameters": "remember_whole values_in_whole",
     "dream_trainer.simple": "Trainer",
     "dream_trainer.stores.object_store": "open_store without_secrets",
     "dream_trainer.stores.ownership": "Ownership",

@@ -820,7 +820,7 @@ MUTANTS = [
     Mutant(
         "a run in a store that was lost is written on",
         "dream_trainer/stores/ownership.py",
-        "return self._highest() > self._number",
+        "return _highest(self._owners) > self._number",
         "return False",
         "tests/stores/test_object_store.py -k belongs",
     ),
@@ -1421,7 +1421,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage's groups are of its own parameters alone",
-        "dream_trainer/optim/whole_parameters.py",
+        "dream_trainer/optim/groups.py",
         "    if model not in _whole:\n",
         "    if True:\n",
         "tests/trainer/test_pipeline_user_models.py -k matches_nothing",

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.model_average import ModelAverage
+from dream_trainer.callbacks.weight_average import ModelAverage
 from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
 from dream_trainer.checks import check_between, check_name, listed, refuse
 from dream_trainer.compat.pytorch import local_tensor

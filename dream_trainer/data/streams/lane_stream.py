@@ -283,8 +283,8 @@ class LaneStream(TrainStream):
         readers: list[Iterator[Loaded]] = []
         for number in range(self._num_readers):
             chains = self._chains[number :: self._num_readers]
-            batches = LaneBatches(self._loader, self._plan, chains, self._accumulation, self._seed)
-            batches.start(step, self._position.epoch, self._states)
+            place = step, self._position.epoch, self._states
+            batches = LaneBatches(self._loader, self._plan, chains, self._seed, *place)
             readers.append(self._in_worker(batches, step) if self._loader.num_workers else iter(batches))
         return readers
 
@@ -356,18 +356,21 @@ class LaneBatches(IterableDataset[Loaded]):
     """The batches that one reader loads, in a worker or in the training process: those of its chains, step by step."""
 
     def __init__(
-        self, loader: StreamLoader, plan: LanePlan, chains: Sequence[Chain], accumulation: int, seed: int
+        self,
+        loader: StreamLoader,
+        plan: LanePlan,
+        chains: Sequence[Chain],
+        seed: int,
+        first_step: int,
+        epoch: int,
+        states: Mapping[str, Any],  # of lanes that were read before
     ) -> None:
         self._options, self._collate, self._batch_size = loader.options, loader.collate_fn, loader.batch_size
         self._plan = plan
         self._chains = chains
         self._seed = seed
         self._draws = not collates_without_draws(loader.collate_fn)
-        self.start(0, 0, {})
-
-    def start(self, step: int, epoch: int, states: Mapping[str, Any]) -> None:
-        """Sets where the next iterator begins: at a step of a pass, with the states of lanes that were read before."""
-        self._first_step, self._epoch, self._states = step, epoch, states
+        self._first_step, self._epoch, self._states = first_step, epoch, states
 
     def __iter__(self) -> Iterator[Loaded]:
         first = self._chains[0].lanes[0]
