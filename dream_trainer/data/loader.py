@@ -215,13 +215,14 @@ class ShardReader:
 
     def _build(self) -> DataLoader[Any]:
         loader = self.loader
+        options: dict[str, Any] = worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)}
         return DataLoader(
             self.keyed_dataset,
             batch_sampler=self.sampler,  # type: ignore[arg-type]  # what it yields goes to KeyedDataset as it is
             collate_fn=as_it_is,
             generator=self.generator,
             persistent_workers=loader.persistent_workers,
-            **worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)},
+            **options,
         )
 
 

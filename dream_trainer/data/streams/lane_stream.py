@@ -291,13 +291,14 @@ class LaneStream(TrainStream):
     def _in_worker(self, batches: LaneBatches, step: int) -> Iterator[Loaded]:
         loader = self._loader
         seed = hash_seed(b"workers", self._seed, self._position.epoch, step, self._dp_rank)
+        # A process for each reader, which can then load any lanes in any order.
+        own: dict[str, Any] = {"num_workers": 1, "worker_init_fn": WorkerInit(loader.worker_init_fn)}
         torch_loader = DataLoader(
             batches,
             batch_size=None,
             collate_fn=as_it_is,
             generator=torch.Generator(device="cpu").manual_seed(seed),
-            # A process for each reader, which can then load any lanes in any order.
-            **worker_options(loader) | {"num_workers": 1, "worker_init_fn": WorkerInit(loader.worker_init_fn)},
+            **worker_options(loader) | own,
         )
         return started(torch_loader)
 
