@@ -201,7 +201,7 @@ def tar_samples(path: Path, file: BinaryIO, offset: int = 0) -> Iterator[TarSamp
                 raise DataError(f"{path} has two files {member.name!r} in one sample. Write it anew.")
             files[extension] = member.offset_data, member.size
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{path} is no whole plain tar file: {error}.") from error
+        raise DataError(f"{path} is damaged: {error}. Only plain tar files can be read.") from error
     end = archive.offset
     file.seek(end)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
