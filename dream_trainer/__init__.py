@@ -108,59 +108,6 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
     from dream_trainer.weights.adapters import load_adapters as load_adapters, load_base_weights as load_base_weights
     from dream_trainer.weights.hub import push_to_hub as push_to_hub
-    from dream_trainer.weights.load import load_weights as load_weights
-    from dream_trainer.weights.load_report import LoadReport as LoadReport
+    from dream_trainer.weights.load import LoadReport as LoadReport, load_weights as load_weights
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callbacks.early_stopping": "EarlyStopping",
-            "callbacks.progress": "Progress",
-            "callbacks.weight_average": "EMA",
-            "config.checkpoint_parameters": "BranchParameters CheckpointConfigMixin CheckpointParameters",
-            "config.command_line": "parse",
-            "config.config_files": "load_config",
-            "config.device_parameters": "DeviceParameters SetupConfigMixin",
-            "config.dream_trainer_config": "DreamTrainerConfig",
-            "config.logger_parameters": (
-                "LoggerConfigMixin LoggerParameters MLflowParameters TrackioParameters WandbParameters"
-            ),
-            "config.parallel_parameters": (
-                "ActivationCheckpointingConfigMixin ActivationCheckpointingParameters CompileConfigMixin "
-                "CompileParameters ContextParallelConfigMixin ContextParallelParameters FSDPConfigMixin "
-                "FSDPParameters Float8ConfigMixin Float8Parameters LocalSGDConfigMixin LocalSGDParameters "
-                "PipelineParallelConfigMixin PipelineParallelParameters TensorParallelConfigMixin "
-                "TensorParallelParameters"
-            ),
-            "config.trainer_config": "BaseTrainerConfig",
-            "config.training_parameters": "EvalConfigMixin EvalParameters TrainingParameters",
-            "events.callback": "Callback",
-            "events.collection": "CallbackCollection",
-            "optim.groups": "GroupParameters freeze parameter_groups",
-            "optim.learning_rates": "ScheduleParameters TokenAxis build_schedule build_schedules",
-            "optim.optimizer_parameters": "OptimizerParameters",
-            "optim.optimizers": "build_optimizer build_optimizers",
-            "simple.from_objects": "Trainer",
-            "trainer.abstract": "AbstractTrainer",
-            "trainer.base": "BaseTrainer",
-            "trainer.dream": "DreamTrainer",
-            "trainer.mixins.activation_checkpointing": "ActivationCheckpointingMixin",
-            "trainer.mixins.checkpointing": "CheckpointMixin",
-            "trainer.mixins.compile": "CompileMixin",
-            "trainer.mixins.context_parallel": "ContextParallelMixin",
-            "trainer.mixins.evaluation": "EvalMixin",
-            "trainer.mixins.expert_parallel": "ExpertParallelMixin",
-            "trainer.mixins.float8": "Float8Mixin",
-            "trainer.mixins.fsdp": "FSDPMixin",
-            "trainer.mixins.local_sgd": "LocalSGDMixin",
-            "trainer.mixins.logger": "LoggerMixin",
-            "trainer.mixins.pipeline_parallel": "PipelineParallelMixin",
-            "trainer.mixins.setup": "SetupMixin",
-            "trainer.mixins.tensor_parallel": "TensorParallelMixin",
-            "weights.adapters": "load_adapters load_base_weights",
-            "weights.hub": "push_to_hub",
-            "weights.load": "load_weights",
-            "weights.load_report": "LoadReport",
-        },
-        packages=("callbacks", "config", "data", "errors", "loggers", "modules", "optim", "simple"),
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(
-    package: str, modules: Mapping[str, str], packages: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package, by the names in each of `modules`."""
-    homes = {name: module for module, names in modules.items() for name in names.split()}
-    names = sorted(homes)
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package: the names that its `if TYPE_CHECKING:` imports."""
+    module = sys.modules[package]
+    loader: Any = module.__loader__  # which also reads from a zip file
+    tree = ast.parse(loader.get_data(module.__file__))
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+    packages = [name for name, home in homes.items() if home == package]
+    names = sorted(homes.keys() - packages)
 
     def load(name: str) -> Any:
         if name in packages:
@@ -26,6 +31,6 @@ def lazy_names(
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package]
             )
-        return vars(import_module(f"dream_trainer.{homes[name]}"))[name]
+        return vars(import_module(homes[name]))[name]
 
     return load, lambda: names, names

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "dream_trainer.callbacks.model_average": "HostAverage",
+    "dream_trainer.callbacks.weight_average": "HostAverage",
     "dream_trainer.best_value": "mode_by_name mode_of",
     "dream_trainer.callbacks": (
         "ActivationStats EarlyStopping Every GarbageCollection GradientStats ImageFiles LearningRate Memory "
@@ -76,14 +76,11 @@ _NAMES = {
     "dream_trainer.data.loader": "DistributedDataLoader PerRankLoader loader_batch_size rebuild",
     "dream_trainer.data.loader_groups.loader_group": "turns",
     "dream_trainer.data.mixtures.mixture": "Mixture",
-    "dream_trainer.data.mixtures.mixture_order": "BLOCK IndexPermutation",
-    "dream_trainer.data.mixtures.mixture_weights": "Stage weights_by_position",
+    "dream_trainer.data.mixtures.mixture_order": "BLOCK IndexPermutation Stage weights_by_position",
     "dream_trainer.data.ordered": "ENDLESS OrderedDataset",
     "dream_trainer.data.packing.attention_mask": "PackedSegments packed_attention packed_attention_mask",
-    "dream_trainer.data.packing.document_blocks": "DocumentBlocks",
-    "dream_trainer.data.packing.packed_rows": "IGNORED PADDING PackedRows",
+    "dream_trainer.data.packing.packed_rows": "DocumentRows IGNORED PADDING PackedRows PaddedRows",
     "dream_trainer.data.packing.packing": "RowPlan pack_best_fit pack_concatenated pack_one_by_one",
-    "dream_trainer.data.packing.padding": "PaddedRows",
     "dream_trainer.data.packing.shared_rows": "handlers",
     "dream_trainer.data.sample_count": "SampleCount count_tokens",
     "dream_trainer.data.sample_seeds": "KeyedDataset draws_nothing",
@@ -96,8 +93,7 @@ _NAMES = {
     "dream_trainer.data.streams.lanes": "lane_plan",
     "dream_trainer.data.streams.pack_stream": "Pack",
     "dream_trainer.data.streams.lane_stream": "StreamLoader",
-    "dream_trainer.data.transformed_dataset": "TransformedDataset",
-    "dream_trainer.data.transforms": "Batch Filter Map Shuffle Unbatch",
+    "dream_trainer.data.transforms": "Batch Filter Map Shuffle TransformedDataset Unbatch",
     "dream_trainer.data.validation_data": "validation_batches",
     "dream_trainer.data.window": "DataPosition",
     "dream_trainer.data.worker_start": "started",
@@ -157,10 +153,9 @@ _NAMES = {
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "build_schedules freeze refuse_unshardable"
     ),
-    "dream_trainer.optim.groups": "GroupParameters parameter_groups",
+    "dream_trainer.optim.groups": "GroupParameters parameter_groups remember_whole values_in_whole",
     "dream_trainer.optim.learning_rates": "TokenAxis rate_factor",
     "dream_trainer.optim.muon": "Muon deal",
-    "dream_trainer.optim.whole_parameters": "remember_whole values_in_whole",
     "dream_trainer.simple": "Trainer",
     "dream_trainer.stores.object_store": "open_store without_secrets",
     "dream_trainer.stores.ownership": "Ownership",
@@ -187,7 +182,7 @@ _NAMES = {
     "dream_trainer.trainer.step.loss_scale": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapter_config": "refuse_other_adapters",
-    "dream_trainer.weights.export": "export_checkpoint export_model renamed",
+    "dream_trainer.weights.export": "export_checkpoint export_model",
     "dream_trainer.weights.load": "load_weights",
     "dream_trainer.weights.safetensors_file": "DTYPE_NAMES TensorSpec file_order write_safetensors",
     "dream_trainer.weights.stored_tensors": "max_difference",

@@ -820,7 +820,7 @@ MUTANTS = [
     Mutant(
         "a run in a store that was lost is written on",
         "dream_trainer/stores/ownership.py",
-        "return self._highest() > self._number",
+        "return _highest(self._owners) > self._number",
         "return False",
         "tests/stores/test_object_store.py -k belongs",
     ),
@@ -1421,7 +1421,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage's groups are of its own parameters alone",
-        "dream_trainer/optim/whole_parameters.py",
+        "dream_trainer/optim/groups.py",
         "    if model not in _whole:\n",
         "    if True:\n",
         "tests/trainer/test_pipeline_user_models.py -k matches_nothing",
@@ -1947,7 +1947,7 @@ MUTANTS = [
     ),
     Mutant(
         "adapters start again from weights before they were cast",
-        "dream_trainer/meta/derived.py",
+        "dream_trainer/weights/first_values.py",
         "        chain.append(op.args[0])\n",
         "        return chain\n",
         "tests/weights/test_first_values.py -k magnitudes",
@@ -2066,7 +2066,7 @@ MUTANTS = [
     ),
     Mutant(
         "packed rows go on without what their documents were",
-        "dream_trainer/data/packing/document_blocks.py",
+        "dream_trainer/data/packing/packed_rows.py",
         """self.documents.begin(seed, None if state is None else state["documents"])""",
         "self.documents.begin(seed, None)",
         "tests/data/test_packed_mixture.py tests/data/test_packed_resume.py",

@@ -31,27 +31,4 @@ if TYPE_CHECKING:
     from dream_trainer.events.collection import CallbackCollection as CallbackCollection
     from dream_trainer.events.sanity_checks import SanityChecks as SanityChecks
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "callbacks.activation_stats": "ActivationStats",
-            "callbacks.early_stopping": "EarlyStopping",
-            "callbacks.every": "Every",
-            "callbacks.garbage_collection": "GarbageCollection",
-            "callbacks.gradient_stats": "GradientStats WeightStats",
-            "callbacks.image_files": "ImageFiles",
-            "callbacks.learning_rate": "LearningRate",
-            "callbacks.memory": "Memory",
-            "callbacks.mixture_weights_by_step": "MixtureWeights",
-            "callbacks.nonfinite_report": "NonFiniteReport",
-            "callbacks.profiler": "Profiler",
-            "callbacks.progress": "Progress",
-            "callbacks.summary": "ModelSummary TrainerSummary",
-            "callbacks.throughput": "Throughput",
-            "callbacks.weight_average": "EMA SWA",
-            "callbacks.weight_transfer": "WeightTransfer",
-            "events.callback": "Callback LoggingCallback TimedCallback",
-            "events.collection": "CallbackCollection",
-            "events.sanity_checks": "SanityChecks",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dream_trainer.best_value import mode_of
-from dream_trainer.checks import check_between, check_choice, check_integer, check_name, refuse
+from dream_trainer.checks import check_between, check_name, refuse
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dream_trainer")
 
 
+@dataclass(eq=False, repr=False)
 class EarlyStopping(Callback):
     """Stops training after `patience` validations in a row without an improvement.
 
@@ -43,23 +47,15 @@ class EarlyStopping(Callback):
             `metric` are better; in training, if `metric` is not among the validation's.
     """
 
-    def __init__(
-        self,
-        metric: str = "val/loss",
-        *,
-        mode: Literal["min", "max"] | None = None,
-        patience: int = 3,
-        min_delta: float = 0.0,
-    ) -> None:
-        check_name("metric", metric, example="val/loss")
-        check_choice("mode", mode, ("min", "max", None))
-        check_integer("patience", patience, minimum=1)
-        check_between("min_delta", min_delta, 0.0, math.inf)
-        self.metric = metric
-        self.mode: Literal["min", "max"] | None = mode
-        self.patience = patience
-        self.min_delta = min_delta
-        self._known_mode = mode
+    metric: Annotated[str, partial(check_name, example="val/loss")] = "val/loss"
+    _: KW_ONLY
+    mode: Literal["min", "max"] | None = None
+    patience: PositiveInt = 3
+    min_delta: Annotated[float, partial(check_between, low=0.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, EarlyStopping)
+        self._known_mode = self.mode
         self.best: float | None = None
         self.validations_without_improvement = 0
 

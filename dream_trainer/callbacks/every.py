@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive, refuse
+from dream_trainer.checks import check_integer, check_positive, refuse
+from dream_trainer.config.parameter_class import check_fields
 from dream_trainer.events.callback import TimedCallback
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 Unit = Literal["steps", "samples", "tokens", "batches", "epochs", "validations", "seconds"]
 
 
+@dataclass(eq=False, repr=False)
 class Every(TimedCallback):
     """Calls `function(trainer)` every `n` of a unit, on all ranks at the same place of the run.
 
@@ -47,40 +50,34 @@ class Every(TimedCallback):
         ```
     """
 
-    def __init__(
-        self,
-        n: float,
-        unit: Unit,
-        function: Callable[[Any], object],
-        *,
-        main_process_only: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        check_choice("unit", unit, get_args(Unit))
-        if unit == "seconds":
-            check_positive("n", n)
+    n: float
+    unit: Unit
+    function: Callable[[Any], object]
+    _: KW_ONLY
+    main_process_only: bool = False  # type: ignore[misc]  # here each instance has its own
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        check_fields(self, Every)
+        if self.unit == "seconds":
+            check_positive("n", self.n)
         else:
-            check_integer("n", n, minimum=1)
-        refuse(not callable(function), f"function={function!r} cannot be called. Pass a function of the trainer.")
-        check_boolean("main_process_only", main_process_only)
-        self.n = n
-        self.unit = unit
-        self.function = function
-        self.main_process_only = main_process_only  # type: ignore[misc]  # here each instance has its own
-        self._clock = clock
+            check_integer("n", self.n, minimum=1)
+        is_callable = callable(self.function)
+        refuse(not is_callable, f"function={self.function!r} cannot be called. Pass a function of the trainer.")
         self._last_call = 0.0
         self._seen: int | None = None
         self._validations = self._batches = self._local_batches = 0
 
     def is_due_by_the_clock(self) -> bool:
-        return self.unit == "seconds" and self._clock() - self._last_call >= self.n
+        return self.unit == "seconds" and self.clock() - self._last_call >= self.n
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         self._seen = None
         self._validations = self._batches = 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        self._last_call = self._clock()
+        self._last_call = self.clock()
         self._local_batches = trainer.local_batches
         if self._seen is None:
             self._seen = self._count(trainer)
@@ -88,7 +85,7 @@ class Every(TimedCallback):
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         if self.unit == "seconds":
             if self.is_due(trainer):
-                self._last_call = self._clock()
+                self._last_call = self.clock()
                 self.function(trainer)
         elif self.unit not in ("epochs", "validations"):
             # Not counted as they come: those of a window that is run again would count twice.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dream_trainer.checks import check_integer
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.events.callback import Callback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+@dataclass(eq=False, repr=False)
 class GarbageCollection(Callback):
     """Turns automatic garbage collection off while training and collects at chosen steps, the same on all ranks.
 
@@ -30,11 +32,11 @@ class GarbageCollection(Callback):
         ConfigError: A number of steps is not positive.
     """
 
-    def __init__(self, every_n_steps: int = 50, full_every_n_steps: int = 1000) -> None:
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        check_integer("full_every_n_steps", full_every_n_steps, minimum=1)
-        self.every_n_steps = every_n_steps
-        self.full_every_n_steps = full_every_n_steps
+    every_n_steps: PositiveInt = 50
+    full_every_n_steps: PositiveInt = 1000
+
+    def __post_init__(self) -> None:
+        check_fields(self, GarbageCollection)
         self._turned_off = self._has_frozen = False
         self._is_first = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn as nn
@@ -18,18 +18,9 @@ from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.trainer.step.gradients import copies_of
 
 if TYPE_CHECKING:
-    from dream_trainer.distributed.ranks import Ranks
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 OTHER = "other.parameters"  # name of what an optimizer trains and no model holds
-
-
-class Stats(NamedTuple):
-    """Of one group of tensors, each element counted once."""
-
-    norm: float  # 2-norm
-    max_abs: float  # largest magnitude
-    zero_fraction: float  # share of the elements that are zero
 
 
 class TensorStats(LoggingCallback):
@@ -47,26 +38,39 @@ class TensorStats(LoggingCallback):
         self.depth = depth
         self.histograms = histograms
 
+    @torch.no_grad()
+    def _sums_of(
+        self, trainer: AbstractTrainer, named: Iterable[tuple[str, nn.Parameter, Tensor | None]]
+    ) -> dict[str, Tensor]:
+        """This rank's sums of each group of parameters; of tensors that are None nothing but that there is a group."""
+        world, sums = trainer.world, dict[str, Tensor]()
+        for name, parameter, tensor in named:
+            row = sums.setdefault(group_of(name, self.depth), no_sums(1, world.parameter_device)[0])
+            if tensor is not None:
+                add_sums(row, local_tensor(tensor), copies_of(parameter, world.world_size))
+                if self.histograms:
+                    trainer.log_histogram(f"{self.name}/{name}", tensor)
+        return sums
+
+    def _log(self, trainer: AbstractTrainer, sums: Mapping[str, Tensor]) -> None:
+        """Logs norm, largest magnitude and share of zeros over all ranks; a collective, and waits for the device."""
+        own = torch.stack(list(sums.values())) if sums else no_sums(0, trainer.world.parameter_device)
+        rows = trainer.world.all_gather(own.cpu().double().flatten()).view(trainer.world.world_size, -1, 4)
+        total, largest = rows.sum(0).tolist(), rows[:, :, 1].amax(0).tolist()
+        for group, (squares, _, zeros, elements), max_abs in zip(sums, total, largest, strict=True):
+            if elements:
+                stats = {"norm": math.sqrt(squares), "max": max_abs, "zeros": zeros / elements}
+                for kind, value in stats.items():
+                    trainer.log(f"{self.name}/{group}/{kind}", value, weight=1.0, reduce="last")
+
 
 def group_of(fqn: str, depth: int | None) -> str:
     """The group of a parameter: its module down to `depth` levels below the model; None is the parameter alone."""
     return fqn if depth is None else ".".join(fqn.split(".")[:-1][: depth + 1])
 
 
-@torch.no_grad()
-def local_sums(
-    groups: Mapping[str, Iterable[tuple[nn.Parameter, Tensor]]], world_size: int, device: torch.device
-) -> Tensor:
-    """This rank's sum of squares, largest magnitude, zeros and elements by group: shape `[n_groups, 4]`."""
-    sums = no_sums(len(groups), device)
-    for row, members in zip(sums, groups.values(), strict=True):
-        for parameter, tensor in members:
-            add_sums(row, local_tensor(tensor), copies_of(parameter, world_size))
-    return sums
-
-
 def no_sums(n_groups: int, device: torch.device) -> Tensor:
-    """Zeros of shape `[n_groups, 4]`, in float64 where the device has it."""
+    """For each group the sum of squares, largest magnitude, zeros and elements: 0, in float64 where there is any."""
     return torch.zeros(n_groups, 4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
@@ -80,31 +84,6 @@ def add_sums(row: Tensor, tensor: Tensor, copies: int = 1) -> None:
     row[1] = torch.maximum(row[1], torch.linalg.vector_norm(tensor, math.inf).to(row.dtype))
     row[2] += (tensor.numel() - tensor.count_nonzero()) / copies
     row[3] += tensor.numel() / copies
-
-
-def together(one: Tensor, other: Tensor) -> Tensor:
-    """The sums of a group whose members were summed up in two parts; each of shape `[4]`, as `local_sums` has them."""
-    both = one + other
-    both[1] = torch.maximum(one[1], other[1])
-    return both
-
-
-def combined(names: Iterable[str], sums: Tensor, world: Ranks) -> dict[str, Stats]:
-    """The groups' stats over all ranks, without empty ones; a collective, and waits for the device."""
-    rows = world.all_gather(sums.cpu().double().flatten()).view(world.world_size, -1, 4)
-    total, largest = rows.sum(0).tolist(), rows[:, :, 1].amax(0).tolist()
-    return {
-        name: Stats(math.sqrt(squares), max_abs, zeros / elements)
-        for name, (squares, _, zeros, elements), max_abs in zip(names, total, largest, strict=True)
-        if elements
-    }
-
-
-def log_stats(trainer: AbstractTrainer, prefix: str, found: Mapping[str, Stats]) -> None:
-    for group, stats in found.items():
-        trainer.log(f"{prefix}/{group}/norm", stats.norm, weight=1.0, reduce="last")
-        trainer.log(f"{prefix}/{group}/max", stats.max_abs, weight=1.0, reduce="last")
-        trainer.log(f"{prefix}/{group}/zeros", stats.zero_fraction, weight=1.0, reduce="last")
 
 
 class GradientStats(TensorStats):
@@ -151,26 +130,20 @@ class GradientStats(TensorStats):
         if (trainer.global_step + 1) % self.every_n_steps:
             return
         names = parameter_fqns(trainer.named_models())
-        groups: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            name = names.get(parameter, OTHER)
-            members = groups.setdefault(group_of(name, self.depth), [])
-            if parameter.grad is not None:
-                members.append((parameter, parameter.grad))
-                if self.histograms:
-                    trainer.log_histogram(f"{self.name}/{name}", parameter.grad)
-        sums = local_sums(groups, trainer.world.world_size, trainer.world.parameter_device)
-        self._sums[optimizer] = dict(zip(groups, sums, strict=True))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._sums[optimizer] = self._sums_of(trainer, ((names.get(p, OTHER), p, p.grad) for p in parameters))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         if not self._sums:
             return
-        rows: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         for part in self._sums.values():
             for name, row in part.items():
-                rows[name] = together(rows[name], row) if name in rows else row
+                before = sums.get(name, torch.zeros_like(row))
+                sums[name] = before + row
+                sums[name][1] = torch.maximum(before[1], row[1])
         self._sums.clear()
-        log_stats(trainer, self.name, combined(rows, torch.stack(list(rows.values())), trainer.world))
+        self._log(trainer, sums)
 
 
 class WeightStats(TensorStats):
@@ -201,11 +174,6 @@ class WeightStats(TensorStats):
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         if trainer.global_step % self.every_n_steps:
             return
-        groups: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
-        for tensor, name in parameter_fqns(trainer.named_models()).items():
-            if isinstance(tensor, nn.Parameter):
-                groups.setdefault(group_of(name, self.depth), []).append((tensor, tensor.detach()))
-                if self.histograms:
-                    trainer.log_histogram(f"{self.name}/{name}", tensor.detach())
-        sums = local_sums(groups, trainer.world.world_size, trainer.world.parameter_device)
-        log_stats(trainer, self.name, combined(groups, sums, trainer.world))
+        named = parameter_fqns(trainer.named_models()).items()
+        of_parameters = ((name, p, p.detach()) for p, name in named if isinstance(p, nn.Parameter))
+        self._log(trainer, self._sums_of(trainer, of_parameters))

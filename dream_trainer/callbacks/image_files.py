@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dream_trainer.checks import check_integer, check_name
+from dream_trainer.checks import check_name
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+@dataclass(eq=False, repr=False)
 class ImageFiles(Callback):
     """Writes images that `training_step` or `validation_step` returned under `key` as one grid a time, on rank 0.
 
@@ -32,13 +36,13 @@ class ImageFiles(Callback):
         ConfigError: A value cannot work; when setup ends, also if Pillow is not installed.
     """
 
-    def __init__(self, key: str, *, every_n_steps: int = 100, max_images: int = 64) -> None:
-        check_name("key", key, example="samples")
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        check_integer("max_images", max_images, minimum=1)
-        self.key = key
-        self.every_n_steps = every_n_steps
-        self.max_images = max_images
+    key: Annotated[str, partial(check_name, example="samples")]
+    _: KW_ONLY
+    every_n_steps: PositiveInt = 100
+    max_images: PositiveInt = 64
+
+    def __post_init__(self) -> None:
+        check_fields(self, ImageFiles)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         if find_spec("PIL") is None:

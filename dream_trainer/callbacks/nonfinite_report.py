@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.checks import check_boolean, check_integer
 from dream_trainer.compat.pytorch import foreach_norm, local_tensor, local_tensors
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.data.stream import DataPosition
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.events.callback import Callback
@@ -61,6 +61,7 @@ class _Window:
             yield gradients.norms
 
 
+@dataclass(eq=False, repr=False)
 class NonFiniteReport(Callback):
     """Writes `<run_dir>/nonfinite/step_<n>_rank_<r>.json` when a loss or a gradient is not finite, and says so once.
 
@@ -85,11 +86,12 @@ class NonFiniteReport(Callback):
     needs_whole_models: ClassVar[bool] = True
     sees_shards: ClassVar[bool] = True
 
-    def __init__(self, *, every_step: bool = False, max_reports: int = 10) -> None:
-        check_boolean("every_step", every_step)
-        check_integer("max_reports", max_reports, minimum=1)
-        self.every_step = every_step
-        self.max_reports = max_reports
+    _: KW_ONLY
+    every_step: bool = False
+    max_reports: PositiveInt = 10
+
+    def __post_init__(self) -> None:
+        check_fields(self, NonFiniteReport)
         self._names: dict[Tensor, str] = {}
         self._window = _Window()
         self._windows: list[_Window] = []

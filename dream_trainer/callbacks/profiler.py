@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from dream_trainer.checks import check_boolean, check_integer
+from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+@dataclass(eq=False, repr=False)
 class Profiler(Callback):
     """Records some steps with `torch.profiler` and writes `<run_dir>/profiles/step_<first>_rank_<rank>.json.gz`.
 
@@ -37,37 +39,21 @@ class Profiler(Callback):
         ConfigError: A number does not work; when training starts, also if two profilers would record at once.
     """
 
-    def __init__(
-        self,
-        first_step: int = 10,
-        n_steps: int = 3,
-        *,
-        warm_up_steps: int = 1,
-        ranks: Sequence[int] | None = (0,),
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-    ) -> None:
-        check_integer("first_step", first_step, minimum=1)
-        check_integer("n_steps", n_steps, minimum=1)
-        check_integer("warm_up_steps", warm_up_steps, minimum=0)
-        for name, value in (
-            ("record_shapes", record_shapes),
-            ("profile_memory", profile_memory),
-            ("with_stack", with_stack),
-        ):
-            check_boolean(name, value)
-        if ranks is not None and not (
-            isinstance(ranks, Sequence) and all(isinstance(rank, int) and rank >= 0 for rank in ranks)
-        ):
+    first_step: PositiveInt = 10
+    n_steps: PositiveInt = 3
+    _: KW_ONLY
+    warm_up_steps: NonNegativeInt = 1
+    ranks: Sequence[int] | None = (0,)
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, Profiler)
+        ranks = () if self.ranks is None else self.ranks
+        if not isinstance(ranks, Sequence) or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
             raise ConfigError(f"ranks={ranks!r} is not a list of ranks. Use ranks=[0], or None for all.")
-        self.first_step = first_step
-        self.n_steps = n_steps
-        self.warm_up_steps = min(warm_up_steps, first_step - 1)
-        self.ranks = None if ranks is None else tuple(ranks)
-        self.record_shapes = record_shapes
-        self.profile_memory = profile_memory
-        self.with_stack = with_stack
+        self.warm_up_steps = min(self.warm_up_steps, self.first_step - 1)
         self._profile: torch.profiler.profile | None = None
 
     @property

@@ -4,14 +4,16 @@ plain lines elsewhere."""
 from __future__ import annotations
 
 import html
-import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from dataclasses import KW_ONLY, InitVar, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 from dream_trainer.checks import check_between, check_names, check_positive
+from dream_trainer.config.parameter_class import check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
@@ -79,6 +81,7 @@ class Pace:
         return min(left, default=None)
 
 
+@dataclass(eq=False, repr=False)
 class Progress(Callback):
     """Shows epoch, step, chosen metrics, rates and the time left, on rank 0; validations, saves and resumes, too.
 
@@ -104,27 +107,17 @@ class Progress(Callback):
 
     main_process_only: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        metrics: Sequence[str] = ("train/loss",),
-        *,
-        tokens_per_sample: int | None = None,
-        refresh_seconds: float = 0.2,
-        line_seconds: float = 10.0,
-        file: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        check_names("metrics", metrics, example="train/loss")
-        if tokens_per_sample is not None:
-            check_positive("tokens_per_sample", tokens_per_sample)
-        check_between("refresh_seconds", refresh_seconds, 0.0, math.inf)
-        check_between("line_seconds", line_seconds, 0.0, math.inf)
-        self.metrics = tuple(metrics)
-        self.tokens_per_sample = tokens_per_sample
-        self.refresh_seconds = refresh_seconds
-        self.line_seconds = line_seconds
+    metrics: Annotated[Sequence[str], partial(check_names, example="train/loss")] = ("train/loss",)
+    _: KW_ONLY
+    tokens_per_sample: Annotated[int, check_positive] | None = None
+    refresh_seconds: Annotated[float, partial(check_between, low=0.0)] = 0.2
+    line_seconds: Annotated[float, partial(check_between, low=0.0)] = 10.0
+    file: InitVar[TextIO | None] = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, file: TextIO | None) -> None:
+        check_fields(self, Progress)
         self._file = file
-        self._clock = clock
         self._pace = Pace(0, 0, 0.0)
         self._shown: dict[str, float] = {}
         self._due = 0.0
@@ -146,7 +139,7 @@ class Progress(Callback):
         self._pace, self._shown, self._running = Pace(0, 0, 0.0), {}, {}
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        now = self._clock()
+        now = self.clock()
         self._shown, self._running = {}, {}  # a signal may have ended a validation in the middle of it
         idle = self._idle(trainer, now)
         self._pace = Pace(trainer.global_step, trainer.samples_seen, now, idle, trainer.tokens_seen)
@@ -155,7 +148,7 @@ class Progress(Callback):
         self._due = now
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        now = self._clock()
+        now = self.clock()
         if now >= self._due:
             self._show(trainer, now)
         elif self._pace.is_warming_up:
@@ -169,11 +162,11 @@ class Progress(Callback):
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
         # It is there if a signal interrupted a validation, which then started again after a save.
-        self._running.setdefault(_kind(trainer), self._clock() - trainer.seconds_saving)
+        self._running.setdefault(_kind(trainer), self.clock() - trainer.seconds_saving)
         self._draw(lambda bar: bar.describe("validating"))
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        kind, now = _kind(trainer), self._clock() - trainer.seconds_saving
+        kind, now = _kind(trainer), self.clock() - trainer.seconds_saving
         seconds = now - self._running.pop(kind, now)
         if not self._running:  # else it was evaluated within a validation
             self._validating += seconds
@@ -187,7 +180,7 @@ class Progress(Callback):
         self._print(f"resumed at step {trainer.global_step} from {path}")
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        self._show(trainer, self._clock())
+        self._show(trainer, self.clock())
         self._stop_bar()
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:

@@ -18,7 +18,7 @@ from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import map_tensors
-from dream_trainer.optim.whole_parameters import values_in_whole
+from dream_trainer.optim.groups import values_in_whole
 from dream_trainer.screen import print_table
 
 if TYPE_CHECKING:

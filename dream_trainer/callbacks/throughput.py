@@ -6,19 +6,21 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dream_trainer.checks import check_integer, check_positive, refuse
+from dream_trainer.checks import check_positive, refuse
 from dream_trainer.compat.pytorch import tf32_is_allowed
+from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.events.callback import LoggingCallback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-Flops = float | Callable[["AbstractTrainer"], float]
+Flops = float | Callable[[Any], float]  # or a function of the trainer
 
 
 class _Mark(NamedTuple):
@@ -30,6 +32,7 @@ class _Mark(NamedTuple):
     loading: Mapping[tuple[int, str], float]  # seconds that each worker has loaded each source of a mixture
 
 
+@dataclass(eq=False, repr=False)
 class Throughput(LoggingCallback):
     """Logs how fast training goes, over all ranks and per device; under `throughput/`, or another name:
 
@@ -66,43 +69,31 @@ class Throughput(LoggingCallback):
         ConfigError: A value cannot work, or arguments contradict each other.
     """
 
-    def __init__(
-        self,
-        name: str = "throughput",
-        *,
-        every_n_steps: int = 10,
-        warm_up_steps: int = 3,
-        tokens_per_sample: int | None = None,
-        tokens: Callable[[Any], Tensor | float] | None = None,
-        flops_per_sample: Flops | None = None,
-        flops_per_token: Flops | None = None,
-        device_flops: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(name)
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        check_integer("warm_up_steps", warm_up_steps, minimum=0)
-        for argument, value in (("tokens_per_sample", tokens_per_sample), ("device_flops", device_flops)):
-            if value is not None:
-                check_positive(argument, value)
-        for argument, flops in (("flops_per_sample", flops_per_sample), ("flops_per_token", flops_per_token)):
+    name: str = "throughput"
+    _: KW_ONLY
+    every_n_steps: PositiveInt = 10
+    warm_up_steps: NonNegativeInt = 3
+    tokens_per_sample: Annotated[int, check_positive] | None = None
+    tokens: InitVar[Callable[[Any], Tensor | float] | None] = None
+    flops_per_sample: Flops | None = None
+    flops_per_token: Flops | None = None
+    device_flops: Annotated[float, check_positive] | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self, tokens: Callable[[Any], Tensor | float] | None) -> None:
+        super().__init__(self.name)
+        check_fields(self, Throughput)
+        self._count_tokens = tokens
+        counts, costs = (tokens, self.tokens_per_sample), (self.flops_per_sample, self.flops_per_token)
+        for argument, flops in zip(("flops_per_sample", "flops_per_token"), costs, strict=True):
             if flops is not None and not callable(flops):
                 check_positive(argument, flops, hint=" Or a function of the trainer.")
-        counts, costs = (tokens, tokens_per_sample), (flops_per_sample, flops_per_token)
         is_called = tokens is None or callable(tokens)
         refuse(not is_called, f"tokens={tokens!r} cannot be called. Pass a function of a batch.")
         refuse(None not in counts, "tokens and tokens_per_sample both count tokens. Pass one of them.")
         refuse(None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
-        is_uncounted = flops_per_token and counts == (None, None)
+        is_uncounted = self.flops_per_token and counts == (None, None)
         refuse(is_uncounted, "flops_per_token needs tokens. Pass tokens_per_sample too.")
-        self.every_n_steps = every_n_steps
-        self.warm_up_steps = warm_up_steps
-        self.tokens_per_sample = tokens_per_sample
-        self.flops_per_sample = flops_per_sample
-        self.flops_per_token = flops_per_token
-        self.device_flops = device_flops
-        self._count_tokens = tokens
-        self._clock = clock
         self._due = 0
         self._start: _Mark | None = None
         self._validating = 0.0
@@ -155,7 +146,7 @@ class Throughput(LoggingCallback):
 
     def _now(self, trainer: AbstractTrainer) -> float:
         """A clock that stands still while a checkpoint holds the step path up."""
-        return self._clock() - trainer.seconds_saving
+        return self.clock() - trainer.seconds_saving
 
     def _mark(self, trainer: AbstractTrainer) -> _Mark:
         return _Mark(

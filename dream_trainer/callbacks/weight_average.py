@@ -5,18 +5,24 @@ their own."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.model_average import HostAverage, ModelAverage, trained_parameters
 from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
-from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer, check_names
+from dream_trainer.checkpoint.model_state import parameter_fqns
+from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checks import check_between, check_names
+from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensor, local_tensors, with_local
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.averages import AveragingCallback
@@ -27,15 +33,185 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+# by how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one
+Share = Callable[[Any], Any]
+
+
+class ModelAverage:
+    """The averages of one model, under the same names and layouts, and what happened to them."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], averages: Mapping[str, Tensor] | None = None) -> None:
+        self._parameters = parameters
+        if averages is None:
+            averages = {name: torch.empty_like(p.detach(), dtype=wide(p.dtype)) for name, p in parameters.items()}
+        self.averages = dict(averages)
+        self.has_stepped = False
+        self._updates = 0
+        # Where only the device knows whether a step was left out: the flag of the step, and how many there were.
+        self._skipped: Tensor | None = None
+        self._n_skipped: Tensor | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether there was an update, or would have been had the device not left it out."""
+        return self._updates > 0
+
+    def count(self) -> int:
+        """Updates so far. Waits for the device if it may have left some out."""
+        return self._updates - (0 if self._n_skipped is None else int(self._n_skipped))
+
+    def will_move(self) -> bool:
+        """Whether the model has changed since the averages last moved. Waits for the device if only it knows."""
+        return self.has_stepped and (self._skipped is None or not bool(self._skipped))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        self.resume(updates=0)
+        self.copy()
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        foreach_copy_(self.locals(), self._weights())
+
+    def resume(self, updates: int, *, has_stepped: bool = False) -> None:
+        self._updates, self._n_skipped = updates, None
+        self.has_stepped, self._skipped = has_stepped, None
+
+    def note_step(self, skipped: Tensor | None) -> None:
+        """The model has stepped, unless `skipped` is nonzero; it counts if any step since the last update was taken."""
+        if not self.has_stepped:
+            self.has_stepped = True
+            self._skipped = None if skipped is None else skipped.clone()
+        elif self._skipped is not None:
+            self._skipped = None if skipped is None else self._skipped * skipped
+
+    @torch.no_grad()
+    def update(self, share: Share) -> None:
+        """Moves the averages towards the weights, if the model has changed, by `share` of the updates so far."""
+        self.has_stepped = False
+        if self._skipped is None and self._n_skipped is None:
+            amount = share(self._updates)
+        else:
+            amount = self._share_on_device(share)
+        self._updates += 1
+        self._move(amount)
+
+    def settle(self) -> None:
+        """Brings the averages to where the last update left them, if that is still under way."""
+
+    def _move(self, amount: float | Tensor) -> None:
+        move_towards(self.locals(), self._weights(), amount)
+
+    def _share_on_device(self, share: Share) -> Tensor:
+        """What `update` moves by, or 0 if the device left the step out; never read on the host."""
+        device = self._weights()[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        if self._n_skipped is None:
+            self._n_skipped = torch.zeros((), dtype=dtype, device=device)
+        amount: Tensor = torch.zeros_like(self._n_skipped) + share(self._updates - self._n_skipped)
+        if self._skipped is None:
+            return amount
+        was_skipped = (self._skipped != 0).to(dtype)
+        self._n_skipped += was_skipped
+        return amount * (1.0 - was_skipped)
+
+    def clone_weights(self) -> list[Tensor]:
+        return [weight.detach().clone() for weight in self._weights()]
+
+    @torch.no_grad()
+    def set_weights(self, values: list[Tensor]) -> None:
+        foreach_copy_(self._weights(), values)
+
+    def locals(self) -> list[Tensor]:
+        return local_tensors(list(self.averages.values()))
+
+    def _weights(self) -> list[Tensor]:
+        # Asked for each time: FSDP2 may give a parameter another local tensor at the first forward.
+        return local_tensors(list(self._parameters.values()))
+
+
+def trained_parameters(name: str, model: nn.Module) -> dict[str, Tensor]:
+    """The floating-point parameters of a model that require gradients, by name; of tied ones the first."""
+    return {
+        fqn.removeprefix(f"{name}."): parameter
+        for parameter, fqn in parameter_fqns({name: model}).items()
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
+
+
+def move_towards(averages: list[Tensor], weights: list[Tensor], share: float | Tensor) -> None:
+    """`average += share * (weight - average)`, in place."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for average, weight in zip(averages, weights, strict=True):
+        if average.dtype == weight.dtype:
+            same_averages, same_weights = by_dtype.setdefault(average.dtype, ([], []))
+            same_averages.append(average)
+            same_weights.append(weight)
+        else:  # one at a time, so that only one is ever held in both widths
+            average.lerp_(weight.to(average.dtype), share.to(average.dtype) if isinstance(share, Tensor) else share)
+    for dtype, (same_averages, same_weights) in by_dtype.items():
+        if isinstance(share, Tensor):
+            foreach_lerp_(same_averages, same_weights, [share.to(dtype)] * len(same_averages))
+        else:
+            foreach_lerp_(same_averages, same_weights, share)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that weights of this type are averaged in."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+_AMOUNT = "amount"  # beside the weights, whose names begin with "weight "
+
+
+class HostAverage(ModelAverage):
+    """The averages of one model's shards on the CPU; the copy of an update is applied when the next one comes."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        on_host = {}
+        for name, parameter in parameters.items():
+            local = local_tensor(parameter.detach())
+            empty = torch.empty(local.shape, dtype=wide(local.dtype), device="cpu")
+            on_host[name] = with_local(parameter.detach(), empty)
+        super().__init__(parameters, on_host)
+        self._copies: HostCopies | None = None
+        self._copied: dict[str, Tensor] = {}
+        self._amount: float | Tensor = 0.0
+
+    def resume(self, updates: int, *, has_stepped: bool = False) -> None:
+        super().resume(updates, has_stepped=has_stepped)
+        self._copied = {}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        if self._copies is None or not self._copied:
+            return
+        self._copies.wait()
+        amount = self._copied.pop(_AMOUNT, self._amount)
+        weights, self._copied = local_tensors(list(self._copied.values())), {}
+        move_towards(self.locals(), weights, amount)
+
+    def _move(self, amount: float | Tensor) -> None:
+        self.settle()
+        if self._copies is None:
+            self._copies = HostCopies(self._weights()[0].device)
+        tensors = {f"weight {name}": parameter for name, parameter in self._parameters.items()}
+        if isinstance(amount, Tensor):
+            tensors[_AMOUNT] = amount
+        self._amount = amount
+        # All in order with the device's other work: the next step may change the weights right away.
+        copied = self._copies.copy(tensors, at_once=tensors)
+        self._copied = {name: copied[name] for name in tensors}
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
 class WeightAverage(AveragingCallback):
     """An average of the weights, beside the ones that train: an interface. Use `EMA` or `SWA`."""
 
-    def __init__(self, models: Sequence[str] | None, *, validate: bool) -> None:
-        if models is not None:
-            check_names("models", models, example="model")
-        check_boolean("validate", validate)
-        self.models = None if models is None else tuple(models)
-        self.validate = validate
+    models: Annotated[Sequence[str], partial(check_names, example="model")] | None = None
+    validate: bool = True
+
+    def __post_init__(self) -> None:
         self._averages: dict[str, ModelAverage] = {}
         self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
         self._in_use: set[str] = set()
@@ -301,6 +477,7 @@ def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
     return [callback for callback in trainer.callbacks if isinstance(callback, WeightAverage)]
 
 
+@dataclass(eq=False, repr=False)
 class EMA(WeightAverage):
     """Keeps an exponential moving average of the weights, validates with it, and saves it with the checkpoints.
 
@@ -339,26 +516,15 @@ class EMA(WeightAverage):
 
     export_name: ClassVar[str] = "ema"
 
-    def __init__(
-        self,
-        decay: float = 0.999,
-        *,
-        models: Sequence[str] | None = None,
-        every_n_steps: int = 1,
-        warm_up: bool = True,
-        validate: bool = True,
-        device: Literal["cpu"] | None = None,
-    ) -> None:
-        super().__init__(models, validate=validate)
-        check_between("decay", decay, 0.0, 1.0, below=True)
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        check_boolean("warm_up", warm_up)
-        if device is not None:
-            check_choice("device", device, ("cpu",))
-        self.decay = decay
-        self.every_n_steps = every_n_steps
-        self.warm_up = warm_up
-        self.device = device
+    decay: Annotated[float, partial(check_between, low=0.0, high=1.0, below=True)] = 0.999
+    _: KW_ONLY
+    every_n_steps: PositiveInt = 1
+    warm_up: bool = True
+    device: Literal["cpu"] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, EMA)
+        super().__post_init__()
 
     def share(self, updates: Any) -> Any:
         if not self.warm_up:
@@ -374,6 +540,7 @@ class EMA(WeightAverage):
         return trainer.global_step > 0 and trainer.global_step % self.every_n_steps == 0
 
 
+@dataclass(eq=False, repr=False)
 class SWA(WeightAverage):
     """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
 
@@ -408,22 +575,14 @@ class SWA(WeightAverage):
 
     export_name: ClassVar[str] = "swa"
 
-    def __init__(
-        self,
-        start: int,
-        *,
-        every: int = 1,
-        unit: Literal["epochs", "steps"] = "epochs",
-        models: Sequence[str] | None = None,
-        validate: bool = True,
-    ) -> None:
-        super().__init__(models, validate=validate)
-        check_integer("start", start, minimum=1)
-        check_integer("every", every, minimum=1)
-        check_choice("unit", unit, ("epochs", "steps"))
-        self.start = start
-        self.every = every
-        self.unit = unit
+    start: PositiveInt
+    _: KW_ONLY
+    every: PositiveInt = 1
+    unit: Literal["epochs", "steps"] = "epochs"
+
+    def __post_init__(self) -> None:
+        check_fields(self, SWA)
+        super().__post_init__()
 
     def share(self, updates: Any) -> Any:
         return 1.0 / (updates + 1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.model_average import ModelAverage
+from dream_trainer.callbacks.weight_average import ModelAverage
 from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
-from dream_trainer.checks import check_between, check_boolean, check_integer, check_name, listed, refuse
+from dream_trainer.checks import check_between, check_name, listed, refuse
 from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+@dataclass(eq=False, repr=False)
 class WeightTransfer(Callback):
     """Copies the weights of `source` into `target`, or moves `target` towards them, right after optimizer steps.
 
@@ -47,29 +51,17 @@ class WeightTransfer(Callback):
     needs_whole_models: ClassVar[bool] = True
     sees_shards: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        source: str,
-        target: str,
-        *,
-        every_n_steps: int = 1,
-        decay: float = 0.0,
-        copy_at_start: bool = True,
-        buffers: bool = True,
-    ) -> None:
-        check_name("source", source, example="online")
-        check_name("target", target, example="target")
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        check_between("decay", decay, 0.0, 1.0, below=True)
-        check_boolean("copy_at_start", copy_at_start)
-        check_boolean("buffers", buffers)
-        refuse(source == target, f"source and target are both {source!r}. Name two models.")
-        self.source = source
-        self.target = target
-        self.every_n_steps = every_n_steps
-        self.decay = decay
-        self.copy_at_start = copy_at_start
-        self.buffers = buffers
+    source: Annotated[str, partial(check_name, example="online")]
+    target: Annotated[str, partial(check_name, example="target")]
+    _: KW_ONLY
+    every_n_steps: PositiveInt = 1
+    decay: Annotated[float, partial(check_between, low=0.0, high=1.0, below=True)] = 0.0
+    copy_at_start: bool = True
+    buffers: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, WeightTransfer)
+        refuse(self.source == self.target, f"source and target are both {self.source!r}. Name two models.")
         self._trainer: AbstractTrainer | None = None
         self._optimizers: list[Optimizer] = []
         self._pairs = ModelAverage({})

@@ -21,14 +21,4 @@ if TYPE_CHECKING:
         accumulation_steps as accumulation_steps,
     )
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "config.command_line": "parse",
-            "config.config_files": "load_config",
-            "config.device_parameters": "DeviceParameters MeshShape resolve_mesh",
-            "config.serialize": "difference from_dict to_dict",
-            "config.trainer_config": "BaseTrainerConfig check_config",
-            "config.training_parameters": "TrainingParameters accumulation_steps",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

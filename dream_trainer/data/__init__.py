@@ -13,16 +13,14 @@ if TYPE_CHECKING:
         LoaderGroup as LoaderGroup,
     )
     from dream_trainer.data.mixtures.mixture import Mixture as Mixture, mixture_of as mixture_of
-    from dream_trainer.data.mixtures.mixture_order import IndexPermutation as IndexPermutation
-    from dream_trainer.data.mixtures.mixture_weights import Stage as Stage
+    from dream_trainer.data.mixtures.mixture_order import IndexPermutation as IndexPermutation, Stage as Stage
     from dream_trainer.data.ordered import ENDLESS as ENDLESS, OrderedDataset as OrderedDataset
     from dream_trainer.data.packing.attention_mask import (
         PackedSegments as PackedSegments,
         packed_attention as packed_attention,
         packed_attention_mask as packed_attention_mask,
     )
-    from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows
-    from dream_trainer.data.packing.padding import PaddedRows as PaddedRows
+    from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows, PaddedRows as PaddedRows
     from dream_trainer.data.sources.measured import (
         Pieces as Pieces,
         WithLengths as WithLengths,
@@ -43,40 +41,16 @@ if TYPE_CHECKING:
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.streams.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.streams.pack_stream import Pack as Pack
-    from dream_trainer.data.transformed_dataset import TransformedDataset as TransformedDataset
     from dream_trainer.data.transforms import (
         Batch as Batch,
         Filter as Filter,
         Map as Map,
         Shuffle as Shuffle,
         Transform as Transform,
+        TransformedDataset as TransformedDataset,
         Unbatch as Unbatch,
     )
     from dream_trainer.data.validation_data import validation_batches as validation_batches
     from dream_trainer.data.window import DataPosition as DataPosition, TrainStream as TrainStream, Window as Window
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "data.loader": "DistributedDataLoader PerRankLoader",
-            "data.loader_groups.loader_group": "AlternatingLoaders LoaderGroup",
-            "data.mixtures.mixture": "Mixture mixture_of",
-            "data.mixtures.mixture_order": "IndexPermutation",
-            "data.mixtures.mixture_weights": "Stage",
-            "data.ordered": "ENDLESS OrderedDataset",
-            "data.packing.attention_mask": "PackedSegments packed_attention packed_attention_mask",
-            "data.packing.packed_rows": "PackedRows",
-            "data.packing.padding": "PaddedRows",
-            "data.sources.measured": "Pieces WithLengths measure_lengths",
-            "data.sources.shard_files": "JsonLines ParquetRows TarSamples",
-            "data.sources.stream_sources": "HuggingFaceShards IterableShards ShardedSource WebDatasetShards",
-            "data.sources.token_file": "TokenFile TokenFileWriter",
-            "data.stream": "train_stream",
-            "data.streams.lane_stream": "StreamLoader",
-            "data.streams.pack_stream": "Pack",
-            "data.transformed_dataset": "TransformedDataset",
-            "data.transforms": "Batch Filter Map Shuffle Transform Unbatch",
-            "data.validation_data": "validation_batches",
-            "data.window": "DataPosition TrainStream Window",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -30,7 +30,7 @@ from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
 from dream_trainer.data.streams.lane_stream import StreamLoader
-from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
+from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
@@ -215,18 +215,14 @@ class ShardReader:
 
     def _build(self) -> DataLoader[Any]:
         loader = self.loader
+        options: dict[str, Any] = worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)}
         return DataLoader(
             self.keyed_dataset,
             batch_sampler=self.sampler,  # type: ignore[arg-type]  # what it yields goes to KeyedDataset as it is
             collate_fn=as_it_is,
             generator=self.generator,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
             persistent_workers=loader.persistent_workers,
-            prefetch_factor=loader.prefetch_factor,
-            multiprocessing_context=loader.multiprocessing_context,
-            timeout=loader.timeout,
-            worker_init_fn=WorkerInit(loader.worker_init_fn),
+            **options,
         )
 
 
@@ -248,14 +244,9 @@ def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader 
         batches.batch_size,
         shuffle=shuffle,
         drop_last=batches.drop_last,
-        num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
         persistent_workers=loader.persistent_workers,
-        prefetch_factor=loader.prefetch_factor,
-        multiprocessing_context=loader.multiprocessing_context,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        **worker_options(loader),
     )
 
 

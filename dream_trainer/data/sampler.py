@@ -39,17 +39,6 @@ class Sharding:
         return self.slice_of_chunk(min(self.chunk_size, samples - number * self.chunk_size))[1]
 
 
-def end_without_tail(length: int, consumed: int, global_batch_size: int) -> int:
-    """Where a pass ends that drops what does not fill a global batch."""
-    return length - (length - consumed) % global_batch_size
-
-
-def end_with_tail(length: int, consumed: int, sharding: Sharding) -> int:
-    """Where a pass ends that trains its tail, but for a last chunk with fewer samples than ranks."""
-    last_chunk = (length - consumed) % sharding.chunk_size
-    return length - last_chunk if last_chunk < sharding.dp_size else length
-
-
 class RankBatchSampler(Sampler[BatchKey]):
     """Yields this rank's batches of one pass, each as (epoch, indices)."""
 

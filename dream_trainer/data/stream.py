@@ -16,7 +16,7 @@ from dream_trainer.data.loader_groups.group_stream import group_stream, refuse_s
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
+from dream_trainer.data.sampler import Sharding
 from dream_trainer.data.streams.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.errors import DataError
@@ -269,9 +269,11 @@ class ShardStream(TrainStream):
     def _pass_end(self, consumed: int) -> int:
         if self._length == ENDLESS:
             return ENDLESS
+        left = self._length - consumed
         if self._drop_last:
-            return end_without_tail(self._length, consumed, self.global_batch_size)
-        return end_with_tail(self._length, consumed, self._sharding)
+            return self._length - left % self.global_batch_size
+        last_chunk = left % self._sharding.chunk_size  # not trained if it has fewer samples than there are ranks
+        return self._length - last_chunk if last_chunk < self._sharding.dp_size else self._length
 
     def _too_small(self) -> DataError:
         batch_size, dp_size = self._sharding.batch_size, self._sharding.dp_size

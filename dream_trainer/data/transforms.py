@@ -1,8 +1,10 @@
-"""What is done to samples of a stream, in order: map, filter, batch, unbatch, shuffle. They work on blocks that carry
-nothing over, so a place is the source's state at a block's start and a number of samples."""
+"""What is done to samples, in order: map, filter, batch, unbatch, shuffle. On streams they work on blocks that carry
+nothing over, so a place is the source's state at a block's start and a number of samples; a TransformedDataset reaches
+its samples by number."""
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +13,13 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import Dataset
 
 from dream_trainer.checks import check_count
-from dream_trainer.distributed.seeds import hash_seed, seed_cpu
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
+
+logger = logging.getLogger("dream_trainer")
 
 OnError = Literal["raise", "skip"]
 SKIPPED = object()
@@ -132,7 +137,6 @@ class SampleCalls:
 
     seed: int
     lane: int
-    on_error: OnError
     max_skipped: int
     skipped: int = 0
     reports: list[str] = field(default_factory=list)
@@ -144,17 +148,9 @@ class SampleCalls:
 
     def failed(self, item: Item, error: Exception) -> object:
         what = f"sample {item.index} of {item.shard}: {type(error).__name__}: {error}"
-        if self.on_error == "raise":
-            raise DataError(
-                f'{what}. Mend or leave out the sample, or skip such ones by on_error="skip" and max_skipped.'
-            ) from error
         self.skipped += 1
         self.reports.append(what)
-        if self.skipped > self.max_skipped:
-            raise DataError(
-                f"{what}. With it lane {self.lane} would skip {self.skipped} samples, and "
-                f"max_skipped={self.max_skipped} of each lane may be. Mend the data, or raise max_skipped."
-            ) from error
+        refuse_to_skip(what, error, self.skipped, self.max_skipped, f"in lane {self.lane}")
         return SKIPPED
 
 
@@ -198,3 +194,149 @@ def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
         f"on_error={on_error!r} with max_skipped={max_skipped!r} does not say what to do with a broken sample. Use "
         'on_error="raise" alone, or on_error="skip" with max_skipped=, the number that may be skipped.'
     )
+
+
+def refuse_to_skip(what: str, error: Exception, count: int, limit: int, where: str) -> None:
+    """Raises unless `limit` samples or more may be left out, of which a broken one is number `count`."""
+    if limit == 0:
+        raise DataError(
+            f'{what}. Mend or leave out the sample, or skip such ones by on_error="skip" and max_skipped.'
+        ) from error
+    if count > limit:
+        raise DataError(
+            f"{what}. With it {count} samples would be skipped {where}, and max_skipped={limit}. Mend the data, or "
+            "raise max_skipped."
+        ) from error
+
+
+class TransformedDataset(Dataset[Any]):
+    """A map-style dataset seen through `Map`, `Filter`, `Batch` and `Shuffle`, in their order.
+
+    Give it to a `DistributedDataLoader`, which seeds what functions draw by sample, or to a `Mixture` as a source. A
+    `Filter` is computed once, here: it loads every sample. Give every rank the same `seed`.
+
+    Args:
+        dataset: Map-style.
+        transforms: What is done, in this order.
+        on_error: What to do with a sample that cannot be loaded or for which a function raises: "raise", or "skip":
+            the next sample that can be loaded comes in its place, and it is counted and logged.
+        max_skipped: With "skip", how many different samples may be skipped in one process (each worker is one).
+        seed: Of the windows' orders, and of what filters draw.
+
+    Attributes:
+        skipped: Numbers of samples that this process skipped.
+
+    Raises:
+        DataError: The dataset is empty or nothing of it is kept, a sample is broken, or a transform cannot be used
+            here.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transforms: Sequence[Transform],
+        *,
+        on_error: OnError = "raise",
+        max_skipped: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._max_skipped = refuse_unclear_policy(on_error, max_skipped)
+        self._dataset, self._name = dataset, type(dataset).__name__
+        self._transforms, self._seed = list(transforms), seed
+        self._lengths = [len(dataset)]  # samples before each transform, and behind the last one
+        self._kept: dict[int, list[int]] = {}  # by filters, of the samples before them
+        self._windows: dict[int, tuple[int, list[int]]] = {}  # of each shuffle the last window, and its order
+        self.skipped: set[int] = set()
+        for stage, transform in enumerate(transforms):
+            self._lengths.append(self._length_behind(stage, transform))
+        if len(self) == 0:
+            raise DataError(f"Nothing of the dataset ({self._name}) is left by its transforms. Check its filters.")
+
+    def __len__(self) -> int:
+        return self._lengths[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"Sample {index} of {length}.")
+        for number in range(index, index + length):
+            try:
+                return self._load(len(self._transforms), number % length)
+            except BrokenSampleError as broken:
+                self._skip(broken)
+        raise DataError(f"No sample of the dataset ({self._name}) can be loaded.")
+
+    def _skip(self, broken: BrokenSampleError) -> None:
+        what = f"sample {broken.index} of {self._name}: {type(broken.error).__name__}: {broken.error}"
+        if self._max_skipped and broken.index not in self.skipped:
+            self.skipped.add(broken.index)
+            logger.warning("skipped %s (%d skipped in this process)", what, len(self.skipped))
+        refuse_to_skip(what, broken.error, len(self.skipped), self._max_skipped, "in this process")
+
+    def _length_behind(self, stage: int, transform: Transform) -> int:
+        if isinstance(transform, Filter):
+            self._kept[stage] = self._chosen(stage, transform)
+            return len(self._kept[stage])
+        if not isinstance(transform, Map | Batch | Shuffle):
+            raise DataError(
+                f"{type(transform).__name__} makes another number of samples of each, so they cannot be reached by "
+                "number. Use it in a StreamLoader; documents of known lengths are packed by PackedRows."
+            )
+        return -(-self._lengths[stage] // (transform.size if isinstance(transform, Batch) else 1))
+
+    def _chosen(self, stage: int, transform: Filter) -> list[int]:
+        kept = []
+        with preserved_random_state():
+            for index in range(self._lengths[stage]):
+                seed_cpu(hash_seed(b"sample", self._seed_of(stage), index))
+                try:
+                    if self._called(transform.function, self._load(stage, index), stage, index):
+                        kept.append(index)
+                except BrokenSampleError as broken:
+                    self._skip(broken)
+        return kept
+
+    def _load(self, stage: int, index: int) -> Any:
+        """Sample `index` as it comes to transform number `stage`; raises BrokenSampleError."""
+        if stage == 0:
+            return self._called(self._dataset.__getitem__, index, stage, index)
+        before, transform, first = stage - 1, self._transforms[stage - 1], self._place_before(stage, index)
+        if isinstance(transform, Batch):
+            end = min(first + transform.size, self._lengths[before])
+            return [self._load(before, place) for place in range(first, end)]
+        sample = self._load(before, first)
+        return self._called(transform.function, sample, stage, index) if isinstance(transform, Map) else sample
+
+    def _called(self, function: Callable[[Any], Any], argument: Any, stage: int, index: int) -> Any:
+        """The function's result; what it raises is of the sample, in the user's dataset, that this one is made of."""
+        try:
+            return function(argument)
+        except Exception as error:
+            for behind in range(stage, 0, -1):
+                index = self._place_before(behind, index)
+            raise BrokenSampleError(index, error) from error
+
+    def _place_before(self, stage: int, index: int) -> int:
+        """What sample `index` behind the first `stage` transforms is before the last of them; of several the first."""
+        before, transform = stage - 1, self._transforms[stage - 1]
+        if isinstance(transform, Filter):
+            return self._kept[before][index]
+        if isinstance(transform, Batch):
+            return index * transform.size
+        if not isinstance(transform, Shuffle):
+            return index
+        window, place = divmod(index, transform.window)
+        first = window * transform.window
+        if before not in self._windows or self._windows[before][0] != window:
+            size = min(transform.window, self._lengths[before] - first)
+            self._windows[before] = window, shuffled(size, hash_seed(b"window", self._seed_of(before), window))
+        return first + self._windows[before][1][place]
+
+    def _seed_of(self, stage: int) -> int:
+        return hash_seed(b"transform", self._seed, stage)
+
+
+class BrokenSampleError(Exception):
+    def __init__(self, index: int, error: Exception) -> None:
+        super().__init__(index, error)
+        self.index, self.error = index, error

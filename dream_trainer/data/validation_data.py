@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,32 +11,6 @@ from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreig
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.sampler import VALIDATION_EPOCH, Sharding
 from dream_trainer.errors import DataError
-
-
-class ValidationBatches(ABC):
-    """This rank's validation batches; each iteration starts from the beginning."""
-
-    reader: Any = None  # the ShardReader that loads the samples that are dealt to ranks; None of a loader not ours
-    batch_size: int | None = None  # samples of a full batch, if the loader has such a number
-
-    def samples_in(self, number: int) -> int | None:
-        """Samples in batch `number` of the running iteration; None of a loader that is not ours."""
-        return None
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Number of batches of this rank. Like torch's `DataLoader`, raises TypeError where it is unknown."""
-
-    @abstractmethod
-    def any_batch(self) -> Any | None:
-        """Some batch, for a rank that has none but must keep others company; None if there is none."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends worker processes that outlive an iteration."""
 
 
 def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int) -> ValidationBatches:
@@ -58,8 +31,10 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
     return ForeignValidation(source, dp_rank, seed)
 
 
-class ShardValidation(ValidationBatches):
-    reader: ShardReader
+class ShardValidation:
+    """This rank's part of our loader's batches."""
+
+    batch_size = None  # of a full batch: not needed
 
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._dataset = loader.dataset
@@ -78,25 +53,34 @@ class ShardValidation(ValidationBatches):
         return self.reader.batches(VALIDATION_EPOCH, 0, length)
 
     def samples_in(self, number: int) -> int:
+        """Samples in batch `number` of the running iteration."""
         return self.reader.sampler.samples_in(number)
 
     def __len__(self) -> int:
         return len(self.reader.sampler)
 
-    def any_batch(self) -> Any | None:
+    def any_batch(self) -> Any:
+        """A batch, for a rank that has none but must keep others company."""
         return self.reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
 
     def close(self) -> None:
         self.reader.close()
 
 
-class ForeignValidation(ValidationBatches):
+class ForeignValidation:
+    """The batches of a loader that is not ours, which does not say how many samples are in each."""
+
+    reader = None
+
     def __init__(self, source: Iterable[Any], dp_rank: int, seed: int) -> None:
         self._source, self._dp_rank, self._seed = source, dp_rank, seed
         self.batch_size = loader_batch_size(source)
 
     def __iter__(self) -> Iterator[Any]:
         return iterate(self._source, seed=self._seed, epoch=VALIDATION_EPOCH, dp_rank=self._dp_rank)
+
+    def samples_in(self, number: int) -> None:
+        return None
 
     def __len__(self) -> int:
         length = known_length(self._source)
@@ -109,3 +93,6 @@ class ForeignValidation(ValidationBatches):
 
     def close(self) -> None:
         end_workers(self._source)
+
+
+ValidationBatches = ShardValidation | ForeignValidation  # each iteration starts from the beginning

@@ -23,6 +23,14 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
+_OPTIONS = ("num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context", "timeout", "worker_init_fn")
+
+
+def worker_options(loader: Any) -> dict[str, Any]:
+    """What a loader says of its workers, as arguments of a DataLoader."""
+    return {name: getattr(loader, name) for name in _OPTIONS}
+
+
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """A pass over the loader, whose workers outlive a signal to the whole job from their fork on."""
     with workers_start(loader):

@@ -23,14 +23,4 @@ if TYPE_CHECKING:
         WandbLogger as WandbLogger,
     )
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "loggers.buffer": "MetricBuffer",
-            "loggers.interface": "Logger Stamp",
-            "loggers.line_files": "CSVLogger ConsoleLogger JSONLLogger read_jsonl",
-            "loggers.media_files": "ImageFilesLogger",
-            "loggers.tensorboard": "TensorBoardLogger",
-            "loggers.trackers": "MLflowLogger TrackioLogger WandbLogger",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -20,6 +20,4 @@ if TYPE_CHECKING:
     from dream_trainer.meta.realize import Plan as Plan, materialize as materialize, remember as remember
     from dream_trainer.meta.tape import Tape as Tape
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__, {"meta.initialise": "default_init", "meta.realize": "Plan materialize remember", "meta.tape": "Tape"}
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -12,12 +12,4 @@ if TYPE_CHECKING:
     from dream_trainer.parallel.mixture_of_experts import MoE as MoE, SharedExperts as SharedExperts
     from dream_trainer.parallel.random_parts import declare_random_layer as declare_random_layer
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "parallel.expert_exchange": "ExpertExchange split_experts",
-            "parallel.gated_experts": "GatedExperts",
-            "parallel.mixture_of_experts": "MoE SharedExperts",
-            "parallel.random_parts": "declare_random_layer",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -27,13 +27,4 @@ if TYPE_CHECKING:
         refuse_unshardable as refuse_unshardable,
     )
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "optim.groups": "GroupParameters freeze parameter_groups",
-            "optim.learning_rates": "ScheduleParameters TokenAxis build_schedule build_schedules rate_factor",
-            "optim.muon": "Muon",
-            "optim.optimizer_parameters": "OptimizerParameters",
-            "optim.optimizers": "build_optimizer build_optimizers refuse_unshardable",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -9,4 +9,4 @@ from dream_trainer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from dream_trainer.simple.from_objects import Trainer as Trainer
 else:
-    __getattr__, __dir__, __all__ = lazy_names(__name__, {"simple.from_objects": "Trainer"})
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -62,20 +62,21 @@ class Ownership:
         self._thread.start()
 
     def is_lost(self) -> bool:
-        return self._highest() > self._number
+        return _highest(self._owners) > self._number
 
     def release(self) -> None:
         """Gives the run to whoever comes next. If the store does not answer, that one waits for a minute."""
         self._ended.set()
         self._thread.join()
         try:
-            self._object(self._number).store.write(self._object(self._number).key, self._content(released=True))
+            place = _object(self._owners, self._number)
+            place.store.write(place.key, self._content(released=True))
         except OSError as error:
             logger.warning("%s stays claimed for a while: %s", self._run, error)
 
     def _take(self, lease_seconds: float) -> int:
         while True:
-            number = self._highest()
+            number = _highest(self._owners)
             if number:
                 self._wait_until_free(number, lease_seconds)
             number += 1
@@ -83,7 +84,7 @@ class Ownership:
                 break
         self._refuse_unconditional(number)
         for entry in self._owners.iterdir():
-            if entry.name < self._object(number).name:
+            if entry.name < _object(self._owners, number).name:
                 entry.store.remove(entry.key)
         return number
 
@@ -110,7 +111,7 @@ class Ownership:
                 )
 
     def _create(self, number: int) -> bool:
-        place = self._object(number)
+        place = _object(self._owners, number)
         try:
             return place.store.create(place.key, self._content())
         except ConnectionError:
@@ -121,7 +122,7 @@ class Ownership:
             return record.get("token") == self.token
 
     def _refuse_unconditional(self, number: int) -> None:
-        place = self._object(number)
+        place = _object(self._owners, number)
         if place.store.create(place.key, self._content()):
             place.store.remove(place.key)
             raise CheckpointError(
@@ -131,7 +132,7 @@ class Ownership:
             )
 
     def _renew(self, seconds: float) -> None:
-        place = self._object(self._number)
+        place = _object(self._owners, self._number)
         while not self._ended.wait(seconds):
             self._renewals += 1
             try:
@@ -145,15 +146,9 @@ class Ownership:
         record = {"token": self.token, "host": socket.gethostname(), "renewals": self._renewals, "released": released}
         return json.dumps(record).encode()
 
-    def _highest(self) -> int:
-        return _highest(self._owners)
 
-    def _object(self, number: int) -> StorePath:
-        return self._owners / _name(number)
-
-
-def _name(number: int) -> str:
-    return f"{number:08d}.json"
+def _object(owners: StorePath, number: int) -> StorePath:
+    return owners / f"{number:08d}.json"
 
 
 def _highest(owners: StorePath) -> int:
@@ -163,7 +158,7 @@ def _highest(owners: StorePath) -> int:
 
 def _record_of(owners: StorePath, number: int) -> dict[str, Any] | None:
     try:
-        record = json.loads((owners / _name(number)).read_bytes())
+        record = json.loads(_object(owners, number).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:

@@ -12,12 +12,4 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.base import BaseTrainer as BaseTrainer
     from dream_trainer.trainer.dream import DreamTrainer as DreamTrainer
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "config.dream_trainer_config": "DreamTrainerConfig",
-            "trainer.abstract": "AbstractTrainer",
-            "trainer.base": "BaseTrainer",
-            "trainer.dream": "DreamTrainer",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -21,8 +21,7 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.adapter_config import refuse_other_config
 from dream_trainer.weights.adapter_record import whole_adapters
 from dream_trainer.weights.first_values import FirstValues, begin_again, first_values_of
-from dream_trainer.weights.load import load_weights
-from dream_trainer.weights.load_report import LoadReport
+from dream_trainer.weights.load import LoadReport, load_weights
 
 
 def load_base_weights(

@@ -32,7 +32,7 @@ from dream_trainer.weights.export_files import (
     plan_files,
     write_files,
 )
-from dream_trainer.weights.reading import WeightFiles
+from dream_trainer.weights.reading import WeightFiles, renamer
 from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec
 from dream_trainer.weights.weight_files import open_weights
 
@@ -96,7 +96,7 @@ def export_checkpoint(
     config = _config(shared.get("model_configs", {}).get(chosen), dtype)
     adapters = None if record is None else adapters_from(record)
     content = _content(specs, read, config, adapters, merge_adapters=merge_adapters)
-    names = renamed({name: name for name in content.specs}, renames)
+    names = renamer(renames)(content.specs)
     plan = content.plan(Path(out), names, dtype, max_shard_size)
     return content.write(Path(out), plan, lambda name: content.read(names[name]), overwrite=overwrite)
 
@@ -184,7 +184,7 @@ def export_model(
 
     def prepare() -> tuple[_Content, dict[str, str], FilePlan]:
         content = _content(stored.specs, stored.read, _config(config, dtype), adapters, merge_adapters=merge_adapters)
-        sources = renamed({name: name for name in content.specs}, renames)
+        sources = renamer(renames)(content.specs)
         if world.is_main:
             check_target(out, overwrite=overwrite)
         return content, sources, content.plan(out, sources, dtype, max_shard_size)
@@ -209,24 +209,6 @@ def export_model(
 
     written: list[Path] = world.all_gather_object(on_all_ranks(world, task, work))[0]
     return written
-
-
-def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> dict[str, str]:
-    """The mapping under new names, in which each expression is replaced in order; empty names are dropped."""
-    result: dict[str, str] = {}
-    for name, source in sources.items():
-        new = name
-        for pattern, replacement in (renames or {}).items():
-            try:
-                new = re.sub(pattern, replacement, new)
-            except re.error as error:
-                raise ConfigError(f"renames: {pattern!r} -> {replacement!r} cannot be applied: {error}.") from error
-        if not new:
-            continue
-        if new in result:
-            raise CheckpointError(f"renames: {result[new]!r} and {source!r} both become {new!r}. Tell them apart.")
-        result[new] = source
-    return result
 
 
 def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,23 +15,111 @@ from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import verify_file
 from dream_trainer.checkpoint.model_state import EXTRA_STATE, stored_in_place
+from dream_trainer.checks import listed
 from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.errors import CheckpointError
 from dream_trainer.parallel.cut_models import names_in_whole
 from dream_trainer.parallel.sharding import local_indices
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import Origin, remember_origin
-from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
-from dream_trainer.weights.reading import Box, WeightFiles
+from dream_trainer.weights.reading import Box, WeightFiles, renamer
 from dream_trainer.weights.weight_files import open_weights
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("dream_trainer")
+
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_weights` did, by the names of the model's `state_dict()`; of all ranks together."""
+
+    loaded: tuple[str, ...]
+    """Filled from the file. A tied tensor appears under each of its names."""
+    missing: tuple[str, ...]
+    """In the model and not in the file: these keep the values they had."""
+    unexpected: tuple[str, ...]
+    """In the file, after the renames, and not in the model."""
+    mismatched: Mapping[str, str]
+    """In both but not loaded, each with the reason, such as the two shapes."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether file and model have the same names and shapes."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        total = len({*self.loaded, *self.missing, *self.mismatched})
+        return "\n  ".join([f"{len(self.loaded)} of the model's {total} tensors loaded", *_problems(self)])
+
+
+def _problems(report: LoadReport) -> list[str]:
+    reasons = [f"{name} ({reason})" for name, reason in report.mismatched.items()]
+    kinds = (
+        (report.missing, "missing (not in the file)"),
+        (report.unexpected, "unexpected (not in the model)"),
+        (reasons, "mismatched"),
+    )
+    return [f"{len(names)} {kind}: {listed(names, _LISTED)}" for names, kind in kinds if names]
+
+
+def merged(reports: Sequence[LoadReport]) -> LoadReport:
+    """One report of all ranks. Under a pipeline each rank has other names: unexpected is only what no rank expects."""
+    missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))
+    mismatched = {name: reason for report in reports for name, reason in report.mismatched.items()}
+    failed = {*missing, *mismatched}
+    loaded = dict.fromkeys(name for report in reports for name in report.loaded if name not in failed)
+    unexpected = set.intersection(*(set(report.unexpected) for report in reports))
+    return LoadReport(
+        loaded=tuple(loaded),
+        missing=missing,
+        unexpected=tuple(name for name in reports[0].unexpected if name in unexpected),
+        mismatched=mismatched,
+    )
+
+
+def refusal(report: LoadReport) -> str:
+    what = "it does not fit the model" if report.loaded else "nothing in it fits the model"
+    advice = rename_hint(report)
+    if not advice:
+        ways = ["use renames to turn the file's names into the model's"] if report.missing and report.unexpected else []
+        ways += ["use strict=False to load what fits"] if report.loaded else []
+        advice = (", or ".join(ways) or "is it a file of this model").capitalize() + ("." if ways else "?")
+        if report.missing and report.unexpected:
+            advice += (
+                " If the model's own load_state_dict translates these names (fused or packed weights), call it or "
+                "from_pretrained in configure_models."
+            )
+    return "\n  ".join([f"{what}; nothing was written.", *_problems(report), advice])
+
+
+def rename_hint(report: LoadReport) -> str:
+    """The rename that would match most of the names that do not fit, by adding or removing one prefix; "" if none."""
+    missing, unexpected = set(report.missing), set(report.unexpected)
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in unexpected:
+        for prefix, rest in _splits(name):
+            counts["^" + re.escape(prefix), ""] += rest in missing
+    for name in missing:
+        for prefix, rest in _splits(name):
+            counts["^", prefix] += rest in unexpected
+    if not counts:
+        return ""
+    (pattern, replacement), matches = counts.most_common(1)[0]
+    if 2 * matches < min(len(missing), len(unexpected)) or not matches:
+        return ""
+    return f"Adding renames={{{pattern!r}: {replacement!r}}} would match {matches} of them."
+
+
+def _splits(name: str) -> Iterable[tuple[str, str]]:
+    parts = name.split(".")
+    return ((".".join(parts[:at]) + ".", ".".join(parts[at:])) for at in range(1, len(parts)))
 
 
 def load_weights(
@@ -73,13 +163,14 @@ def load_weights(
         ConfigError: `renames` has a faulty regular expression or replacement.
     """
     path = as_path(path).expanduser()
-    patterns = _compiled(renames or {})
+    rename = renamer(renames)
     world = world or Ranks.of_default_group()
     task = f"load weights from {path}"
 
     def match() -> tuple[WeightFiles, Sequence[_Target], LoadReport]:
         files = open_weights(path, model_name)
-        return files, *_matched(compiled_original(model) or model, files, patterns, optional)
+        sources = rename(name for name in files.shapes if name.rpartition(".")[2] != EXTRA_STATE)
+        return files, *_matched(compiled_original(model) or model, files, sources, optional)
 
     files, targets, own_report = on_all_ranks(world, task, match)
     report = merged(world.all_gather_object(own_report))
@@ -134,36 +225,6 @@ class _Target(NamedTuple):
     part: _Part
 
 
-def _compiled(renames: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
-    patterns = []
-    for pattern, replacement in renames.items():
-        try:
-            compiled = re.compile(pattern)
-            compiled.sub(replacement, "")  # a faulty replacement fails here, matched or not
-            patterns.append((compiled, replacement))
-        except (re.error, IndexError) as error:
-            raise ConfigError(
-                f"renames={{{pattern!r}: {replacement!r}}} is not a regular expression and its replacement: {error}. "
-                'Write a dot of a name as r"\\.".'
-            ) from error
-    return patterns
-
-
-def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
-    """New names to the file's names, without extra state and names that became empty."""
-    sources: dict[str, str] = {}
-    for name in names:
-        new = name
-        for pattern, replacement in patterns:
-            new = pattern.sub(replacement, new)
-        if not new or new.rpartition(".")[2] == EXTRA_STATE:
-            continue
-        if new in sources:
-            raise CheckpointError(f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ.")
-        sources[new] = name
-    return sources
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have."""
     tensors = stored_in_place(model, "the model")
@@ -176,9 +237,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _matched(
-    model: nn.Module, files: WeightFiles, patterns: Sequence[tuple[re.Pattern[str], str]], optional: Collection[str]
+    model: nn.Module, files: WeightFiles, sources: Mapping[str, str], optional: Collection[str]
 ) -> tuple[Sequence[_Target], LoadReport]:
-    sources = _renamed(files.shapes, patterns)
     tensors = _tensors(model)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

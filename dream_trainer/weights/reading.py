@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint.manifest import FileEntry
-from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 Box = tuple[slice, ...]  # a block of a tensor: one slice per dimension, with start and stop
 
@@ -31,6 +31,39 @@ class WeightFiles(ABC):
     @abstractmethod
     def read(self, name: str, box: Box) -> Tensor:
         """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to."""
+
+
+def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict[str, str]]:
+    """Makes new names of names, in each of which the expressions are replaced in order: new ones to given ones.
+
+    A name that becomes empty is left out."""
+    patterns = []
+    for pattern, replacement in (renames or {}).items():
+        try:
+            compiled = re.compile(pattern)
+            compiled.sub(replacement, "")  # a faulty replacement fails here, matched or not
+        except (re.error, IndexError) as error:
+            raise ConfigError(
+                f"renames={{{pattern!r}: {replacement!r}}} is not a regular expression and its replacement: {error}. "
+                'Write a dot of a name as r"\\.".'
+            ) from error
+        patterns.append((compiled, replacement))
+
+    def renamed(names: Iterable[str]) -> dict[str, str]:
+        sources: dict[str, str] = {}
+        for name in names:
+            new = name
+            for pattern, replacement in patterns:
+                new = pattern.sub(replacement, new)
+            if new in sources:
+                raise CheckpointError(
+                    f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ."
+                )
+            if new:
+                sources[new] = name
+        return sources
+
+    return renamed
 
 
 def inside(file: Path, name: str) -> Path:

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.packing.document_blocks import DocumentBlocks
-from dream_trainer.data.packing.padding import PaddedRows
+from dream_trainer.data.packing.packed_rows import DocumentRows, PaddedRows
 from dream_trainer.data.window import DataPosition
 from tests.data.reading import Layout, close, next_step, open_ranks, seek
 
@@ -61,7 +60,7 @@ def web_like_lengths(count: int, seed: int = 0) -> NDArray[np.int64]:
 class PackedJob:
     """All ranks of a run over rows, in one process."""
 
-    def __init__(self, make_rows: Callable[[], DocumentBlocks], layout: Layout, global_batch: int, seed: int) -> None:
+    def __init__(self, make_rows: Callable[[], DocumentRows], layout: Layout, global_batch: int, seed: int) -> None:
         example = make_rows()
         options = {"collate_fn": example.collate} if isinstance(example, PaddedRows) else {}
         self.streams = open_ranks(make_rows, layout, global_batch, seed=seed, **options)

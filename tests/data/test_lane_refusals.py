@@ -198,7 +198,7 @@ def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogC
 
 def test_skipping_has_a_limit_of_each_lane_that_a_resume_keeps() -> None:
     options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [Map(fails_at_three)], "on_error": "skip"}
-    with pytest.raises(DataError, match=r"sample 13 of shard \(0, 20\).*lane 0 would skip 2 samples.*max_skipped=1"):
+    with pytest.raises(DataError, match=r"sample 13 of shard \(0, 20\).*2 samples would be skipped in lane 0.*=1"):
         read_in_parts(lambda: LIVE, [((1, 1, 0), 9)], max_skipped=1, **options)
     with pytest.raises(DataError, match="max_skipped=1"):
         read_in_parts(lambda: LIVE, [((1, 1, 0), 4), ((2, 2, 0), 1), ((1, 1, 0), 9)], max_skipped=1, **options)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.api import (
-    DocumentBlocks,
+    DocumentRows,
     PackedRows,
     PaddedRows,
 )
@@ -21,11 +21,11 @@ LAYOUTS = [(1, 1, 0), (1, 4, 2), (2, 2, 2), (2, 1, 0), (4, 1, 2), (4, 2, 0)]
 LENGTHS = web_like_lengths(400)
 
 
-def packed(is_endless: bool) -> DocumentBlocks:
+def packed(is_endless: bool) -> DocumentRows:
     return PackedRows(NumberedDocuments(LENGTHS, is_endless), 256, block_size=60)
 
 
-def padded(is_endless: bool) -> DocumentBlocks:
+def padded(is_endless: bool) -> DocumentRows:
     return PaddedRows(NumberedDocuments(LENGTHS, is_endless), 256, block_size=60, bucket_size=GLOBAL_BATCH)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,11 +22,21 @@ _END: Any = object()
 
 
 class GroupStream(TrainStream):
+    """A window of each loader in every step, or with `turns` of one of them."""
+
     def __init__(
-        self, streams: Mapping[str, TrainStream], *, order: dict[str, Any], end: PassEnd, accumulation: int
+        self,
+        streams: Mapping[str, TrainStream],
+        turns: Sequence[str] | None,
+        *,
+        order: dict[str, Any],
+        end: PassEnd,
+        accumulation: int,
     ) -> None:
         start = Place(DataPosition(0, 0, 0))
         self._parts = [Member(name, stream, start) for name, stream in streams.items()]
+        self._are_together = turns is None
+        self._turns = [self._parts] if turns is None else [[self._part(name)] for name in turns]
         self._order = order
         self._end = end
         self._accumulation = accumulation
@@ -47,8 +56,12 @@ class GroupStream(TrainStream):
         self._places: deque[tuple[DataPosition, int, list[Place]]] = deque(maxlen=3)
         self._note_places(start.position)
         windows = [math.inf if part.stream.length == ENDLESS else part.stream.steps_per_epoch for part in self._parts]
-        count = None if None in windows or end == "cycle" else self._count_windows([w or 0 for w in windows])
-        self.steps_per_epoch = None if count is None or count == math.inf else int(count)
+        pass_end = {"shortest": min, "longest": max}.get(end)
+        self.steps_per_epoch = None
+        if pass_end is not None and None not in windows:
+            turns_without = map(self._turn_without_window, self._parts, [count or 0 for count in windows])
+            count = pass_end(turns_without)
+            self.steps_per_epoch = None if count == math.inf else int(count)
 
     @property
     def parts(self) -> Mapping[str, TrainStream]:
@@ -98,7 +111,7 @@ class GroupStream(TrainStream):
             part.place = place._replace(rank_state=own["state"]) if own else place
             self._seek_part(part, saved["state"])
         self._epoch, self._windows, self._samples = position.epoch, state["windows"], position.samples
-        self._leader = next((part for part in self._parts if part.name == state["leader"]), None)
+        self._leader = None if state["leader"] is None else self._part(state["leader"])
         self._note_places(position)
         if is_pass_over:
             self._end_pass_again()
@@ -208,13 +221,49 @@ class GroupStream(TrainStream):
 
     # -- windows
 
-    @abstractmethod
-    def _count_windows(self, windows: Sequence[float]) -> float:
-        """Windows of one pass, from those of each loader; infinity where it has no end."""
+    def next_window(self) -> Window | None:
+        parts = self._in_turn()
+        has_window = [self._look(part) for part in parts]
+        if not all(has_window) and self._is_over():
+            self.end_pass()
+            return None
+        windows = [self._take(part) for part in parts]
+        each = [self._timed(part, window.batches) for part, window in zip(parts, windows, strict=True)]
+        if not self._are_together:
+            return self._window(((parts[0].name, batch) for batch in each[0]), windows)
+        names = [part.name for part in parts]
+        return self._window((dict(zip(names, batch, strict=True)) for batch in zip(*each, strict=False)), windows)
 
-    @abstractmethod
+    def _part(self, name: str) -> Member:
+        return next(part for part in self._parts if part.name == name)
+
+    def _in_turn(self) -> list[Member]:
+        """The loaders that the next step reads."""
+        return self._turns[self._windows % len(self._turns)]
+
+    def _is_over(self) -> bool:
+        """Whether the pass is over, now that a loader of the next step has ended."""
+        if self._end == "shortest":
+            return self._leader is not None and self._leader.place.has_ended
+        return self._end == "longest" and all(part.place.has_ended for part in self._parts)
+
     def _is_last(self) -> bool | None:
         """Whether the pass is over with the window that was read last; None where only the next one tells."""
+        ends = {part.name: not part.place.is_counted and part.place.at_end for part in self._in_turn()}
+        if self._end == "longest":
+            known = [part.place.has_ended or ends.get(part.name, False) for part in self._parts]
+            return False if False in known else None if None in known else True
+        if self._end == "shortest" and self._leader is None:
+            return True if True in ends.values() else None if None in ends.values() else False
+        return self._leader is not None and self._end == "shortest" and ends.get(self._leader.name, False)
+
+    def _turn_without_window(self, part: Member, count: float) -> float:
+        """Number of the turn at which the loader has used up its `count` windows."""
+        if count == math.inf:
+            return count
+        places = [place for place, turn in enumerate(self._turns) if part in turn]
+        rounds, rest = divmod(int(count), len(places))
+        return rounds * len(self._turns) + places[rest]
 
     def _look(self, part: Member) -> bool:
         """Looks for the loader's next window; False where its pass has ended, which is counted once."""
@@ -298,75 +347,6 @@ def _is_same(end: DataPosition, position: DataPosition) -> bool:
     return (end.epoch, end.batches) == (position.epoch, position.batches)
 
 
-class TogetherStream(GroupStream):
-    def next_window(self) -> Window | None:
-        has_window = [self._look(part) for part in self._parts]
-        if not all(has_window) and self._is_over():
-            self.end_pass()
-            return None
-        windows = [self._take(part) for part in self._parts]
-        names = [part.name for part in self._parts]
-        each = [self._timed(part, window.batches) for part, window in zip(self._parts, windows, strict=True)]
-        batches = (dict(zip(names, batch, strict=True)) for batch in zip(*each, strict=False))
-        return self._window(batches, windows)
-
-    def _is_over(self) -> bool:
-        if self._end == "shortest":
-            return self._leader is not None and self._leader.place.has_ended
-        return self._end == "longest" and all(part.place.has_ended for part in self._parts)
-
-    def _is_last(self) -> bool | None:
-        if self._end == "cycle":
-            return False
-        if self._end == "longest":
-            ends = [part.place.has_ended or part.place.at_end for part in self._parts]
-            return False if False in ends else None if None in ends else True
-        ends = [part.place.at_end for part in self._parts] if self._leader is None else [self._leader.place.at_end]
-        return True if True in ends else None if None in ends else False
-
-    def _count_windows(self, windows: Sequence[float]) -> float:
-        return min(windows) if self._end == "shortest" else max(windows)
-
-
-class TurnsStream(GroupStream):
-    def __init__(self, streams: Mapping[str, TrainStream], turns: Sequence[str], **options: Any) -> None:
-        numbers = {name: number for number, name in enumerate(streams)}
-        self._turns = [numbers[name] for name in turns]
-        super().__init__(streams, **options)
-
-    def next_window(self) -> Window | None:
-        part = self._part_in_turn()
-        if not self._look(part) and self._ends_with(part):
-            self.end_pass()
-            return None
-        window = self._take(part)
-        return self._window(((part.name, batch) for batch in self._timed(part, window.batches)), [window])
-
-    def _part_in_turn(self) -> Member:
-        return self._parts[self._turns[self._windows % len(self._turns)]]
-
-    def _ends_with(self, part: Member) -> bool:
-        if self._end == "longest":
-            return all(other is part or other.place.has_ended for other in self._parts)
-        return self._end == "shortest" and self._leader in (None, part)
-
-    def _is_last(self) -> bool | None:
-        part = self._part_in_turn()
-        return part.place.at_end if self._ends_with(part) and not part.place.is_counted else False
-
-    def _count_windows(self, windows: Sequence[float]) -> float:
-        ends = [self._turn_without_window(number, count) for number, count in enumerate(windows)]
-        return min(ends) if self._end == "shortest" else max(ends)
-
-    def _turn_without_window(self, number: int, count: float) -> float:
-        """Number of the turn at which the loader has used up its `count` windows."""
-        if count == math.inf:
-            return count
-        places = [place for place, turn in enumerate(self._turns) if turn == number]
-        rounds, rest = divmod(int(count), len(places))
-        return rounds * len(self._turns) + places[rest]
-
-
 def group_stream(
     loader: LoaderGroup | AlternatingLoaders,
     open_one: Callable[[object, int, SampleCount | None, str], TrainStream],
@@ -384,10 +364,10 @@ def group_stream(
     readers = {name: stream.reader for name, stream in streams.items() if stream.reader is not None}
     refuse_shared({name: innermost(reader.ordered) for name, reader in readers.items() if reader.ordered is not None})
     order: dict[str, Any] = {"kind": type(loader).__name__, "end": loader.end}
-    options: dict[str, Any] = {"end": loader.end, "accumulation": accumulation}
-    if isinstance(loader, LoaderGroup):
-        return TogetherStream(streams, order=order, **options)
-    return TurnsStream(streams, loader.turns, order=order | {"ratio": loader.ratio}, **options)
+    turns = None
+    if isinstance(loader, AlternatingLoaders):
+        turns, order["ratio"] = loader.turns, loader.ratio
+    return GroupStream(streams, turns, order=order, end=loader.end, accumulation=accumulation)
 
 
 def _count_of_one(loader: LoaderGroup | AlternatingLoaders, name: str, count: SampleCount | None) -> SampleCount | None:

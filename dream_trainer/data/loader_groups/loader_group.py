@@ -34,7 +34,7 @@ class LoaderGroup:
 
     def __init__(self, loaders: Mapping[str, Any], *, end: PassEnd = "longest") -> None:
         self.loaders = _checked(loaders, end, type(self).__name__)
-        self.end = end
+        self.end: PassEnd = end
 
 
 class AlternatingLoaders:
@@ -59,7 +59,7 @@ class AlternatingLoaders:
         self, loaders: Mapping[str, Any], ratio: Mapping[str, int] | None = None, *, end: PassEnd = "longest"
     ) -> None:
         self.loaders = _checked(loaders, end, type(self).__name__)
-        self.end = end
+        self.end: PassEnd = end
         self.ratio = dict.fromkeys(self.loaders, 1) if ratio is None else _checked_ratio(ratio, self.loaders)
         self.turns = turns(self.ratio)
 

@@ -18,12 +18,17 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dream_trainer.checks import check_choice, check_integer, refuse
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
-from dream_trainer.data.mixtures.mixture_order import BLOCK, IndexPermutation, Integers, Segment, draw_numbers, segments
-from dream_trainer.data.mixtures.mixture_weights import (
+from dream_trainer.data.mixtures.mixture_order import (
+    BLOCK,
+    IndexPermutation,
+    Integers,
+    Segment,
     Stage,
     Weights,
     check_stages,
     checked_weights,
+    draw_numbers,
+    segments,
     weights_by_position,
 )
 from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset

@@ -1,31 +1,66 @@
-"""Documents packed into rows of one length: tokens, what each predicts, and which document each belongs to."""
+"""Rows of documents' tokens, what each predicts and which document it belongs to. They are made block by block: a
+block's rows are made of its own documents only, by their lengths, so a place is a block's number and how many rows came
+before it. PackedRows fills its rows; PaddedRows gives each document its own, and rows of like length share a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import logging
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dream_trainer.checks import refuse
-from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.packing.document_blocks import DocumentBlocks, block_order
-from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated
+from dream_trainer.checks import check_count, refuse
+from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
+from dream_trainer.data.packing.packing import RowPlan, joined, pack_best_fit, pack_concatenated, pack_one_by_one
 from dream_trainer.data.sources.measured import FOLLOWING
+from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 
 IGNORED = -100  # the label of a token that predicts nothing; `cross_entropy` leaves it out by default
 PADDING = -1  # the document number of a row's padding
 
 _FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 64, 1024
-
 _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
 
+_FEWEST_ROWS = 512  # the last rows of a block stay partly empty: 2 of 512 are 0.4%
+# The rows of a long document are spread over its block only, so a block is of many documents, if that is not too much.
+_FEWEST_DOCUMENTS, _MOST_DOCUMENTS = 1024, 65536
+_MOST_ROWS = 8192
+_EMPTY_BLOCKS = 1000
+# Parts of a block have about as many rows at least: the last rows of each stay partly empty too.
+_FEWEST_ROWS_OF_PART = 32
 
-class DocumentRows(DocumentBlocks):
+
+@runtime_checkable
+class HasLengths(Protocol):
+    def lengths(self, first: int, last: int, /) -> NDArray[Any]:
+        """Tokens of the documents at positions `first` to `last` (exclusive), shape `(last - first,)`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    number: int
+    first_row: int  # position of its first row
+    plan: RowPlan
+    order: NDArray[np.int64]  # the rows of `plan` in the order in which they come
+    lengths: NDArray[Any]
+
+    @property
+    def end(self) -> int:
+        return self.first_row + self.plan.num_rows
+
+
+class DocumentRows(OrderedDataset):
     """Rows of documents' tokens; a mapping's `weights` say how much predicting each token counts."""
 
     def __init__(
@@ -38,7 +73,10 @@ class DocumentRows(DocumentBlocks):
         field: str,
         vocabulary_size: int | None,
     ) -> None:
-        super().__init__(documents, row_length, block_size)
+        _check_documents(documents)
+        check_count("row_length", row_length, hint="Give the number of tokens in a row.")
+        if block_size is not None:
+            check_count("block_size", block_size, hint="Give the number of documents whose rows are made together.")
         last = (torch.iinfo(torch.int64).max if vocabulary_size is None else vocabulary_size) - 1
         if not isinstance(pad_id, int) or not 0 <= pad_id <= last:
             raise DataError(f"pad_id={pad_id!r} is no token id. Give one from 0 to {last}; no label ever is padding.")
@@ -46,6 +84,243 @@ class DocumentRows(DocumentBlocks):
         self.field = field
         self.vocabulary_size = vocabulary_size
         self._labels_seen = False
+        self.documents = documents
+        self.row_length = row_length
+        self._given_block_size = block_size
+        self._seed = self._epoch = 0
+        self._counted: tuple[Any, list[int]] | None = None
+        self._state: dict[str, Any] | None = None
+        self._anchor: tuple[int, int] | None = None
+        self._block_size: int | None = None
+        self._block: _Block | None = None
+
+    @property
+    def source(self) -> OrderedDataset:
+        return self.documents
+
+    @property
+    def may_change(self) -> bool:
+        return self.documents.may_change
+
+    @property
+    @abstractmethod
+    def _kind(self) -> dict[str, Any]:
+        """What decides which tokens are in which row, besides the documents and what is the same for all kinds."""
+
+    @abstractmethod
+    def _pack(self, lengths: NDArray[Any]) -> RowPlan:
+        """The rows of a block."""
+
+    @abstractmethod
+    def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
+        """The order in which a block's rows come."""
+
+    def __len__(self) -> int:
+        """Rows of a pass, counted from all lengths at about 1 us each; ENDLESS if the documents never end."""
+        return ENDLESS if self._is_endless else self._first_rows()[-1]
+
+    def begin(self, seed: int, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self._refuse_other_rows(state["rows"])
+        self.documents.begin(seed, None if state is None else state["documents"])
+        self._seed, self._epoch = seed, 0
+        self._state, self._anchor, self._block = state, None, None
+        self._block_size = None if state is None else state["block_size"]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.documents.set_epoch(epoch)
+        self._epoch = epoch
+        self._anchor = self._block = None
+
+    def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
+        number, first_row = self._anchor_at(position, mark)
+        begun = self._begun(position, mark)[0]
+        return {
+            "rows": self._rows,
+            "block_size": self.block_size,
+            "block": number,
+            "first_row": first_row,
+            "position": position,
+            "begun": begun,
+            "documents": self.documents.state_at(begun, None if mark is None else mark[3]),
+        }
+
+    def mark(self) -> Any:
+        block = self._block
+        if block is None:
+            return None
+        return block.number, block.first_row, block.plan.num_rows, self.documents.mark()
+
+    def loading_time(self, mark: Any) -> LoadingTime | None:
+        return self.documents.loading_time(mark[3])
+
+    def changes_at(self, position: int, mark: Any = None) -> bool:
+        has_changed = self.documents.changes_at(self._begun(position, mark)[0], None if mark is None else mark[3])
+        if has_changed:
+            self._block = self._counted = None
+        return has_changed
+
+    def change_begins_at(self, position: int, mark: Any = None) -> int:
+        return self._begun(position, mark)[1]
+
+    def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
+        number, first_row = self._anchor_at(position, mark)
+        document, of_documents = number * self.block_size, None
+        if mark is not None:
+            share = (position - first_row) / mark[2] if number == mark[0] else 0.0
+            of_block = min(self.block_size, len(self.documents) - document)
+            document, of_documents = document + round(share * of_block), mark[3]
+        return self.documents.numbers_at(document, of_documents)
+
+    @property
+    def block_size(self) -> int:
+        if self._block_size is None:
+            self._block_size = self._given_block_size or self._fitting_block_size()
+        return self._block_size
+
+    @property
+    def _is_endless(self) -> bool:
+        return len(self.documents) == ENDLESS
+
+    @property
+    def _rows(self) -> dict[str, Any]:
+        return {
+            "kind": type(self).__name__,
+            "row_length": self.row_length,
+            "block_size": self._given_block_size,
+            **self._kind,
+        }
+
+    def _start(self) -> tuple[int, int]:
+        """The block that reading begins with, and the position of its first row."""
+        if self._anchor is None:
+            state = self._state
+            if state is None:
+                self._anchor = 0, 0
+            elif state["block"] * self.block_size >= self.documents.first_position:
+                self._anchor = state["block"], state["first_row"]
+            else:  # other documents come now: of the block that was begun no more can be read
+                self._anchor = -(-state["begun"] // self.block_size), state["position"]
+        return self._anchor
+
+    def _anchor_at(self, position: int, mark: Any) -> tuple[int, int]:
+        """The last block that is known to begin at or before `position`, and the position of its first row."""
+        if mark is None or mark[1] > position:
+            return self._start()
+        number, first_row, num_rows, _ = mark
+        return (number, first_row) if position < first_row + num_rows else (number + 1, first_row + num_rows)
+
+    def _begun(self, position: int, mark: Any) -> tuple[int, int]:
+        """Documents of the blocks that were begun before `position`, and where the last of these ends."""
+        if mark is not None and mark[1] < position < mark[1] + mark[2]:
+            return int(mark[0] + 1) * self.block_size, int(mark[1] + mark[2])
+        if not self._is_endless and position >= len(self):
+            return len(self.documents), position
+        block = self._block_at(position)
+        is_begun = block.first_row < position
+        return (block.number + is_begun) * self.block_size, block.end if is_begun else position
+
+    def _block_at(self, position: int) -> _Block:
+        block = self._block
+        if block is None or not block.first_row <= position < block.end:
+            block = self._block = self._find(position)
+        return block
+
+    def _find(self, position: int) -> _Block:
+        number, first_row = self._start()
+        if position < first_row:
+            raise IndexError(f"Row {position} lies before row {first_row}, at which this pass was gone on with.")
+        if not self._is_endless:
+            first_rows = self._first_rows()
+            if position >= first_rows[-1]:
+                raise IndexError(f"Row {position} of {first_rows[-1]}.")
+            found = bisect_right(first_rows, position) - 1
+            return self._load_block(number + found, first_rows[found])
+        if self._block is not None and self._block.end <= position:
+            number, first_row = self._block.number + 1, self._block.end
+        num_empty = 0
+        while (block := self._load_block(number, first_row)).end <= position:
+            num_empty = 0 if block.plan.num_rows else num_empty + 1
+            if num_empty == _EMPTY_BLOCKS:
+                raise DataError(
+                    f"The {_EMPTY_BLOCKS * self.block_size} documents up to position {(number + 1) * self.block_size} "
+                    "have no token. Look at their source, or at the lengths it tells."
+                )
+            number, first_row = number + 1, block.end
+        return block
+
+    def _load_block(self, number: int, first_row: int) -> _Block:
+        lengths = self._lengths(number)
+        firsts, plans = self._plan(number, lengths)
+        order, rows = [], 0
+        for part, plan in enumerate(plans):
+            seed = hash_seed(b"rows", self._seed, self._epoch, number, *((part,) if part else ()))
+            order.append(rows + self._arrange(plan, first_row + rows, seed))
+            rows += plan.num_rows
+        plan = joined(plans, firsts) if len(plans) > 1 else plans[0]
+        return _Block(number, first_row, plan, np.concatenate(order), lengths)
+
+    def _plan(self, number: int, lengths: NDArray[Any]) -> tuple[list[int], list[RowPlan]]:
+        """The parts of a block: the first document of each, and its rows."""
+        first = number * self.block_size
+        tokens = np.cumsum(lengths)
+        firsts = [0]
+        for position in self.documents.stages_within(first, first + len(lengths)):
+            before = int(tokens[position - first - 1])
+            of_part = before - (int(tokens[firsts[-1] - 1]) if firsts[-1] else 0)
+            behind = int(tokens[-1]) - before
+            if min(of_part, behind) >= _FEWEST_ROWS_OF_PART * self.row_length:
+                firsts.append(position - first)
+        return firsts, [self._pack(lengths[begin:end]) for begin, end in pairwise([*firsts, len(lengths)])]
+
+    def _first_rows(self) -> list[int]:
+        """Positions of the first row of each block from the anchor on, and of the pass's end."""
+        number, first_row = self._start()
+        documents = len(self.documents), self.documents.state_at(number * self.block_size)
+        of = self._seed, self._epoch, self.block_size, number, first_row, documents
+        if self._counted is None or self._counted[0] != of:
+            num_blocks = -(-len(self.documents) // self.block_size)
+            blocks = (self._plan(block, self._lengths(block))[1] for block in range(number, num_blocks))
+            counts = (sum(plan.num_rows for plan in plans) for plans in blocks)
+            self._counted = of, list(accumulate(counts, initial=first_row))
+        return self._counted[1]
+
+    def _lengths(self, block: int) -> NDArray[Any]:
+        first = block * self.block_size
+        last = min(first + self.block_size, len(self.documents))
+        lengths = np.asarray(_lengths_of(self.documents, first, last))
+        are_counts = lengths.shape == (last - first,) and lengths.dtype.kind in "iu" and lengths.min(initial=0) >= 0
+        if not are_counts:
+            raise DataError(
+                f"lengths({first}, {last}) of the documents ({type(self.documents).__name__}) gave {lengths.dtype} of "
+                f"shape {lengths.shape}, from {lengths.min(initial=0)} on. It has to give one integer of 0 or more for "
+                f"each of these {last - first} positions."
+            )
+        return lengths
+
+    def _fitting_block_size(self) -> int:
+        judged = min(len(self.documents), 4096)
+        mean = float(np.mean(_lengths_of(self.documents, 0, judged)))
+        if mean == 0.0:
+            raise DataError(
+                f"The first {judged} documents have no token. Look at their source, or at the lengths it tells."
+            )
+        documents_per_row = self.row_length / mean
+        spread = min(_FEWEST_DOCUMENTS, round(_MOST_ROWS * documents_per_row))
+        return min(max(round(_FEWEST_ROWS * documents_per_row), spread, 1), _MOST_DOCUMENTS)
+
+    def _refuse_other_rows(self, saved: dict[str, Any]) -> None:
+        other = [
+            f"{name} was {saved.get(name)!r} and is {value!r}"
+            for name, value in self._rows.items()
+            if saved.get(name) != value
+        ]
+        if other:
+            raise DataError(
+                f"The run goes on with rows made in another way: {', '.join(other)}. Which rows were consumed does not "
+                "say which documents would be, then. Make them as before, or start a run of its own from the "
+                "checkpoint's weights."
+            )
 
     def _build_row(self, position: int, room: int | None) -> dict[str, Tensor]:
         """The row at `position`, with `room` for tokens; None gives it as much as it has tokens."""
@@ -129,6 +404,35 @@ class DocumentRows(DocumentBlocks):
             )
 
 
+def block_order(seed: int, num_rows: int) -> NDArray[np.int64]:
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(seed)
+    return torch.randperm(num_rows, generator=generator, device="cpu").numpy()
+
+
+def _lengths_of(documents: Any, first: int, last: int) -> NDArray[Any]:
+    lengths: NDArray[Any] = documents.lengths(first, last)
+    return lengths
+
+
+def _check_documents(documents: object) -> None:
+    name = type(documents).__name__
+    if not isinstance(documents, OrderedDataset):
+        raise DataError(
+            f"Rows are made of documents in an order of their own, and {name} has none. Give "
+            'Mixture({"name": documents}), also of a single source.'
+        )
+    if not isinstance(documents, HasLengths):
+        raise DataError(
+            f"Rows are planned by the lengths of documents before one is loaded, and {name} has no "
+            "`lengths(first, last)`. Write the documents into token files (`dream-trainer data tokenize`), or give "
+            "each source its lengths."
+        )
+    if len(documents) == 0:
+        raise DataError(f"The documents ({name}) are none: their length is 0. Check their path, split and filters.")
+    documents.lengths(0, 1)  # which names a source that says none
+
+
 class PackedRows(DocumentRows):
     """Documents packed into rows of `row_length` tokens, in blocks that know nothing of each other.
 
@@ -190,3 +494,97 @@ class PackedRows(DocumentRows):
     def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
         # Best fit puts the pieces of long documents first, and what was left over last.
         return block_order(seed, plan.num_rows)
+
+
+logger = logging.getLogger("dream_trainer")
+
+
+class PaddedRows(DocumentRows):
+    """Documents as rows of their own lengths, ordered so that a global batch holds rows of like length.
+
+    Give it to a `DistributedDataLoader` with `collate_fn=rows.collate`. A row is what `PackedRows` gives, with one
+    document in it and as long as that; a document longer than `row_length` is cut into several, of which a warning
+    says how many there are among the first. `collate` pads the rows of a micro-batch to the longest.
+
+    Args:
+        documents: The documents in their order, with lengths, as for `PackedRows`.
+        row_length: Tokens of the longest row.
+        bucket_size: Rows of like length that come together: the samples of one optimizer step over all ranks.
+        pad_id: Token id of padding.
+        block_size: Documents that are sorted by length together. None: 64 buckets' worth.
+        multiple_of: A batch's length is rounded up to a multiple of this, for which kernels are made.
+        field: Name of the token ids in documents that are mappings.
+        vocabulary_size: Number of token ids; with it, each is checked when it is loaded.
+
+    Raises:
+        DataError: As `PackedRows`; or `bucket_size` or `multiple_of` is not positive.
+    """
+
+    def __init__(
+        self,
+        documents: OrderedDataset,
+        row_length: int,
+        *,
+        bucket_size: int,
+        pad_id: int = 0,
+        block_size: int | None = None,
+        multiple_of: int = 1,
+        field: str = "tokens",
+        vocabulary_size: int | None = None,
+    ) -> None:
+        check_count("bucket_size", bucket_size, hint="Give the samples of one optimizer step.")
+        check_count("multiple_of", multiple_of, hint="Give 1 for any length.")
+        super().__init__(
+            documents,
+            row_length,
+            block_size=64 * bucket_size if block_size is None else block_size,
+            pad_id=pad_id,
+            field=field,
+            vocabulary_size=vocabulary_size,
+        )
+        self.bucket_size = bucket_size
+        self.multiple_of = multiple_of
+        self._warn_of_long_documents()
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        return self._build_row(position, None)
+
+    def collate(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Pads rows to the longest, and stacks them: each tensor has the shape `(rows, longest)`."""
+        longest = max(len(row["tokens"]) for row in rows)
+        shape = len(rows), -(-longest // self.multiple_of) * self.multiple_of
+        fill = {"tokens": self.pad_id, "labels": IGNORED, "positions": 0, "documents": PADDING, "weights": 0.0}
+        batch = {name: torch.full(shape, fill[name], dtype=values.dtype) for name, values in rows[0].items()}
+        for number, row in enumerate(rows):
+            for name, values in row.items():
+                batch[name][number, : len(values)] = values
+        return batch
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"bucket_size": self.bucket_size}
+
+    def _pack(self, lengths: NDArray[Any]) -> RowPlan:
+        return pack_one_by_one(lengths, self.row_length)
+
+    def _warn_of_long_documents(self) -> None:
+        lengths = self._lengths(0)
+        num_long = int((lengths > self.row_length).sum())
+        if num_long and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(
+                "%d of the first %d documents are longer than row_length=%d (the longest is of %d tokens) and are cut "
+                "into rows of their own.",
+                num_long,
+                len(lengths),
+                self.row_length,
+                lengths.max(),
+            )
+
+    def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
+        # The bucket that the block before began is completed by short rows, and the last one begun with short ones: a
+        # batch of both is then padded little.
+        num_first = min(-first_row % self.bucket_size, plan.num_rows)
+        num_buckets, num_last = divmod(plan.num_rows - num_first, self.bucket_size)
+        whole = np.arange(num_buckets * self.bucket_size).reshape(num_buckets, self.bucket_size)
+        short = np.arange(whole.size, plan.num_rows)
+        return np.concatenate((short[num_last:], whole[block_order(seed, num_buckets)].ravel(), short[:num_last]))

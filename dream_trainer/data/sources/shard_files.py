@@ -4,7 +4,6 @@ opened."""
 from __future__ import annotations
 
 import json
-import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dream_trainer.checks import refuse
-from dream_trainer.data.sources.stream_sources import TAR_NAME, Paths, find_files, refuse_early_end
+from dream_trainer.data.sources.stream_sources import Paths, find_files, tar_samples
 from dream_trainer.data.sources.token_file import located
 from dream_trainer.errors import DataError
 
@@ -156,30 +155,13 @@ class TarSamples(ShardFiles):
         super().__init__(paths)
 
     def _find_samples(self, path: Path) -> tuple[int, Any]:
-        samples: list[tuple[str, list[tuple[str, int, int]]]] = []
-        try:
-            with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-                for member in archive:
-                    name = TAR_NAME.match(member.name)
-                    if name is None or not member.isfile():
-                        continue
-                    if not samples or samples[-1][0] != name[1]:
-                        samples.append((name[1], []))
-                    part = name[2].lower()
-                    if any(part == other for other, _, _ in samples[-1][1]):
-                        raise DataError(f"{path} has two files {member.name!r} in one sample. Write it anew.")
-                    samples[-1][1].append((part, member.offset_data, member.size))
-                refuse_early_end(path, file, archive.offset)
-        except (tarfile.TarError, OSError) as error:
-            raise DataError(f"{path} is not a whole .tar file: {error}") from error
+        with path.open("rb") as file:
+            samples = list(tar_samples(path, file))
         return len(samples), samples
 
     def _read(self, shard: int, number: int) -> Any:
-        key, parts = self._places[shard][number]
-        sample: dict[str, Any] = {"__key__": key}
+        sample = self._places[shard][number]
         with self.paths[shard].open("rb") as file:
-            for part, start, size in parts:
-                file.seek(start)
-                content = file.read(size)
-                sample[part] = content if self.decode is None else self.decode(part, content)
-        return sample
+            contents = sample.read(file)
+        decode = self.decode or (lambda extension, content: content)
+        return {"__key__": sample.key} | {part: decode(part, content) for part, content in contents.items()}

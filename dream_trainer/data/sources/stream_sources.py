@@ -8,7 +8,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from dream_trainer.checks import refuse
 from dream_trainer.compat.huggingface import files_read, shuffles_in_a_buffer
@@ -159,49 +159,58 @@ class TarReader:
         self._offset = state_dict["offset"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        sample: dict[str, Any] = {}
-        for member, key, extension, content in self._files():
-            if sample and sample["__key__"] != key:
-                self._offset = member.offset
-                yield sample
-                sample = {}
-            sample["__key__"] = key
-            if extension in sample:
-                raise DataError(f"{self._path} has two files {member.name!r} in one sample. Write it anew.")
-            sample[extension] = content
-        if sample:
-            self._offset = self._end
-            yield sample
-
-    def _files(self) -> Iterator[tuple[tarfile.TarInfo, str, str, bytes]]:
         with self._path.open("rb") as file:
-            file.seek(self._offset)
-            try:
-                archive = tarfile.TarFile(fileobj=file)
-                while (member := archive.next()) is not None:
-                    archive.members.clear()  # type: ignore[attr-defined]  # which it keeps all of
-                    name = TAR_NAME.match(member.name)
-                    opened = archive.extractfile(member) if member.isfile() and name is not None else None
-                    if name is not None and opened is not None:
-                        yield member, name[1], name[2].lower(), opened.read()
-            except (tarfile.TarError, EOFError) as error:
-                raise DataError(f"{self._path} is damaged: {error}. Only plain tar files can be read.") from error
-            self._end = archive.offset
-            refuse_early_end(self._path, file, self._end)
+            for sample in tar_samples(self._path, file, self._offset):
+                self._offset = sample.end
+                yield {"__key__": sample.key} | sample.read(file)
+
+
+class TarSample(NamedTuple):
+    key: str
+    files: dict[str, tuple[int, int]]  # by extension: where the content begins, and its bytes
+    end: int  # where the next sample begins
+
+    def read(self, file: BinaryIO) -> dict[str, bytes]:
+        contents = {}
+        for extension, (start, size) in self.files.items():
+            file.seek(start)
+            contents[extension] = file.read(size)
+        return contents
 
 
 # Of what WebDataset takes for a sample's file: the name up to the first dot after the last slash, and the rest.
-TAR_NAME = re.compile(r"^(?!__[^/]*__$)((?:.*/)?[^./][^./]*)\.([^/]+)$")
+_TAR_NAME = re.compile(r"^(?!__[^/]*__$)((?:.*/)?[^./][^./]*)\.([^/]+)$")
 
 
-def refuse_early_end(path: Path, file: BinaryIO, end: int) -> None:
-    """Raises DataError where a tar file does not end at `end`: tarfile takes a damaged header for the end."""
+def tar_samples(path: Path, file: BinaryIO, offset: int = 0) -> Iterator[TarSample]:
+    """The samples of a plain tar file from one that begins at `offset` on; `file` may be read in between."""
+    key, files = "", dict[str, tuple[int, int]]()
+    file.seek(offset)
+    try:
+        archive = tarfile.TarFile(fileobj=file)
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # which it keeps all of
+            name = _TAR_NAME.match(member.name)
+            if name is None or not member.isfile():
+                continue
+            if files and key != name[1]:
+                yield TarSample(key, files, member.offset)
+                files = {}
+            key, extension = name[1], name[2].lower()
+            if extension in files:
+                raise DataError(f"{path} has two files {member.name!r} in one sample. Write it anew.")
+            files[extension] = member.offset_data, member.size
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"{path} is damaged: {error}. Only plain tar files can be read.") from error
+    end = archive.offset
     file.seek(end)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
         raise DataError(
             f"{path} is damaged or cut off at byte {end}: there is neither a file nor the mark that ends a tar file. "
             "Copy it again, or leave it out."
         )
+    if files:
+        yield TarSample(key, files, end)
 
 
 def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:

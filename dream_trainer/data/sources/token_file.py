@@ -115,7 +115,7 @@ def _find_shards(path: Path) -> list[_Shard]:
     if path.is_dir():
         _refuse_unfinished(path)
         files = sorted(
-            [file.with_suffix(".bin") for file in path.glob("*.json") if _is_header(file)]
+            [file.with_suffix(".bin") for file in path.glob("*.json") if _header(file)]
             + [file for file in path.glob("*.npy") if not file.name.endswith(".index.npy")]
         )
         if not files:
@@ -148,10 +148,20 @@ def _refuse_unfinished(directory: Path) -> None:
 
 
 def _open_bin(path: Path) -> _Shard:
-    header = _read_header(path.with_suffix(".json"), path)
+    described = path.with_suffix(".json")
+    if not described.exists():
+        raise DataError(
+            f"{path} has no header {described.name} beside it, so nothing tells what is in it. `dream-trainer data "
+            "tokenize` or a TokenFileWriter writes both."
+        )
+    header = _header(described)
+    if header is None:
+        raise DataError(f"{described} is no header of token files: its format is not {FORMAT!r}.")
+    if header["version"] != VERSION:
+        raise DataError(f"{described} is of version {header['version']}, and this program reads version {VERSION}.")
     dtype, num_tokens = np.dtype(header["dtype"]).newbyteorder("<"), header["tokens"]
     if not path.exists():
-        raise DataError(f"there is no token file {path}, which {path.with_suffix('.json').name} describes.")
+        raise DataError(f"there is no token file {path}, which {described.name} describes.")
     size, expected = path.stat().st_size, num_tokens * dtype.itemsize
     if size != expected:
         raise DataError(
@@ -193,25 +203,13 @@ def _check_index(path: Path, num_tokens: int, num_documents: int | None) -> Path
     return index
 
 
-def _is_header(path: Path) -> bool:
+def _header(path: Path) -> dict[str, Any] | None:
+    """What the header of a token file says; None of another file."""
     try:
         header = json.loads(path.read_text())
     except ValueError:
-        return False
-    return isinstance(header, dict) and header.get("format") == FORMAT
-
-
-def _read_header(path: Path, tokens: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise DataError(
-            f"{tokens} has no header {path.name} beside it, so nothing tells what is in it. `dream-trainer data "
-            "tokenize` or a TokenFileWriter writes both."
-        )
-    refuse(not _is_header(path), f"{path} is no header of token files: its format is not {FORMAT!r}.", DataError)
-    header: dict[str, Any] = json.loads(path.read_text())
-    if header["version"] != VERSION:
-        raise DataError(f"{path} is of version {header['version']}, and this program reads version {VERSION}.")
-    return header
+        return None
+    return header if isinstance(header, dict) and header.get("format") == FORMAT else None
 
 
 class TokenFileWriter:

@@ -23,7 +23,7 @@ from dream_trainer.data.sources.stream_sources import HuggingFaceShards, Sharded
 from dream_trainer.data.streams.lanes import Chain, Lane, LaneOptions, LanePlan, LaneState, lane_plan, refuse_forgetful
 from dream_trainer.data.transforms import OnError, Transform, block_size, description, refuse_unclear_policy
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
-from dream_trainer.data.worker_start import WorkerInit, as_it_is, started
+from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
 
@@ -91,7 +91,7 @@ class StreamLoader:
         if source.num_shards < 1:
             raise DataError(f"the source ({type(source).__name__}) has 0 shards. Check its path and split.")
         limit = refuse_unclear_policy(on_error, max_skipped)
-        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, on_error, limit)
+        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, limit)
         self.batch_size = batch_size
         self.lanes = lanes
         self.turns = turns
@@ -283,25 +283,22 @@ class LaneStream(TrainStream):
         readers: list[Iterator[Loaded]] = []
         for number in range(self._num_readers):
             chains = self._chains[number :: self._num_readers]
-            batches = LaneBatches(self._loader, self._plan, chains, self._accumulation, self._seed)
-            batches.start(step, self._position.epoch, self._states)
+            place = step, self._position.epoch, self._states
+            batches = LaneBatches(self._loader, self._plan, chains, self._seed, *place)
             readers.append(self._in_worker(batches, step) if self._loader.num_workers else iter(batches))
         return readers
 
     def _in_worker(self, batches: LaneBatches, step: int) -> Iterator[Loaded]:
         loader = self._loader
         seed = hash_seed(b"workers", self._seed, self._position.epoch, step, self._dp_rank)
+        # A process for each reader, which can then load any lanes in any order.
+        own: dict[str, Any] = {"num_workers": 1, "worker_init_fn": WorkerInit(loader.worker_init_fn)}
         torch_loader = DataLoader(
             batches,
             batch_size=None,
             collate_fn=as_it_is,
-            num_workers=1,  # its own process for each, which can then load any lanes in any order
             generator=torch.Generator(device="cpu").manual_seed(seed),
-            pin_memory=loader.pin_memory,
-            prefetch_factor=loader.prefetch_factor,
-            multiprocessing_context=loader.multiprocessing_context,
-            timeout=loader.timeout,
-            worker_init_fn=WorkerInit(loader.worker_init_fn),
+            **worker_options(loader) | own,
         )
         return started(torch_loader)
 
@@ -360,18 +357,21 @@ class LaneBatches(IterableDataset[Loaded]):
     """The batches that one reader loads, in a worker or in the training process: those of its chains, step by step."""
 
     def __init__(
-        self, loader: StreamLoader, plan: LanePlan, chains: Sequence[Chain], accumulation: int, seed: int
+        self,
+        loader: StreamLoader,
+        plan: LanePlan,
+        chains: Sequence[Chain],
+        seed: int,
+        first_step: int,
+        epoch: int,
+        states: Mapping[str, Any],  # of lanes that were read before
     ) -> None:
         self._options, self._collate, self._batch_size = loader.options, loader.collate_fn, loader.batch_size
         self._plan = plan
         self._chains = chains
         self._seed = seed
         self._draws = not collates_without_draws(loader.collate_fn)
-        self.start(0, 0, {})
-
-    def start(self, step: int, epoch: int, states: Mapping[str, Any]) -> None:
-        """Sets where the next iterator begins: at a step of a pass, with the states of lanes that were read before."""
-        self._first_step, self._epoch, self._states = step, epoch, states
+        self._first_step, self._epoch, self._states = first_step, epoch, states
 
     def __iter__(self) -> Iterator[Loaded]:
         first = self._chains[0].lanes[0]

@@ -15,7 +15,7 @@ from dream_trainer.checks import divisors, spell
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.probe import summary
 from dream_trainer.data.sources.stream_sources import ShardedSource, StatefulIterable
-from dream_trainer.data.transforms import Item, OnError, SampleCalls, Transform, block_size, shuffled
+from dream_trainer.data.transforms import Item, SampleCalls, Transform, block_size, shuffled
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 
@@ -113,7 +113,6 @@ class LaneOptions:
     transforms: Sequence[Transform]
     shuffle_shards: bool
     repeat: bool
-    on_error: OnError
     max_skipped: int
 
 
@@ -134,7 +133,7 @@ class Lane(Iterator[Any]):
         self, options: LaneOptions, plan: LanePlan, number: int, *, seed: int, start: LaneState, consumed: int
     ) -> None:
         self.begun: bytes | None = None
-        self.calls = SampleCalls(seed, number, options.on_error, options.max_skipped, start.skipped)
+        self.calls = SampleCalls(seed, number, options.max_skipped, start.skipped)
         self._options = options
         self._shards = plan.shards(number)
         self._numbers = seed, number

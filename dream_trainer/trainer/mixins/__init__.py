@@ -57,34 +57,4 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "config.checkpoint_parameters": "CheckpointConfigMixin CheckpointParameters",
-            "config.device_parameters": "SetupConfigMixin",
-            "config.logger_parameters": (
-                "LoggerConfigMixin LoggerParameters MLflowParameters TrackioParameters WandbParameters"
-            ),
-            "config.parallel_parameters": (
-                "ActivationCheckpointingConfigMixin ActivationCheckpointingParameters CompileConfigMixin "
-                "CompileParameters ContextParallelConfigMixin ContextParallelParameters FSDPConfigMixin "
-                "FSDPParameters Float8ConfigMixin Float8Parameters LocalSGDConfigMixin LocalSGDParameters "
-                "PipelineParallelConfigMixin PipelineParallelParameters TensorParallelConfigMixin "
-                "TensorParallelParameters"
-            ),
-            "config.training_parameters": "EvalConfigMixin EvalParameters",
-            "trainer.mixins.activation_checkpointing": "ActivationCheckpointingMixin",
-            "trainer.mixins.checkpointing": "CheckpointMixin",
-            "trainer.mixins.compile": "CompileMixin",
-            "trainer.mixins.context_parallel": "ContextParallelMixin",
-            "trainer.mixins.evaluation": "EvalMixin",
-            "trainer.mixins.expert_parallel": "ExpertParallelMixin",
-            "trainer.mixins.float8": "Float8Mixin",
-            "trainer.mixins.fsdp": "FSDPMixin",
-            "trainer.mixins.local_sgd": "LocalSGDMixin",
-            "trainer.mixins.logger": "LoggerMixin",
-            "trainer.mixins.pipeline_parallel": "PipelineParallelMixin",
-            "trainer.mixins.setup": "SetupMixin",
-            "trainer.mixins.tensor_parallel": "TensorParallelMixin",
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

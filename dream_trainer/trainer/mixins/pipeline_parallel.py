@@ -82,7 +82,7 @@ class PipelineParallelMixin(AbstractTrainer):
         """
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
-        from dream_trainer.optim.whole_parameters import remember_whole
+        from dream_trainer.optim.groups import remember_whole
         from dream_trainer.parallel.cut_models import remember_ties, ties_of
         from dream_trainer.parallel.joined_buffers import batch_norms
         from dream_trainer.parallel.pipeline import Stages
