@@ -30,7 +30,7 @@ _NAMES = {
     ),
     "dream_trainer.checkpoint.optimizer_state": "optimizer_state",
     "dream_trainer.checkpoint.restored_optimizer": "prepare_optimizer_state",
-    "dream_trainer.checkpoint.retention": "Retention best_checkpoint kept retire",
+    "dream_trainer.checkpoint.retention": "best_checkpoint kept retire",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "Moment Saver",

@@ -24,7 +24,7 @@ from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.cleanup import in_a_line
-from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor
 from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
@@ -152,9 +152,7 @@ class LocalCheckpoints:
         write_checkpoint(save, snapshot, world=self._host, known=self._known_plan, job=job)
 
     def _bytes(self, snapshot: Snapshot) -> int:
-        from torch.distributed.tensor import DTensor
-
-        own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or isinstance(tensor, DTensor)]
+        own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or is_dtensor(tensor)]
         return sum(local_tensor(tensor).nbytes for tensor in (*own, *snapshot.rank_tensors.values()))
 
     def _make_part(self) -> None:

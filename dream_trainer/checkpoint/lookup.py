@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dream_trainer.checkpoint.files import named_step, step_directories
+from dream_trainer.checkpoint.files import ASIDE_NAME, REPLACED_NAME, TEMPORARY_NAME, named_step, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest
 from dream_trainer.checks import refuse
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
 
 State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
-# As files.py names them.
-_HIDDEN: dict[State, re.Pattern[str]] = {
-    "unfinished": re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+"),
-    "replaced": re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+"),
-    "aside": re.compile(r"\.aside-[0-9a-f]+-step_(\d{8,})"),
-}
+_HIDDEN: dict[State, re.Pattern[str]] = {"unfinished": TEMPORARY_NAME, "replaced": REPLACED_NAME, "aside": ASIDE_NAME}
 
 
 @dataclass(frozen=True, kw_only=True)

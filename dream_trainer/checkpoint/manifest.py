@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -163,25 +165,20 @@ def _plain_name(name: str) -> str:
     return name
 
 
+def _newest_first(root: Path) -> Iterator[Manifest]:
+    for _, path in reversed(step_directories(root)):
+        with suppress(CheckpointError):
+            yield read_manifest(path)
+
+
 def list_checkpoints(root: Path) -> list[Manifest]:
     """The whole checkpoints under `root` by step, as far as manifests and sizes tell; contents are not read."""
-    manifests = []
-    for _, path in step_directories(root):
-        try:
-            manifests.append(read_manifest(path))
-        except CheckpointError:
-            continue
-    return manifests
+    return [*_newest_first(root)][::-1]
 
 
 def newest_checkpoint(root: Path) -> Manifest | None:
     """The last one of `list_checkpoints`; older ones are not looked at."""
-    for _, path in reversed(step_directories(root)):
-        try:
-            return read_manifest(path)
-        except CheckpointError:
-            continue
-    return None
+    return next(_newest_first(root), None)
 
 
 def finished_directories(root: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.checks import listed
-from dream_trainer.compat.pytorch import gathered_twins
+from dream_trainer.compat.pytorch import gathered_twins, is_dtensor
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.parallel.sharding import fsdp_modules
 
@@ -108,9 +108,7 @@ def _modes(models: Mapping[str, nn.Module]) -> dict[str, bool]:
 
 
 def _shapes(models: Mapping[str, nn.Module]) -> dict[str, torch.Size]:
-    from torch.distributed.tensor import DTensor
-
-    return {name: buffer.shape for name, buffer in model_buffers(models).items() if not isinstance(buffer, DTensor)}
+    return {name: buffer.shape for name, buffer in model_buffers(models).items() if not is_dtensor(buffer)}
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import content_checksum
+from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
@@ -125,13 +126,11 @@ def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, 
 
 
 def _unsharded(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    from torch.distributed.tensor import DTensor
-
     unsharded = {}
     for name, model in models.items():
-        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        sharded = any(is_dtensor(parameter) for parameter in model.parameters())
         for key, tensor in _stored({name: model}):
-            if not isinstance(tensor, DTensor) and (sharded or not isinstance(tensor, nn.Parameter)):
+            if not is_dtensor(tensor) and (sharded or not isinstance(tensor, nn.Parameter)):
                 unsharded[key] = tensor.detach()
     return unsharded
 

@@ -18,8 +18,8 @@ from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.checkpoint.model_state import value_checksum
 from dream_trainer.checkpoint.nested_state import TensorPath, parameter_in, path_text, split_state
 from dream_trainer.checkpoint.own_state_dict import MACHINE_OPTIONS, has_own_state_dict
-from dream_trainer.checkpoint.state_layouts import is_sharded, layout_to_note, mesh_of, place_of
-from dream_trainer.compat.pytorch import local_tensor, storage_id
+from dream_trainer.checkpoint.state_layouts import layout_to_note, mesh_of, place_of
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor, storage_id
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
@@ -60,7 +60,7 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
     for part, (record, found, _) in parts.items():
         is_local = part in each_rank
         for path, tensor in found.items():
-            prefix = f"{RANK_PREFIX}{world.rank}." if is_local and not is_sharded(tensor) else ""
+            prefix = f"{RANK_PREFIX}{world.rank}." if is_local and not is_dtensor(tensor) else ""
             tensors[prefix + tensor_name(name, part, path)] = tensor
         if is_local:
             own[name][part] = record | {"places": places_of(by_name, part)}
@@ -123,8 +123,8 @@ def _collect(
         record |= {"on_host": on_host} if on_host else {}
         record |= {"sharded": True} if part == WHOLE and mesh is not None else {}
         text = typed_json.dumps(record, name=f"{OPTIMIZER_PREFIX}{name}.state.{part}".rstrip("."))
-        is_compared = mesh is not None if part == WHOLE else is_sharded(by_name[part])
-        plain = [t for t in tensors.values() if is_compared and not is_sharded(t)] if needs_digests else []
+        is_compared = mesh is not None if part == WHOLE else is_dtensor(by_name[part])
+        plain = [t for t in tensors.values() if is_compared and not is_dtensor(t)] if needs_digests else []
         digest = content_checksum("\n".join([text, *map(value_checksum, plain)]).encode()) if needs_digests else ""
         # Written and read again: so it is a copy (schedulers change `lr` tensors in place), and known to be readable.
         parts[part] = _Part(typed_json.loads(text), tensors, digest)

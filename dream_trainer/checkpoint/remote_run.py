@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, newest_checkpoint
-from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
@@ -36,31 +37,31 @@ def newest_in_both(root: Path, stage: Path) -> Manifest | None:
     return max(found, key=lambda manifest: (manifest.step, manifest.wall_time), default=None)
 
 
+@dataclass(eq=False)
 class RemoteRun:
     """The run's directory in a store: claimed by `begin`, and given back by `end`."""
 
-    def __init__(
-        self, run: StorePath, run_dir: Path, retention: Retention, world: Ranks, connect: Callable[[], Store | None]
-    ) -> None:
-        self.directory = run / "checkpoints"
-        self._run = run
-        self._run_dir = run_dir
-        self._retention = retention
-        self._world = world
-        self._connect = connect
+    run: StorePath
+    run_dir: Path
+    retention: CheckpointParameters
+    world: Ranks
+    connect: Callable[[], Store | None]
+
+    def __post_init__(self) -> None:
+        self.directory = self.run / "checkpoints"
         self._ownership: Ownership | None = None
         self._sender: Sender | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # the run's files, with size and time of change
 
     def begin(self, stage: Path) -> Sender:
         """Claims the run and begins to send, first what waits in `stage`; every rank calls it."""
-        world, task = self._world, f"claim {self._run}"
+        world, task = self.world, f"claim {self.run}"
         self._ownership = on_all_ranks(world, task, self._claim)
         name = from_main_rank(world, task, lambda: self._ownership.token if self._ownership else "")
-        notes = self._connect() or HashStore()
+        notes = self.connect() or HashStore()
         self._sender = Sender(
             self.directory,
-            self._retention,
+            self.retention,
             rank=world.rank,
             world_size=world.world_size,
             notes=PrefixStore(name, notes),  # a later trainer of this job has others
@@ -72,27 +73,27 @@ class RemoteRun:
         return self._sender
 
     def _claim(self) -> Ownership | None:
-        if not self._world.is_main:
+        if not self.world.is_main:
             return None
         try:
-            ownership = Ownership(self._run, self._run_dir)
+            ownership = Ownership(self.run, self.run_dir)
             if not ownership.goes_on_here:
-                for entry in self._run.iterdir():  # what it wrote about itself elsewhere goes on here
+                for entry in self.run.iterdir():  # what it wrote about itself elsewhere goes on here
                     if not entry.is_dir():
-                        (self._run_dir / entry.name).write_bytes(entry.read_bytes())
+                        (self.run_dir / entry.name).write_bytes(entry.read_bytes())
         except OSError as error:
             raise CheckpointError(f"the store cannot be used: {error}") from None
         return ownership
 
     def _send_files(self) -> None:
         """Sends the run's own files, such as `run.json` and `metrics.jsonl`, where they have changed."""
-        for path in sorted(self._run_dir.iterdir()):
+        for path in sorted(self.run_dir.iterdir()):
             if path.name in _LOCAL_FILES or path.name.startswith(".") or not path.is_file():
                 continue
             status = path.stat()
             state = (status.st_size, status.st_mtime_ns)
             if self._sent.get(path.name) != state:
-                self._run.store.send(path, f"{self._run.key}/{path.name}")
+                self.run.store.send(path, f"{self.run.key}/{path.name}")
                 self._sent[path.name] = state
 
     def look_again(self) -> None:
@@ -109,6 +110,6 @@ class RemoteRun:
                 if not self._ownership.is_lost():
                     self._send_files()
             except OSError as error:
-                logger.warning("the run's own files were not sent to %s: %s", self._run, error)
+                logger.warning("the run's own files were not sent to %s: %s", self.run, error)
             self._ownership.release()
             self._ownership = None

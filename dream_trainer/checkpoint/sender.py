@@ -14,13 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dream_trainer.checkpoint.files import compare_sizes, discard, set_aside
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest
-from dream_trainer.checkpoint.retention import Retention, kept
+from dream_trainer.checkpoint.retention import kept
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.object_store import without_secrets
 from dream_trainer.stores.ownership import Ownership
@@ -38,27 +39,19 @@ _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 logger = logging.getLogger("dream_trainer")
 
 
+@dataclass(eq=False)
 class Sender:
     """Sends what `put` names, one checkpoint after the other. Every rank has one, and puts the same."""
 
-    def __init__(
-        self,
-        remote: StorePath,
-        retention: Retention,
-        *,
-        rank: int,
-        world_size: int,
-        notes: Store,
-        ownership: Ownership | None,
-        after_each: Callable[[], None],
-    ) -> None:
-        self._remote = remote
-        self._retention = retention
-        self._rank = rank
-        self._world_size = world_size
-        self._notes = notes
-        self._ownership = ownership
-        self._after_each = after_each
+    remote: StorePath
+    retention: CheckpointParameters
+    rank: int
+    world_size: int
+    notes: Store
+    ownership: Ownership | None
+    after_each: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._waiting: deque[Path] = deque()
         self._count = 0
         self._stored: dict[int, Manifest] | None = None  # on rank 0, by step; None: not looked yet
@@ -92,7 +85,7 @@ class Sender:
                 self.refuse_if_lost()
                 if self._trouble and time.monotonic() - self._answered > PATIENCE_SECONDS:
                     raise CheckpointError(
-                        f"{len(self._waiting)} checkpoints could not be sent to {self._remote}: {self._trouble}. They "
+                        f"{len(self._waiting)} checkpoints could not be sent to {self.remote}: {self._trouble}. They "
                         f"wait in {self._waiting[0].parent}; the same command sends them first."
                     )
                 self._changed.wait(_LOOK_SECONDS)
@@ -146,7 +139,7 @@ class Sender:
         if self._trouble is None:
             logger.warning(
                 "%s does not take checkpoints: %s. They wait in %s, and training goes on.",
-                self._remote,
+                self.remote,
                 why,
                 self._waiting[0].parent,
             )
@@ -157,22 +150,22 @@ class Sender:
         if self._trouble is not None:
             self._trouble = None
             self._tell("")
-            logger.warning("%s takes checkpoints again; %d are on the way", self._remote, len(self._waiting))
+            logger.warning("%s takes checkpoints again; %d are on the way", self.remote, len(self._waiting))
 
     def _send(self, path: Path) -> None:
         """Sends this rank's files of a checkpoint; rank 0 then makes it one. May be called again after an OSError."""
-        if self._rank == 0:
+        if self.rank == 0:
             self._note("files", json.dumps(self._files_to_send(path)))
         names = json.loads(self._noted("files", by=0) or "[]")
-        target = self._remote / path.name
+        target = self.remote / path.name
         for name in names:
             of_rank = _OF_A_RANK.fullmatch(name)
-            if (int(of_rank[1] or of_rank[2]) if of_rank else 0) % self._world_size == self._rank:
-                self._remote.store.send(path / name, (target / name).key)
+            if (int(of_rank[1] or of_rank[2]) if of_rank else 0) % self.world_size == self.rank:
+                self.remote.store.send(path / name, (target / name).key)
                 self._answers()
-        self._note(f"sent by {self._rank}", "")
-        if self._rank == 0 and names:
-            for rank in range(self._world_size):
+        self._note(f"sent by {self.rank}", "")
+        if self.rank == 0 and names:
+            for rank in range(self.world_size):
                 self._noted(f"sent by {rank}", by=rank)
             if not self._ended.is_set():
                 self._commit(path)
@@ -190,10 +183,10 @@ class Sender:
             discard(path)
             return []
         if same is not None and same.wall_time > local.wall_time:
-            logger.warning("%s has a newer checkpoint of step %d; the local one is set aside", self._remote, local.step)
+            logger.warning("%s has a newer checkpoint of step %d; the local one is set aside", self.remote, local.step)
             set_aside(path)
             return []
-        if local.step not in kept((stored | {local.step: local}).values(), self._retention):
+        if local.step not in kept((stored | {local.step: local}).values(), self.retention):
             discard(path)
             return []
         self._refuse_if_taken()
@@ -205,7 +198,7 @@ class Sender:
     def _commit(self, path: Path) -> None:
         """Rank 0: writes the manifest, after which the checkpoint exists, and removes what is not kept."""
         content, local = (path / MANIFEST_NAME).read_bytes(), read_manifest(path)
-        target, place = self._remote / path.name, self._manifest_of(path)
+        target, place = self.remote / path.name, self._manifest_of(path)
         try:
             compare_sizes(target, {name: entry.size for name, entry in local.files.items()})
         except DamagedCheckpointError as error:
@@ -217,46 +210,46 @@ class Sender:
         discard(path)
         try:
             stored = self._what_is_stored()
-            for step in stored.keys() - kept(stored.values(), self._retention):
+            for step in stored.keys() - kept(stored.values(), self.retention):
                 discard(stored[step].path)
                 del stored[step]
-            self._after_each()
+            self.after_each()
         except OSError as error:  # the checkpoint is there, and the next one tries again
-            logger.warning("%s: %s", self._remote, without_secrets(error))
+            logger.warning("%s: %s", self.remote, without_secrets(error))
 
     def _what_is_stored(self) -> dict[int, Manifest]:
         if self._stored is None:
-            self._stored = {manifest.step: manifest for manifest in list_checkpoints(self._remote)}
+            self._stored = {manifest.step: manifest for manifest in list_checkpoints(self.remote)}
         return self._stored
 
     def _refuse_if_taken(self) -> None:
-        if self._ownership is not None and self._ownership.is_lost():
+        if self.ownership is not None and self.ownership.is_lost():
             raise CheckpointError(
-                f"another job has taken {self._remote.parent} while this one did not answer. Stop one of them, or give "
+                f"another job has taken {self.remote.parent} while this one did not answer. Stop one of them, or give "
                 "this run another experiment name."
             )
 
     def _manifest_of(self, path: Path) -> StorePath:
-        return self._remote / path.name / MANIFEST_NAME
+        return self.remote / path.name / MANIFEST_NAME
 
     # -- what ranks tell one another
 
     def _note(self, what: str, value: str) -> None:
-        self._notes.set(f"sender/{self._count}/{what}", value)
+        self.notes.set(f"sender/{self._count}/{what}", value)
 
     def _tell(self, trouble: str) -> None:
-        self._notes.set(f"sender/trouble of {self._rank}", trouble)
+        self.notes.set(f"sender/trouble of {self.rank}", trouble)
 
     def _noted(self, what: str, *, by: int) -> str | None:
         """What a rank has noted, once it has; None if this sender ends before. Its trouble is this rank's meanwhile."""
         key = f"sender/{self._count}/{what}"
-        while not self._notes.check([key]):
+        while not self.notes.check([key]):
             if self._ended.wait(_LOOK_SECONDS):
                 return None
             about = f"sender/trouble of {by}"
-            trouble = self._notes.get(about).decode() if self._notes.check([about]) else ""
+            trouble = self.notes.get(about).decode() if self.notes.check([about]) else ""
             if trouble:
                 self._has_trouble(f"rank {by}: {trouble}")
             else:
                 self._answers()
-        return self._notes.get(key).decode()
+        return self.notes.get(key).decode()

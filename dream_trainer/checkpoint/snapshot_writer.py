@@ -5,39 +5,36 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.retention import Retention, retire
+from dream_trainer.checkpoint.retention import retire
 from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 
 logger = logging.getLogger("dream_trainer")
 
 
+@dataclass(eq=False)
 class SnapshotWriter:
     """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept."""
 
-    def __init__(
-        self,
-        directory: Path,
-        retention: Retention,
-        world: Ranks,
-        copies: HostCopies | None = None,
-        local: LocalCheckpoints | None = None,
-    ) -> None:
-        self.directory = directory
-        self.copies = copies  # None: snapshots are not copied
-        self.local = local  # what each host keeps of the newest state
-        self.sender: Sender | None = None  # brings checkpoints to an object store
-        self._retention = retention
-        self._world = world
+    directory: Path
+    retention: CheckpointParameters
+    world: Ranks
+    copies: HostCopies | None = None  # None: snapshots are not copied
+    local: LocalCheckpoints | None = None  # what each host keeps of the newest state
+    sender: Sender | None = None  # brings checkpoints to an object store
+
+    def __post_init__(self) -> None:
         self._writing: Background[Path | None] = Background("checkpoint writer")
         self._warming: Background[None] = Background("checkpoint memory")
         self._copies_are_pending = False
@@ -78,7 +75,7 @@ class SnapshotWriter:
 
     def wait_until_sent(self) -> None:
         if self.sender is not None:
-            on_all_ranks(self._world, "send checkpoints", self.sender.finish)
+            on_all_ranks(self.world, "send checkpoints", self.sender.finish)
 
     def before_update(self) -> None:
         """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
@@ -96,15 +93,15 @@ class SnapshotWriter:
         if self.copies is not None:
             self.copies.wait()
         if self.sender is not None:
-            on_all_ranks(self._world, "save", self.sender.refuse_if_lost)
-        path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace, known=self._known_plan)
+            on_all_ranks(self.world, "save", self.sender.refuse_if_lost)
+        path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
         if self.local is not None:
             self.local.follow(path)
         if self.sender is not None:
             self.sender.put(path)
-        elif self._world.is_main and not self._retention.keeps_all:
+        elif self.world.is_main and not self.retention.keeps_all:
             try:
-                retire(self.directory, self._retention)
+                retire(self.directory, self.retention)
             except OSError as error:  # the new checkpoint is complete, and a later save tries again
                 logger.warning("old checkpoints could not be removed: %s", error)
         if self.local is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.compat.pytorch import shard_dim
+from dream_trainer.compat.pytorch import is_dtensor, shard_dim
 from dream_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -22,23 +22,13 @@ Layout = str | dict[str, int | None]
 PLAIN = "plain"
 
 
-def is_sharded(tensor: object) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh | None:
-    from torch.distributed.tensor import DTensor
-
-    return next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
+    return next((parameter.device_mesh for parameter in parameters if is_dtensor(parameter)), None)
 
 
 def place_of(parameter: nn.Parameter) -> list[Any] | None:
     """Which part of a sharded parameter this rank has: equal places have equal parts. None for a plain one."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return None
     mesh = parameter.device_mesh
     return [list(mesh.shape), [str(one) for one in parameter.placements], list(mesh.get_coordinate() or ())]
@@ -46,12 +36,10 @@ def place_of(parameter: nn.Parameter) -> list[Any] | None:
 
 def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
     """How a state tensor lies, if that does not follow from its parameter."""
-    from torch.distributed.tensor import DTensor
-
     has_its_shape = parameter is not None and tensor.shape == parameter.shape
-    if not isinstance(tensor, DTensor):
-        return PLAIN if has_its_shape and tensor.ndim and isinstance(parameter, DTensor) else None
-    if has_its_shape and isinstance(parameter, DTensor) and tensor.placements == parameter.placements:
+    if not is_dtensor(tensor):
+        return PLAIN if has_its_shape and tensor.ndim and is_dtensor(parameter) else None
+    if has_its_shape and is_dtensor(parameter) and tensor.placements == parameter.placements:
         return None
     if tensor.device_mesh != mesh or any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(

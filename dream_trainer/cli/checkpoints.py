@@ -118,15 +118,20 @@ class Prune:
 
     def run(self) -> int:
         from dream_trainer.checkpoint.lookup import checkpoints_root, entries
-        from dream_trainer.checkpoint.retention import Retention, kept, mode_of_run
+        from dream_trainer.checkpoint.retention import kept, mode_of_run
         from dream_trainer.checkpoint.run_directory import without_jobs
+        from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 
         root = checkpoints_root(as_path(self.run_path))
+        refuse(
+            self.keep_best is not None and self.metric is None,
+            f"--keep-best {self.keep_best} does not say by which metric. Set --metric, such as val/loss.",
+        )
         mode = self.mode
         if mode is None and self.metric is not None:
             mode = mode_of_run([entry.manifest for entry in entries(root) if entry.manifest], self.metric)
-        rules = {name: vars(self)[name] for name in ("keep_last", "keep_every_n_steps", "keep_best", "metric")}
-        retention = Retention(**rules, mode=mode or "min")
+        rules = {name: vars(self)[name] for name in ("keep_last", "keep_every_n_steps", "keep_best")}
+        retention = CheckpointParameters(**rules, best_metric=self.metric, best_mode=mode)
         if retention.keeps_all and not self.damaged and not self.aside:
             raise ConfigError(
                 "no rule was given. Use --keep-last, --keep-every-n-steps, --keep-best, --damaged or --aside."

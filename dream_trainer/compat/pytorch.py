@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
     import io
@@ -32,8 +33,15 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
     from torch.overrides import TorchFunctionMode
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor, whose module is slow to load (sympy comes with it)."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from datetime import timedelta
-from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from dream_trainer.checks import did_you_mean, refuse, spell
+from dream_trainer.checks import did_you_mean, refuse
 from dream_trainer.config.file_formats import read_plain
 from dream_trainer.config.parameter_class import members
 from dream_trainer.config.serialize import structure
@@ -26,14 +25,6 @@ _NAMES = ("project", "group", "experiment")
 # Fields of a saved config that only concern its own run: its place and start, and the record of what is code.
 _OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks", "given_objects")
 _OF_ITS_START = ("resume", "branch")
-_WORDS: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    NoneType: "null",
-    timedelta: "a number of seconds",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +188,7 @@ def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], 
 
 
 def _value(change: _Set, annotation: Any, dotted: str) -> Any:
-    value, advice = change.value, f"It takes {_wanted(annotation)}."
+    value, advice = change.value, f"It takes {inspect.formatannotation(annotation)}."
     parts = members(annotation)
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
     is_text = isinstance(value, str) and str not in (*parts, *map(type, choices))
@@ -223,32 +214,3 @@ def _class_of(start: Any) -> Any:
 def _is_sequence(annotation: Any) -> bool:
     origin = get_origin(annotation) or annotation
     return isinstance(origin, type) and (origin is Sequence or issubclass(origin, list | tuple | set | frozenset))
-
-
-def _wanted(annotation: Any) -> str:
-    """A type in words, such as "an integer or null" for `int | None`."""
-    found: list[str] = []
-    for part in members(annotation):
-        if get_origin(part) is Literal:
-            found += [repr(choice) for choice in get_args(part)]
-        elif isinstance(part, type) and issubclass(part, Enum):
-            found += [repr(member.value) for member in part]
-        else:
-            found.append(_word(part))
-    return spell(dict.fromkeys(found))
-
-
-def _word(part: Any) -> str:
-    origin, arguments = get_origin(part) or part, get_args(part)
-    if part in _WORDS:
-        return _WORDS[part]
-    if isinstance(origin, type) and issubclass(origin, PurePath):
-        return "a path"
-    if _is_sequence(part):
-        if origin is tuple and arguments and arguments[-1] is not Ellipsis:
-            return f"a list of {len(arguments)}: {', '.join(map(_wanted, arguments))}"
-        return f"a list, each item {_wanted(arguments[0])}" if arguments else "a list"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"names and values, each value {_wanted(arguments[1])}" if arguments else "names and values"
-    name = getattr(part, "__name__", str(part))
-    return f"the fields of {name}" if is_dataclass(part) else name

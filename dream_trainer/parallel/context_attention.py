@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dream_trainer.checks import refuse
 from dream_trainer.compat.attention import CausalBias, causal_to_the_last_key
+from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.sequence_parts import SequenceParts
 from dream_trainer.parallel.shared_draws import PartShapes
@@ -71,9 +72,7 @@ class ContextAttention(ABC):
         """The same for what is of the shared sequence; `attend` is PyTorch's, with all but mask and `is_causal`."""
 
     def _refuse_split_layers(self, query: Tensor) -> None:
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(query, DTensor):
+        if is_dtensor(query):
             raise StepError(
                 "attention was called with DTensors under context_parallel. Have the plan of tensor parallelism give "
                 "local heads (use_local_output=True, ColwiseParallel's default)."

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.compat.pytorch import all_gather_flat, shard_dim
+from dream_trainer.compat.pytorch import all_gather_flat, is_dtensor
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import shapes_of
+from dream_trainer.parallel.sharding import dim_of_part
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -35,7 +36,7 @@ class EqualParts:
             module: f"{model_name}.{name}" if name else model_name
             for model_name, model in models.items()
             for name, module in model.named_modules()
-            if any(_dim_of(p) is not None for p in module.parameters())
+            if any(dim_of_part(p, "tp") is not None for p in module.parameters())
         }
 
     @contextmanager
@@ -56,10 +57,8 @@ class EqualParts:
 
     @torch.no_grad()
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        from torch.distributed.tensor import DTensor
-
         self._last = module
-        given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+        given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and not is_dtensor(x)]
         numbers = [number for tensor in given for number in (tensor.ndim, *tensor.shape)][:_NUMBERS]
         own = torch.tensor(numbers + [-1] * (_NUMBERS - len(numbers)), device=self._device)
         of_ranks = own.new_empty(self._size * _NUMBERS)
@@ -77,7 +76,7 @@ class EqualParts:
             f"{self._split[part]}.{name} has {p.shape[dim]} in dimension {dim}"
             for part in self._split
             for name, p in part.named_parameters(recurse=False)
-            if (dim := _dim_of(p)) is not None and dim >= 0 and p.shape[dim] % self._size
+            if (dim := dim_of_part(p, "tp")) is not None and dim >= 0 and p.shape[dim] % self._size
         ]
         # Of what is around the layers each of several stages of a rank has a copy.
         name = self._split.get(module, own_class(module).__name__)
@@ -96,7 +95,7 @@ class EqualParts:
         parts = [
             f"{name} ({p.shape[dim] // self._size} of {p.shape[dim]} in dimension {dim})"
             for name, p in owner.named_parameters()
-            if (dim := _dim_of(p)) is not None and dim >= 0
+            if (dim := dim_of_part(p, "tp")) is not None and dim >= 0
         ]
         error.add_note(
             f"Under tensor_parallel={self._size} each rank has a part of {self._split[owner]}, which ran last: "
@@ -119,17 +118,6 @@ def once_for_each_shape(step: Callable[[Any, int], Any], parts: EqualParts) -> C
         return result
 
     return compared
-
-
-def _dim_of(parameter: nn.Parameter) -> int | None:
-    """Along which dimension ranks that share layers split it; -1 if each has all of it; None if no plan names it."""
-    from torch.distributed.tensor import DTensor
-
-    dims = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-    if not isinstance(parameter, DTensor) or "tp" not in dims:
-        return None
-    dim = shard_dim(parameter.placements[dims.index("tp")])
-    return -1 if dim is None else dim
 
 
 def _shapes(numbers: list[int]) -> list[list[int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dream_trainer.compat.fully_shard import as_one_backward
 from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent, new_schedule, refresh_copy
-from dream_trainer.compat.pytorch import trained_by, write_count
+from dream_trainer.compat.pytorch import is_dtensor, trained_by, write_count
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
@@ -84,32 +85,31 @@ class _Seen(NamedTuple):
     changed: tuple[bool, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """Runs a model whose stages lie on the ranks of a pipeline. Each of them calls each method, with the same batch.
 
     `whole` are models that are whole on each rank. A loss that trains one goes back at once, without a schedule."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stages: Stages,
-        world: World,
-        *,
-        name: str,
-        schedule: str,
-        microbatches: int,
-        most_without_gradients: int,
-        backward_context: AbstractContextManager[Any] | None,
-        output_dtype: torch.dtype | None,
-        aside: Callable[[], AbstractContextManager[Any]],
-        warn: Callable[[str], None],
-        beside: Mapping[nn.Module, Pipeline],
-        splits_backwards: bool,
-        whole: Sequence[nn.Module],
-    ) -> None:
+    model: nn.Module
+    stages: Stages
+    world: World
+    name: str
+    schedule: str
+    microbatches: int
+    most_without_gradients: int
+    backward_context: AbstractContextManager[Any] | None
+    output_dtype: torch.dtype | None
+    aside: Callable[[], AbstractContextManager[Any]]
+    warn: Callable[[str], None]
+    beside: Mapping[nn.Module, Pipeline]
+    splits_backwards: bool
+    whole: Sequence[nn.Module]
+    is_running = False  # whether a call of the model is one of its stage
+
+    def __post_init__(self) -> None:
+        model, stages, world = self.model, self.stages, self.world
         self._messages = StageMessages(world, stages.ranks[-1])
-        self._model, self._world, self._schedule, self._microbatches = model, world, schedule, microbatches
-        self._most_without_gradients = most_without_gradients
         self._ranks, self._last = stages.ranks, len(stages.ranks) - 1
         own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
         self._own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
@@ -120,15 +120,11 @@ class Pipeline:
             for name, part in stage.named_modules()
             if part is not (original := model.get_submodule(name))
         ]
-        self._output_dtype = output_dtype
         self._wrapped = outermost_fsdp_modules(model)
         # A copy has the parameters of its original as they were, and not what is gathered in their place.
         has_own = {id(original) for copied, original in self._copies if list(copied.parameters(recurse=False))}
         self._gathered_first = [module for module in fsdp_modules(model) if id(module) in has_own]
         self._check: StageCheck | None = stages.check
-        self._backward_context, self._aside, self._warn = backward_context, aside, warn
-        self._name, self._beside = name, beside
-        self._splits_backwards, self._whole = splits_backwards, whole
         self._is_compared = False
         self._built: dict[Any, _Built] = {}
         self._inputs: list[Any] = []
@@ -137,22 +133,21 @@ class Pipeline:
         self._losses: list[Tensor] = []
         self._loss_fn: LossFunction | None = None
         self._scaled: Callable[[Tensor], Tensor] | None = None
-        self.is_running = False  # whether a call of the model is one of its stage
         self.bytes_of_a_batch: int | None = None  # sent by this rank, there and back, in the last batch of a new shape
         change_class(model, Pipelined)
         model._pipeline = self  # type: ignore[assignment]
 
     def refuse_inside_another(self) -> None:
         """Refuses what all ranks do together, where this one has come to a loss of another model in stages."""
-        for running in [pipeline for pipeline in self._beside.values() if pipeline.is_running]:
-            refuse_inside(running._name, self._name, self._world.stages)
+        for running in [pipeline for pipeline in self.beside.values() if pipeline.is_running]:
+            refuse_inside(running.name, self.name, self.world.stages)
 
     # -- training
 
     def refuse_unfit(self, inputs: Any, targets: Any) -> None:
         """Refuses a batch for training, on all ranks."""
-        refuse_graphs((inputs, targets), self._name, self._world.stages)
-        rows, n = rows_of(inputs), self._microbatches
+        refuse_graphs((inputs, targets), self.name, self.world.stages)
+        rows, n = rows_of(inputs), self.microbatches
         if rows == 0 or rows % n:
             raise DataError(
                 f"a batch of {rows} samples cannot be cut into microbatches={n} of one size. Use batches of a multiple "
@@ -162,12 +157,12 @@ class Pipeline:
     def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
         """Looks at the first batch, a collective then; RanksDifferError if ranks of the pipeline have others."""
         if not self._is_compared:
-            look_at_first((inputs, targets), targets, weights, self._world, self._microbatches, self._warn)
+            look_at_first((inputs, targets), targets, weights, self.world, self.microbatches, self.warn)
             self._is_compared = True
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
         """Of each micro-batch in training, by its targets."""
-        return [weight(part) for part in cut(targets, self._microbatches, rows_of(inputs))]
+        return [weight(part) for part in cut(targets, self.microbatches, rows_of(inputs))]
 
     def train(
         self,
@@ -180,7 +175,7 @@ class Pipeline:
         reduces: bool,
     ) -> Tensor:
         """Adds up the gradients of a batch; returns its loss, 0-dim float64, the same on all ranks."""
-        n = self._microbatches
+        n = self.microbatches
         built = self._built_for(inputs)
         rows = rows_of(inputs)
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
@@ -203,7 +198,7 @@ class Pipeline:
         if stage < self._last:
             parts = self._messages.parts(as_tuple(output))
             if any(now.requires_grad and not then.requires_grad for now, then in zip(parts, like.outputs, strict=True)):
-                refuse_unfrozen(stage, self._name)
+                refuse_unfrozen(stage, self.name)
             return parts
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
@@ -212,12 +207,12 @@ class Pipeline:
 
     def _may_split(self, stage: int, given: Sequence[Tensor]) -> bool:
         """Whether the backward of a micro-batch, from what a stage gave, may be one for inputs and one for weights."""
-        if not self._splits_backwards or stage < self._last:
-            return self._splits_backwards
-        return not trained_by(given[0], [parameter for model in self._whole for parameter in model.parameters()])
+        if not self.splits_backwards or stage < self._last:
+            return self.splits_backwards
+        return not trained_by(given[0], [parameter for model in self.whole for parameter in model.parameters()])
 
     def _output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        output, dtype = self._own[stage](*positional, **named), self._output_dtype
+        output, dtype = self._own[stage](*positional, **named), self.output_dtype
         if stage < self._last or dtype is None:
             return output
         return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
@@ -234,19 +229,19 @@ class Pipeline:
 
     def _build(self, inputs: Any) -> _Built:
         if self._check is not None:
-            with self._aside():
-                self._check.run(cut(inputs, self._microbatches, rows_of(inputs))[0], self._warn)
+            with self.aside():
+                self._check.run(cut(inputs, self.microbatches, rows_of(inputs))[0], self.warn)
             self._check = None
         seen: dict[int, _Seen] = {}
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
         # Ranks that share experts may have shapes of their own, and then not all of them are here.
-        first = cut(inputs, self._microbatches, rows_of(inputs))[:1]
+        first = cut(inputs, self.microbatches, rows_of(inputs))[:1]
         ahead = map_tensors(torch.clone, first)  # a stage may change what it is given
         with (
-            as_before(self._model),
-            preserved_random_state(self._world.device),
+            as_before(self.model),
+            preserved_random_state(self.world.device),
             torch.enable_grad(),
-            without_exchange(self._model),
+            without_exchange(self.model),
             self._running(),
         ):
             for _ in self._forward(ahead, seen):
@@ -258,26 +253,26 @@ class Pipeline:
                 place=(number, len(self._ranks)),
                 inputs=like.inputs,
                 outputs=like.outputs,
-                device=self._world.device,
+                device=self.world.device,
                 group=self._messages.group,
-                backward_context=self._backward_context,
+                backward_context=self.backward_context,
                 may_split=partial(self._may_split, number),
             )
             for number, like in seen.items()
         ]
-        self.bytes_of_a_batch = self._microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
+        self.bytes_of_a_batch = self.microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
         try:
-            with self._aside():
-                return _Built(stages, new_schedule(self._schedule, stages, self._microbatches))
+            with self.aside():
+                return _Built(stages, new_schedule(self.schedule, stages, self.microbatches))
         except ValueError as error:
             raise ConfigError(
-                f"schedule={self._schedule!r} cannot run microbatches={self._microbatches} through {len(self._ranks)} "
+                f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self._ranks)} "
                 f"stages on {max(self._ranks) + 1} ranks: {error}"
             ) from error
 
     def _bytes_of(self, stage: int, seen: _Seen) -> int:
         """What a stage sends of a micro-batch: outputs to the next one, and gradients of its inputs back."""
-        here, total = self._world.stage_rank, 0
+        here, total = self.world.stage_rank, 0
         if stage < self._last and self._ranks[stage + 1] != here:
             total += sum(bytes_sent(tensor)[0] for tensor in seen.outputs)
         if stage > 0 and self._ranks[stage - 1] != here:
@@ -291,7 +286,7 @@ class Pipeline:
     ) -> Tensor:
         """The loss of a batch of any size, as `train` returns it, without gradients."""
         rows = rows_of(inputs)
-        parts = min(self._most_without_gradients, rows)
+        parts = min(self.most_without_gradients, rows)
         target_parts = cut(targets, parts, rows)
         sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
         shares: list[Weight] = list(sizes) if weight is None else [weight(part) for part in target_parts]
@@ -304,11 +299,11 @@ class Pipeline:
     def call(self, inputs: Any) -> Any:
         """The outputs of the whole model, on each rank of the pipeline."""
         self.refuse_inside_another()
-        refuse_calls_with_gradients(self._world.stages)
-        self._world.refuse_if_forbidden()
+        refuse_calls_with_gradients(self.world.stages)
+        self.world.refuse_if_forbidden()
         rows = rows_of(inputs)
         with self._running():
-            parts = cut(inputs, min(self._most_without_gradients, rows), rows) if rows else [inputs]
+            parts = cut(inputs, min(self.most_without_gradients, rows), rows) if rows else [inputs]
             outputs = list(self._forward(parts))
         joined = concatenated(outputs, _refuse_uneven) if len(outputs) > 1 else None
         return self._messages.shared_outputs(outputs[0] if len(outputs) == 1 else joined)
@@ -322,7 +317,7 @@ class Pipeline:
                 args, kwargs = positional, named
                 if number > 0:
                     before = self._ranks[number - 1]
-                    is_here = before == self._world.stage_rank
+                    is_here = before == self.world.stage_rank
                     args, kwargs = stayed.pop((number, place)) if is_here else self._messages.receive(before), {}
                     if seen is not None:
                         args = tuple([value.clone() for value in args])
@@ -331,7 +326,7 @@ class Pipeline:
                     seen[number] = self._like(number, args, output)
                 if number == self._last:
                     yield output
-                elif self._ranks[number + 1] == self._world.stage_rank:
+                elif self._ranks[number + 1] == self.world.stage_rank:
                     stayed[number + 1, place] = as_tuple(output)
                 else:
                     sent += self._messages.send(as_tuple(output), self._ranks[number + 1])
@@ -349,7 +344,7 @@ class Pipeline:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Inside, the model is its stage, and draws random numbers of its own: other layers must not get the same."""
-        with numbers_of_place(b"stage", self._world.stage_rank, self._world.device):
+        with numbers_of_place(b"stage", self.world.stage_rank, self.world.device):
             for module in self._gathered_first:
                 module.unshard()
             for copied, original in self._copies:
@@ -366,12 +361,10 @@ def _without_values(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _checked(loss: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise StepError(f"loss_fn gave {what}, and forward_backward needs a scalar tensor: the mean of a micro-batch.")
-    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).reshape(())
+    return (loss.full_tensor() if is_dtensor(loss) else loss).reshape(())
 
 
 def _mean(total: Tensor, weights: list[Weight]) -> Tensor:
@@ -494,9 +487,7 @@ class StageMessages:
 
 
 def layout_of(tensor: Tensor) -> int:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return PLAIN
     (placement,) = tensor.placements
     if placement.is_replicate():

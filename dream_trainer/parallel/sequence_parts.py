@@ -5,14 +5,15 @@ For causal work each rank has two chunks: one from the front, where queries see 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, summed_in_graph
 from dream_trainer.compat.pytorch import all_gather_flat, sum_scatter_flat
+from dream_trainer.distributed.linear import linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,8 +39,7 @@ class SequenceParts:
 
     def joined(self, part: Tensor, dim: int) -> Tensor:
         """All ranks' positions, in their order; backward sums over ranks what they have for each position."""
-        whole: Tensor = _Joined.apply(part, dim, self)  # type: ignore[no-untyped-call]
-        return whole
+        return linear(part, partial(self.gather, dim=dim), partial(self.sum_of_own, dim=dim))
 
     def as_if_alike(self, part: Tensor, dim: int) -> Tensor:
         """What `joined` would give if all ranks had this one's positions."""
@@ -48,8 +48,7 @@ class SequenceParts:
 
     def exchanged(self, by_rank: Tensor) -> Tensor:
         """`out[j]` is what rank j had for this one; `by_rank` `[size, ...]`, what this rank has for each."""
-        out: Tensor = _Exchanged.apply(by_rank, self)  # type: ignore[no-untyped-call]
-        return out
+        return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         assert self._group is not None
@@ -104,39 +103,3 @@ class _PartsInGraphs(SequenceParts):
 
     def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
         return exchanged_in_graph(by_rank.flatten(), self.size, group).view(by_rank.shape)
-
-
-# Each is the other's backward, so that gradients have gradients.
-
-
-class _Joined(Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, parts: SequenceParts) -> Tensor:
-        ctx.dim, ctx.parts = dim, parts
-        return parts.gather(part, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
-        return _SumOfOwn.apply(gradients[0], ctx.dim, ctx.parts), None, None  # type: ignore[no-untyped-call]
-
-
-class _SumOfOwn(Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, parts: SequenceParts) -> Tensor:
-        ctx.dim, ctx.parts = dim, parts
-        return parts.sum_of_own(whole, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
-        return _Joined.apply(gradients[0], ctx.dim, ctx.parts), None, None  # type: ignore[no-untyped-call]
-
-
-class _Exchanged(Function):
-    @staticmethod
-    def forward(ctx: Any, by_rank: Tensor, parts: SequenceParts) -> Tensor:
-        ctx.parts = parts
-        return parts.exchange(by_rank)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return _Exchanged.apply(gradients[0], ctx.parts), None  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from dream_trainer.compat.pytorch import (
     OfTensors,
     all_gather_flat,
     foreach_copy_,
+    is_dtensor,
     local_tensor,
     share_hooks,
     with_local,
@@ -283,9 +284,7 @@ class _InStep:
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether an optimizer steps shards of this parameter, which may be whole at the moment."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor) or bool(_stepped_as_shard.get(parameter))
+    return is_dtensor(parameter) or bool(_stepped_as_shard.get(parameter))
 
 
 def shardable_bytes(model: nn.Module) -> int:

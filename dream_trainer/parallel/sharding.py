@@ -12,7 +12,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import gathered_twins, local_tensor, shard_dim, sharded_parameters, whole_parameters
+from dream_trainer.compat.pytorch import (
+    gathered_twins,
+    is_dtensor,
+    local_tensor,
+    shard_dim,
+    sharded_parameters,
+    whole_parameters,
+)
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts, whole_experts
@@ -160,20 +167,25 @@ def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
             module.register_parameter(alias, parameter_now)
 
 
+def dim_of_part(parameter: object, mesh_dim: str) -> int | None:
+    """Along which dimension ranks of `mesh_dim` split it; -1 if each has all of it; None if it is on no such mesh."""
+    names = (parameter.device_mesh.mesh_dim_names or ()) if is_dtensor(parameter) else ()
+    if not is_dtensor(parameter) or mesh_dim not in names:
+        return None
+    dim = shard_dim(parameter.placements[names.index(mesh_dim)])
+    return -1 if dim is None else dim
+
+
 def layout(parameter: nn.Parameter) -> object:
     """How a parameter is placed on its mesh; None for a plain one."""
-    from torch.distributed.tensor import DTensor
-
-    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+    return (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
 
 
 def move_what_is_whole(model: nn.Module, device: torch.device) -> None:
     """Moves buffers and unsharded parameters to `device`, where an offloaded model computes."""
-    from torch.distributed.tensor import DTensor
-
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if not isinstance(parameter, DTensor):
+            if not is_dtensor(parameter):
                 parameter.data = parameter.data.to(device)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -259,10 +271,8 @@ def local_indices(tensor: DTensor, dim: int) -> Tensor:
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a gradient, laid out as the parameter; sums that tensor parallelism left are made."""
-    from torch.distributed.tensor import DTensor
-
     gradient = parameter.grad
     assert gradient is not None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_tensor(gradient)

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import linecache
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -108,36 +105,14 @@ class StageCheck:
 
     def _cannot_run(self, number: int, stage: nn.Module, error: Exception, given: tuple[Any, ...]) -> str:
         frame = failing_frame(error)
-        line = _line_of_forward(stage) if frame is None else line_of(frame[0].f_code, frame[1])
-        asked = {} if frame is None else self._asked_for(stage, *frame)
-        needs = "".join(f", and asks for {name}, which stage {other} holds" for name, other in asked.items())
-        first = next(iter(asked), "embedding")
-        ask = (
-            "Of what other stages hold, lists of layers have nothing and other names are None: have its forward ask, "
-            f"`if self.{first.rpartition('.')[2]} is not None: ...`."
-        )
-        giver = f" by stage {number - 1}" if number else ""
+        code = inspect.unwrap(type(stage).forward).__code__
+        line = line_of(code, code.co_firstlineno) if frame is None else line_of(frame[0].f_code, frame[1])
+        giver, cross = (f" by stage {number - 1}", f" {_CROSS}") if number else ("", "")
         return (
             f"{self._called(number)} cannot run: {type(error).__name__}: {str(error).rstrip('.')}, at {line}. It is "
-            f"given {_kinds(given)}{giver}{needs}. {ask if asked or not number else _CROSS}"
+            f"given {_kinds(given)}{giver}. Of what other stages hold, lists of layers have nothing and other names "
+            f"are None: have its forward ask, `if self.embedding is not None: ...`.{cross}"
         )
-
-    def _asked_for(self, stage: nn.Module, frame: FrameType, line: int) -> dict[str, int]:
-        """What `line` names of its module that other stages hold, and which."""
-        owner = frame.f_locals.get("self")
-        prefix = next((f"{name}." if name else "" for name, part in stage.named_modules() if part is owner), None)
-        if prefix is None:
-            return {}
-        text = linecache.getline(frame.f_code.co_filename, line)
-        known = {name for name, _ in (*stage.named_modules(), *stage.named_parameters())}
-        names = [f"{prefix}{name}" for name in re.findall(r"\bself\.(\w+)", text)]
-        holders = {name: n for name in names for n, held in enumerate(self._stages) if is_held(name, held)}
-        return {name: n for name, n in holders.items() if name not in known}
-
-
-def _line_of_forward(module: nn.Module) -> str:
-    code = inspect.unwrap(type(module).forward).__code__
-    return line_of(code, code.co_firstlineno)
 
 
 def _difference(chain: Computation, whole: Computation, begun: Sequence[int]) -> str:

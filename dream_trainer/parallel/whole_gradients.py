@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dream_trainer.checks import listed
-from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, shard_dim
+from dream_trainer.compat.pytorch import all_gather_flat, local_tensor
 from dream_trainer.errors import RanksDifferError
-from dream_trainer.parallel.sharding import local_gradient
+from dream_trainer.parallel.sharding import dim_of_part, local_gradient
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -38,7 +38,9 @@ class _Comparison:
         assert world.mesh is not None  # several ranks share layers
         self._group, self._size = world.mesh["tp"].get_group(), world.mesh["tp"].size()
         self._names, self._world = names, world
-        self._waiting = [p for group in optimizer.param_groups for p in group["params"] if not _is_split(p)]
+        self._waiting = [
+            p for group in optimizer.param_groups for p in group["params"] if dim_of_part(p, "tp") in (None, -1)
+        ]
         self._n_steps, self._is_over = 0, False
         optimizer.register_step_pre_hook(self._compare)
 
@@ -77,15 +79,6 @@ class _Comparison:
             "Replicate()), as every mixture of experts needs, or SequenceParallel() if it is a norm; and random layers "
             "behind it have to draw the same on these ranks."
         )
-
-
-def _is_split(parameter: nn.Parameter) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
-        return False
-    dims = parameter.device_mesh.mesh_dim_names or ()
-    return "tp" in dims and shard_dim(parameter.placements[dims.index("tp")]) is not None
 
 
 def _fingerprint(parameter: nn.Parameter) -> Tensor:

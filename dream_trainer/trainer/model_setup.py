@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.errors import HookError
 from dream_trainer.meta.realize import Plan
 from dream_trainer.meta.tape import Tape
@@ -60,12 +61,10 @@ def split_layers(runtime: Runtime, build: Build) -> None:
     ranks, models = runtime.config.device_parameters.tensor_parallel, runtime.registry.models()
     if ranks == 1:
         return
-    from torch.distributed.tensor import DTensor
-
     with keeping_tied_and_frozen(models):
         runtime.hooks.apply_tensor_parallel(parameter_mesh(runtime)["tp"])
     build.marks.put_back(models)
-    if not any(isinstance(parameter, DTensor) for model in models.values() for parameter in model.parameters()):
+    if not any(is_dtensor(parameter) for model in models.values() for parameter in model.parameters()):
         names = " or ".join(f"self.{name}" for name in models)
         raise HookError(
             f"{type(runtime.hooks).__name__}.apply_tensor_parallel split no parameter of {names}: each of the {ranks} "

@@ -35,7 +35,6 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import random_state
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.data_setup import global_batch_size
-from dream_trainer.trainer.mixin_hooks import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 
@@ -59,7 +58,7 @@ def snapshot(
     left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = runtime.rounds.tensors_to_save(own)
-    mixins = mixin_states(runtime.hooks)
+    mixins = dict(runtime.hooks._mixin_state())
     extra_state = _extra_state(runtime)
     adapters, model_form = whole_adapters(models, world), form.state(models, world)
 
@@ -210,7 +209,10 @@ def _digests(runtime: Runtime, mixins: Mapping[str, Any], given: Mapping[str, An
 
 def check(runtime: Runtime, *, saves: bool) -> None:
     """Finds state that cannot be saved before the first step, and not after hours of training; a collective."""
-    state = _given_state(runtime) | {"mixins": mixin_states(runtime.hooks), "rank": runtime.hooks.rank_state_dict()}
+    state = _given_state(runtime) | {
+        "mixins": dict(runtime.hooks._mixin_state()),
+        "rank": runtime.hooks.rank_state_dict(),
+    }
     typed_json.dumps(state)
     if saves:
         _tensors(runtime)

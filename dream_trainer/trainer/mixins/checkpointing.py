@@ -27,7 +27,6 @@ from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_ch
 from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
-from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
@@ -190,11 +189,11 @@ class CheckpointMixin(AbstractTrainer):
         parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
         if parameters.best_metric is not None:
             refuse_other_places(parameters.best_metric, self._runtime.data.validation, named_by="best_metric")
-        retention, elsewhere = Retention.of(parameters), self._elsewhere()
+        elsewhere = self._elsewhere()
         copies = HostCopies(self.world.device) if parameters.async_save else None
         beside = self.world.beside()
         writer = SnapshotWriter(
-            self.checkpoint_dir, retention, beside, copies, self._local_checkpoints(parameters, beside)
+            self.checkpoint_dir, parameters, beside, copies, self._local_checkpoints(parameters, beside)
         )
         self.__form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
@@ -217,7 +216,7 @@ class CheckpointMixin(AbstractTrainer):
             return
         saver.claim(self.run_dir)
         if isinstance(elsewhere, StorePath):
-            saver.send_to(RemoteRun(elsewhere, self.run_dir, retention, self.world, self.world.connect_to_store))
+            saver.send_to(RemoteRun(elsewhere, self.run_dir, parameters, self.world, self.world.connect_to_store))
         elif elsewhere is not None or self.checkpoint_dir.is_symlink():
             # A run in another `runs_dir` may have the same.
             saver.claim(linked_checkpoints(self.checkpoint_dir, elsewhere, self.world))
