@@ -36,8 +36,7 @@ _NAMES = {
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.saving": "Saving",
     "dream_trainer.checkpoint.snapshot": "KnownPlan Snapshot",
-    "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter",
-    "dream_trainer.checkpoint.staging": "HostCopies",
+    "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter HostCopies",
     "dream_trainer.checkpoint.store": "write_checkpoint",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
@@ -146,12 +145,12 @@ _NAMES = {
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),
     "dream_trainer.parallel.random_parts": "declare_random_layer undeclared_dropouts",
+    "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.modules.recompute": "Recomputed recompute",
     "dream_trainer.parallel.sequence_parts": "SequenceParts",
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.nested": "average detach map_tensors to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "

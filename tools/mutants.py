@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics of training are reset by every second validation",
-        "dream_trainer/trainer/validation_metrics.py",
+        "dream_trainer/trainer/validation.py",
         "        updated |= self._of_training.keys() & counts.keys()\n",
         "",
         "tests/trainer/test_evaluation.py -k reset_in_each",
@@ -258,14 +258,14 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that differ between ranks that share layers are taken",
-        "dream_trainer/parallel/whole_gradients.py",
+        "dream_trainer/parallel/equal_parts.py",
         "> TOLERANCE * norm",
         "> TOLERANCE * norm * torch.inf",
         "tests/trainer/test_expert_mistakes.py -k parts",
     ),
     Mutant(
         "ranks that share layers compare gradients in each step",
-        "dream_trainer/parallel/whole_gradients.py",
+        "dream_trainer/parallel/equal_parts.py",
         "            self._is_over = True\n",
         "            pass\n",
         "tests/trainer/test_pipeline_meshes.py -k shared_layers",
@@ -861,7 +861,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding batches counted by metrics",
-        "dream_trainer/trainer/validation_metrics.py",
+        "dream_trainer/trainer/validation.py",
         "self._attributes.update(copied(originals, self._metrics().values()))",
         "pass",
         "tests/trainer/test_evaluation.py",
@@ -882,7 +882,7 @@ MUTANTS = [
     ),
     Mutant(
         "a background save refers to the live tensors",
-        "dream_trainer/checkpoint/staging.py",
+        "dream_trainer/checkpoint/snapshot_writer.py",
         "return with_local(tensor, copy)",
         "return tensor",
         "tests/checkpoint/test_staging.py tests/trainer/test_saving.py -k moment",
@@ -1849,7 +1849,7 @@ MUTANTS = [
     ),
     Mutant(
         "a dead rank is not looked for",
-        "dream_trainer/distributed/lost_ranks.py",
+        "dream_trainer/distributed/failure.py",
         "if host == this_host and not _is_alive(int(number))",
         "if not host",
         "tests/trainer/test_failures.py -k killed",
@@ -2227,21 +2227,21 @@ MUTANTS = [
     ),
     Mutant(
         "a thawed backbone is frozen after a resume",
-        "dream_trainer/checkpoint/model_form.py",
+        "dream_trainer/checkpoint/model_state.py",
         "                parameters[name].requires_grad_(name not in frozen)",
         "                pass",
         "tests/trainer/test_changed_form.py -k one_process",
     ),
     Mutant(
         "a thawed backbone is in eval mode after a resume",
-        "dream_trainer/checkpoint/model_form.py",
+        "dream_trainer/checkpoint/model_state.py",
         "            modules[name].training = name not in evaluating",
         "            pass",
         "tests/trainer/test_changed_form.py -k one_process",
     ),
     Mutant(
         "what was thawed since the checkpoint still learns after it is loaded",
-        "dream_trainer/checkpoint/model_form.py",
+        "dream_trainer/checkpoint/model_state.py",
         """        thawed = {*saved["thawed"], *_changed(learned, self._learned)}""",
         """        thawed = {*saved["thawed"]}""",
         "tests/trainer/test_changed_form.py -k before_the_thaw",

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.snapshot_writer import HostCopies
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensor, local_tensors, with_local
 
 # by how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from dream_trainer.callbacks.model_average import HostAverage, ModelAverage, trained_parameters
 from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
 from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer, check_names
-from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
-from dream_trainer.events.averages import AveragingCallback
+from dream_trainer.events.callback import AveragingCallback
 from dream_trainer.parallel.sharding import is_gathered
 from dream_trainer.trainer.saved_state import numbered
 

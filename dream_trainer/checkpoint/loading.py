@@ -13,8 +13,7 @@ from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import SHARED_NAME, rank_name
 from dream_trainer.checkpoint.manifest import Manifest, own_share, read_manifest
 from dream_trainer.checks import listed
-from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
 

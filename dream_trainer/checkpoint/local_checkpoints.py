@@ -25,8 +25,7 @@ from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
-from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 
 # Bytes that are left free, or a tenth of the room: loaders' workers share the memory, and die without any.

@@ -12,8 +12,7 @@ from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
 from dream_trainer.stores.store_path import StorePath

@@ -1,24 +1,26 @@
-"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training continues."""
+"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training goes on."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
+from torch import Tensor
+
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.retention import retire
 from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
-from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 
 logger = logging.getLogger("dream_trainer")
 
@@ -156,3 +158,60 @@ class Background(Generic[T]):
             self._result = task()
         except BaseException as error:
             self._error = error
+
+
+_WITH_STREAMS = ("cuda", "xpu")
+
+
+class HostCopies:
+    """Memory of the host that every save reuses, one snapshot at a time. On devices copies have their own stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+        self._stream = torch.Stream(device) if device.type in _WITH_STREAMS else None
+        self._copied: torch.Event | None = None
+
+    def warm(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocates memory for tensors of these shapes, so that the first save takes no longer than later ones."""
+        for name, tensor in tensors.items():
+            self._memory_for(name, local_tensor(tensor)).zero_()
+
+    def copy(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str]) -> dict[str, Tensor]:
+        """Copies this rank's part of `tensors`. Until `wait_before_update` nothing may change the originals; those in
+        `at_once`, which a forward may change, are copied in order with the device's other work."""
+        later = [name for name, tensor in tensors.items() if tensor.device == self._device and name not in at_once]
+        copies: dict[str, Tensor] = {}
+        for name in tensors if self._stream is None else tensors.keys() - later:
+            copies[name] = self._copy(name, tensors[name], non_blocking=self._stream is not None)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with self._stream:
+                for name in later:
+                    copies[name] = self._copy(name, tensors[name], non_blocking=True)
+                self._copied = self._stream.record_event()
+        return copies
+
+    def wait_before_update(self) -> None:
+        """Makes the device's later work wait for the copies; the host does not wait."""
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, name: str, tensor: Tensor, *, non_blocking: bool) -> Tensor:
+        local = local_tensor(tensor).detach()
+        copy = self._memory_for(name, local)
+        copy.copy_(local, non_blocking=non_blocking)
+        return with_local(tensor, copy)
+
+    def _memory_for(self, name: str, local: Tensor) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.shape != local.shape or memory.dtype != local.dtype:
+            memory = torch.empty(
+                local.shape, dtype=local.dtype, device="cpu", pin_memory=local.device.type in _WITH_STREAMS
+            )
+            self._memory[name] = memory
+        return memory

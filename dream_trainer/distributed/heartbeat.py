@@ -14,9 +14,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from dream_trainer.distributed.failure import LATER_SECONDS, first_to_fail, tell_failure
+from dream_trainer.distributed.failure import (
+    LATER_SECONDS,
+    LostHostError,
+    announced_processes,
+    first_to_fail,
+    is_stopped,
+    tell_failure,
+)
 from dream_trainer.distributed.hosts import HostPlace, name_of_host
-from dream_trainer.distributed.lost_ranks import LostHostError, announced_processes, is_stopped
 
 if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store

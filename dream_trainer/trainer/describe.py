@@ -15,7 +15,7 @@ from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.modules.precision import half_dtype, reduce_dtype
 from dream_trainer.modules.recompute import Recomputed
-from dream_trainer.parallel.expert_sharding import modules_of_experts
+from dream_trainer.parallel.expert_exchange import modules_of_experts
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.trainer.event_table import describe_events

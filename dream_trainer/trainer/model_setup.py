@@ -78,7 +78,7 @@ def split_mixtures(runtime: Runtime, build: Build) -> None:
     if ranks == 1:
         return
     from dream_trainer.distributed.world import lay_expert_mesh
-    from dream_trainer.parallel.expert_sharding import (
+    from dream_trainer.parallel.expert_exchange import (
         divide_rows,
         keep_out_of_graphs,
         modules_of_experts,

@@ -16,8 +16,8 @@ from dream_trainer.checkpoint.digests import refuse_other_weights
 from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.metric_state import load_metric_state
-from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import (
+    ModelForm,
     load_model_extra_state,
     load_rank_buffers,
     model_extra_state,
@@ -29,7 +29,7 @@ from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, RANK_PREF
 from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
-from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything, set_random_state
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError

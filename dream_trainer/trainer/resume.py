@@ -20,8 +20,7 @@ from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
 from dream_trainer.config.serialize import difference, to_dict, with_later_fields
-from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dream_trainer.stores.store_path import absolute, as_path
 from dream_trainer.trainer.data_setup import global_batch_size

@@ -17,7 +17,7 @@ from dream_trainer.checkpoint.files import step_directories
 from dream_trainer.checkpoint.lookup import find_checkpoint, is_checkpoint
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from dream_trainer.checkpoint.run_directory import is_claimed
-from dream_trainer.config.file_formats import read_plain
+from dream_trainer.config.config_files import read_plain
 from dream_trainer.config.serialize import leaves
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.interface import Stamp

@@ -20,10 +20,9 @@ from dream_trainer.best_value import is_better
 from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.serialize import to_dict
-from dream_trainer.distributed.failure import describe
+from dream_trainer.distributed.failure import dead_ranks, describe, is_lost_connection
 from dream_trainer.distributed.hosts import own_code
 from dream_trainer.distributed.job_store import job_store
-from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.line_files import replace_file
 from dream_trainer.trainer.run_record import CONFIG_NAME, RunRecord, RunState, read_record, write_record

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.metric_state import metric_state
-from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import (
+    ModelForm,
     model_buffers,
     model_configs,
     model_extra_state,
@@ -31,7 +31,7 @@ from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_st
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
-from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import random_state
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.data_setup import global_batch_size
@@ -39,7 +39,7 @@ from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, w
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 
 if TYPE_CHECKING:
-    from dream_trainer.checkpoint.staging import HostCopies
+    from dream_trainer.checkpoint.snapshot_writer import HostCopies
     from dream_trainer.distributed.world import World
     from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.runtime import Runtime

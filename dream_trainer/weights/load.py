@@ -15,8 +15,7 @@ from dream_trainer.checkpoint.files import verify_file
 from dream_trainer.checkpoint.model_state import EXTRA_STATE, stored_in_place
 from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
-from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.parallel.cut_models import names_in_whole
 from dream_trainer.parallel.sharding import local_indices

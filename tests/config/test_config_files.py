@@ -15,7 +15,7 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.config import load_config, parse, to_dict
-from dream_trainer.config.file_formats import read_plain
+from dream_trainer.config.config_files import read_plain
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.events.collection import CallbackCollection

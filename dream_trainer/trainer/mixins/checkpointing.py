@@ -24,13 +24,11 @@ from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
-from dream_trainer.checkpoint.model_form import ModelForm
-from dream_trainer.checkpoint.model_state import model_configs
+from dream_trainer.checkpoint.model_state import ModelForm, model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
-from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
-from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.checkpoint_parameters import (
     ALL_KEPT,
@@ -39,11 +37,10 @@ from dream_trainer.config.checkpoint_parameters import (
     CheckpointParameters,
     Mode,
 )
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS, on_host, ranks_of_host
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.events.averages import averages_to_export
+from dream_trainer.events.callback import averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
