@@ -35,9 +35,8 @@ _NAMES = {
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.saving": "Saving",
-    "dream_trainer.checkpoint.snapshot": "KnownPlan Snapshot",
+    "dream_trainer.checkpoint.store": "KnownPlan Snapshot write_checkpoint",
     "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter HostCopies",
-    "dream_trainer.checkpoint.store": "write_checkpoint",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
@@ -137,10 +136,9 @@ _NAMES = {
     "dream_trainer.modules.class_change": "own_class",
     "dream_trainer.parallel.compiled_attention": "compile_with_shared_attention",
     "dream_trainer.parallel.context_attention": "ContextAttention GatheredAttention UlyssesAttention",
-    "dream_trainer.parallel.gated_experts": "GatedExperts _Grouped",
+    "dream_trainer.parallel.mixture_of_experts": "GatedExperts _Grouped MoE",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
-    "dream_trainer.parallel.mixture_of_experts": "MoE",
     "dream_trainer.parallel.pipeline_stages": (
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),

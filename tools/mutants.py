@@ -1050,7 +1050,7 @@ MUTANTS = [
     ),
     Mutant(
         "biases of experts follow the loads of a rank's own",
-        "dream_trainer/parallel/expert_balance.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "            if self._world.averaging_group() is not None:\n",
         "            if False:\n",
         "tests/trainer/test_experts.py -k by_hand",
@@ -1176,14 +1176,14 @@ MUTANTS = [
     ),
     Mutant(
         "loads of a mixture that each rank of a pipeline has whole are logged as their sum",
-        "dream_trainer/parallel/expert_balance.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "dist.ReduceOp.MAX, group=stages",
         "dist.ReduceOp.SUM, group=stages",
         "tests/trainer/test_experts.py -k stages",
     ),
     Mutant(
         "stages of a pipeline may weigh the same micro-batches otherwise than each other",
-        "dream_trainer/parallel/stage_refusals.py",
+        "dream_trainer/parallel/pipeline.py",
         "    if weighs_others:\n",
         "    if False:\n",
         "tests/trainer/test_pipeline_mistakes.py -k no_pipeline_can_run",
@@ -1512,7 +1512,7 @@ MUTANTS = [
     ),
     Mutant(
         "loads of experts are logged of one stage",
-        "dream_trainer/parallel/expert_balance.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "        dist.all_reduce(of_all, dist.ReduceOp.MAX",
         "        dict(of=of_all, op=dist.ReduceOp.MAX",
         "tests/trainer/test_pipeline_meshes.py -k 4",

@@ -60,7 +60,7 @@ def load_tensors(
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = own_share(manifest.shards, manifest.path, world)
-    from dream_trainer.checkpoint.store_reader import read_from_store
+    from dream_trainer.checkpoint.safe_dcp import read_from_store
 
     read = read_from_store if isinstance(manifest.path, StorePath) else read_and_verify
     on_all_ranks(world, task, lambda: read(manifest, metadata, tensors, shards))

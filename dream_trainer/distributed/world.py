@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,10 @@ from dream_trainer.config.device_parameters import (
     resolve_mesh,
 )
 from dream_trainer.distributed import job_store
-from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import announce, end_job, leave_lost_job
 from dream_trainer.distributed.heartbeat import Heartbeat
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
-from dream_trainer.distributed.linear import linear
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
@@ -409,6 +407,25 @@ def close_at_exit(world: World) -> None:
 #
 # Forward every rank's rows come to every rank; backward each rank gets the sum of what all ranks' losses say of its
 # rows. Both are one collective on the device, and each is the other's backward, so second gradients are exact too.
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, operation: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of_backward = adjoint, operation
+        return operation(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        return linear(gradients[0], *ctx.of_backward), None, None
+
+
+def linear(values: Tensor, operation: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    """`operation(values)`; its backward is `adjoint`, whose backward is `operation` again."""
+    result: Tensor = _Linear.apply(values, operation, adjoint)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import all_gather_flat, is_dtensor
-from dream_trainer.distributed.linear import linear
+from dream_trainer.distributed.world import linear
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dream_trainer.checks import check_choice, check_pattern
 from dream_trainer.compat.pytorch import foreach_copy_, is_persistent, local_tensor, storage_id
-from dream_trainer.distributed.equality import differing_facts, refuse_differences
+from dream_trainer.distributed.ranks import differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.mixture_of_experts import MoE
 

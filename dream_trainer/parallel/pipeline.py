@@ -9,39 +9,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.fully_shard import as_one_backward
-from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent, new_schedule, refresh_copy
+from dream_trainer.compat.pipelining import (
+    ScheduledStage,
+    as_tuple,
+    asked_for_what_is_not_there,
+    bytes_sent,
+    new_schedule,
+    refresh_copy,
+)
 from dream_trainer.compat.pytorch import is_dtensor, trained_by, write_count
 from dream_trainer.distributed.seeds import preserved_random_state
-from dream_trainer.errors import ConfigError, DataError, HookError, StepError
+from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import without_exchange
-from dream_trainer.parallel.micro_batches import cut, rows_of, shapes_of
+from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.parallel.pipeline_stages import view_of
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.parallel.shared_draws import numbers_of_place
 from dream_trainer.parallel.stage_check import StageCheck
-from dream_trainer.parallel.stage_refusals import (
-    look_at_first,
-    refuse_calls_with_gradients,
-    refuse_graphs,
-    refuse_inside,
-    refuse_unfrozen,
-)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.distributed.world import World
+
 
 Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]
@@ -498,4 +499,112 @@ def layout_of(tensor: Tensor) -> int:
     raise HookError(
         f"a stage gave a DTensor with the placement {placement}, which is still to be summed over the ranks of a "
         "layer. Have the plan of tensor parallelism reduce it: output_layouts=Replicate() or Shard(dim)."
+    )
+
+
+# -- What a model in stages cannot be given, or called for, in the words of its user.
+
+
+_UNWEIGHTED = (
+    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches, "
+    "which have unequal numbers of labels, count alike, which is no mean over labels as one process's is. Pass "
+    "weight=lambda targets: (targets != -100).sum(), and have loss_fn give the mean over as many."
+)
+
+
+def _have_unequal_labels(targets: Any, microbatches: int) -> bool:
+    """Whether micro-batches have unequal numbers of -100 among integers, the label that PyTorch's losses ignore."""
+    tensors = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
+    integers = [leaf for leaf in tensors if leaf.ndim and len(leaf) % microbatches == 0]
+    ignored = [(leaf == -100).unflatten(0, (microbatches, -1)).flatten(1).sum(1) for leaf in integers]
+    return any(bool((counts != counts[0]).any()) for counts in ignored)
+
+
+def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Callable[[Any, int], Any]:
+    """`step`, which says why where it asks a part of a model for something that other stages hold."""
+
+    def run(batch: Any, batch_idx: int) -> Any:
+        try:
+            return step(batch, batch_idx)
+        except AttributeError as error:
+            if not asked_for_what_is_not_there(error):
+                raise
+            raise StepError(
+                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}, where each "
+                "rank has the layers of its own stages, and None in place of others. Ask `is not None` first, or leave "
+                "it to the model's forward."
+            ) from error
+
+    return run
+
+
+def refuse_graphs(batch: Any, name: str, stages: int) -> None:
+    """Raises StepError if something in a batch has a graph, which would go on behind the first stage, or the last."""
+    if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
+        raise StepError(
+            f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "
+            f"do, under pipeline_parallel={stages}, where gradients go from stage to stage alone. Put both models into "
+            "one module, or detach() what this loss is not to train."
+        )
+
+
+def look_at_first(
+    batch: Any,
+    targets: Any,
+    weights: Sequence[Tensor | float] | None,
+    world: World,
+    microbatches: int,
+    warn: Callable[[str], None],
+) -> None:
+    """Refuses a first batch that ranks of the pipeline differ in; a collective. Warns of labels without weights."""
+    _refuse_different_batches(batch, weights, world)
+    if weights is None and _have_unequal_labels(targets, microbatches):
+        warn(_UNWEIGHTED)
+
+
+def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:
+    """Raises RanksDifferError if ranks of a pipeline have other batches, or other weights of the same; a collective."""
+    numbers = None if weights is None else [torch.tensor(float(weight)) for weight in weights]
+    of_stages = world.all_gather(torch.tensor([digest(batch), digest(numbers)])).view(world.stages, -1, 2)
+    has_others, weighs_others = (of_stages != of_stages[:1]).flatten(0, 1).any(dim=0).tolist()
+    if has_others:
+        raise RanksDifferError(
+            "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare "
+            "outputs with targets of others. Have the loader read what does not depend on the rank; dataset and "
+            "sampler are dealt to dp_rank of dp_size by the trainer."
+        )
+    if weighs_others:
+        raise RanksDifferError(
+            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, and "
+            "stages would be scaled otherwise than each other. Pass the same weight= to forward_backward on all of "
+            "them, a function of targets alone."
+        )
+
+
+def refuse_calls_with_gradients(stages: int) -> None:
+    """Raises StepError where gradients are enabled, and nobody would have the graph."""
+    if torch.is_grad_enabled():
+        raise StepError(
+            f"the model was called under pipeline_parallel={stages}, with gradients, where each rank has some of its "
+            "layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
+            "elsewhere call the model under torch.no_grad(), on all ranks."
+        )
+
+
+def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
+    """Raises StepError: where `running`, a model in stages, is computed, `name` was called, which is another one."""
+    raise StepError(
+        f"{name}, which is cut into stages by pipeline_parallel={stages}, was called in a loss or layer of {running}, "
+        "which only some ranks compute. For a loss that goes through both put both into one module, or keep "
+        f"{name} whole on each rank: have pipeline_stages return None for it. Else call it before, under "
+        "torch.no_grad(), and hand its outputs on as targets."
+    )
+
+
+def refuse_unfrozen(stage: int, name: str) -> NoReturn:
+    """Refuses a stage that gives what needs a gradient, where the next one has made no room to send it back."""
+    raise StepError(
+        f"what stage {stage} of {name} gives needs gradients, and did not in the first batch of this shape: layers "
+        "before it were unfrozen since. In a pipeline unfreeze them before the first batch, or train them from the "
+        "start at a rate of 0 and raise that."
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, summed_in_graph
 from dream_trainer.compat.pytorch import all_gather_flat, sum_scatter_flat
-from dream_trainer.distributed.linear import linear
+from dream_trainer.distributed.world import linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -26,7 +26,7 @@ from dream_trainer.trainer.event_table import event_table, notify
 from dream_trainer.trainer.limits import Limits, set_limits
 from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.registry import Scheduler
-from dream_trainer.trainer.run_recorder import RunRecorder
+from dream_trainer.trainer.run_record import RunRecorder
 from dream_trainer.trainer.runtime import Runtime, build_runtime
 from dream_trainer.trainer.session import close
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow

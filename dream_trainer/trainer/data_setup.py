@@ -15,7 +15,7 @@ from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.stream import ShardStream, TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
-from dream_trainer.distributed.equality import refuse_differences
+from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dream_trainer.data.loader import loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
-from dream_trainer.distributed.equality import plain_facts, refuse, refuse_differences, told_differences
+from dream_trainer.distributed.ranks import plain_facts, refuse, refuse_differences, told_differences
 from dream_trainer.errors import RanksDifferError
 
 if TYPE_CHECKING:

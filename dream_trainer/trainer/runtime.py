@@ -18,13 +18,12 @@ from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.coordinator import Coordinator
-from dream_trainer.trainer.counters import Counters
+from dream_trainer.trainer.counters import Counters, WindowState
 from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.unloaded_base import UnloadedBases
-from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.watchdog import Watchdog

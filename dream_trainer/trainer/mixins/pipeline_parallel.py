@@ -179,7 +179,7 @@ class PipelineParallelMixin(AbstractTrainer):
         step = super()._wrap_step(step)
         if self.world.stages == 1:
             return step
-        from dream_trainer.parallel.stage_refusals import naming_what_is_elsewhere
+        from dream_trainer.parallel.pipeline import naming_what_is_elsewhere
 
         return naming_what_is_elsewhere(step, self.world.stages)
 

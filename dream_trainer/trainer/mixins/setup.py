@@ -25,8 +25,8 @@ from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
 from dream_trainer.parallel.cut_models import is_cut
-from dream_trainer.parallel.expert_balance import ExpertBalance
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
+from dream_trainer.parallel.mixture_of_experts import ExpertBalance
 from dream_trainer.parallel.sharding import (
     move_what_is_whole,
     refuse_unsupported,
