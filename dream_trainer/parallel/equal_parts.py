@@ -20,6 +20,7 @@ from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import shapes_of
 from dream_trainer.parallel.sharding import dim_of_part, local_gradient
+from dream_trainer.parallel.verify import removed_after
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -46,17 +47,13 @@ class EqualParts:
     def compared(self) -> Iterator[None]:
         """Compares split modules inside of the block; the error of one that fails says what is split there."""
         self._last = None
-        handles = [
-            module.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True) for module in self._split
-        ]
+        comparing = (m.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True) for m in self._split)
         try:
-            yield
+            with removed_after(comparing):
+                yield
         except RuntimeError as error:
             self._note_what_is_split(error)
             raise
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @torch.no_grad()
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -11,8 +11,8 @@ import copy
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,7 +118,7 @@ class Verification:
         blocks = [names[block] for block in self.blocks_of(model) if block is not model]
         own, others = dict(model.named_modules()), dict(whole.named_modules())
         told = {f"self.{name}.{block}": block for block in blocks} | {f"the output of self.{name}": ""}
-        parts = _Outputs({place: own[block] for place, block in told.items()})
+        parts: dict[str, list[Any]] = {place: [] for place in told}
         of_parameters = _Gradients(model, self.world.device)
         self._give_what_was_set_since(name, model, whole)
         run = _WholeRun(model, whole, blocks, of_parameters, self.world.device)
@@ -126,13 +126,18 @@ class Verification:
         device = self.world.device
         seed_device(0, device)
         seeds, of_device = WatchedSeeds(0), _state_of(device)
-        with parts.noted(), of_parameters.of_running_modules():
+
+        def keep(place: str, output: Any) -> None:  # a copy, as the next block may write into it
+            parts[place].append(map_tensors(lambda tensor: tensor.detach().clone(), output))
+
+        own_blocks = {place: own[block] for place, block in told.items()}
+        with _looked_at(own_blocks, keep), of_parameters.of_running_modules():
             given = model(*own_args, **own_kwargs)  # may take out of what it is given, or write
         has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
         misses = {_DRAWS: Miss(float(has_drawn), torch.inf, 0.0, 0.0)}
 
         def look(place: str, output: Any) -> None:
-            own_output = parts.of[place].pop(0) if parts.of.get(place) else ()
+            own_output = parts[place].pop(0) if parts[place] else ()
             for part, expected in zip(leaves(own_output), leaves(output), strict=False):
                 miss = self._miss(part, expected)
                 if miss is not None:
@@ -141,10 +146,10 @@ class Verification:
         whole_args, whole_kwargs = map_tensors(
             lambda tensor: self._of_whole_sequence(tensor).detach().clone(), (args, kwargs)
         )
-        wholes = _Outputs({place: others[block] for place, block in told.items()}, look)
+        whole_blocks = {place: others[block] for place, block in told.items()}
         seed_device(0, device)
         try:
-            with self._aside(), wholes.noted(), _without_draws(whole, model):
+            with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, model):
                 expected = run(whole_args, whole_kwargs)
         except _WRONG as error:
             self._cannot(name, self._why_it_failed(error))
@@ -422,29 +427,22 @@ _CAUSES_OF_GRADIENTS = {
 }
 
 
-class _Outputs:
-    """Outputs of modules, in the order in which these ran."""
+@contextmanager
+def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Inside, the hooks of these handles are called."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
 
-    def __init__(self, places: Mapping[str, nn.Module], look: Callable[[str, Any], None] | None = None) -> None:
-        self.of: dict[str, list[Any]] = {}
-        self._places, self._look = places, look or self._keep
 
-    def _keep(self, place: str, output: Any) -> None:
-        copied = map_tensors(lambda tensor: tensor.detach().clone(), output)  # the next block may write into it
-        self.of.setdefault(place, []).append(copied)
+def _looked_at(places: Mapping[str, nn.Module], look: Callable[[str, Any], None]) -> AbstractContextManager[None]:
+    """Inside, `look` is called with the place and the output of each of these modules that runs."""
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Records outputs inside of the block."""
-        handles = [module.register_forward_hook(partial(self._note, place)) for place, module in self._places.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def note(place: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        look(place, output)
 
-    def _note(self, place: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._look(place, output)
+    return removed_after(module.register_forward_hook(partial(note, place)) for place, module in places.items())
 
 
 class _Gradients:
@@ -464,21 +462,15 @@ class _Gradients:
         self._own: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}
 
-    @contextmanager
-    def of_running_modules(self) -> Iterator[None]:
+    def of_running_modules(self) -> AbstractContextManager[None]:
         """Records parameters as they are when their modules run, which is unsharded."""
         units = {module: place for place, module in self._model.named_modules()}
         wrapped = set(fsdp_modules(self._model))
-        handles = [
+        return removed_after(
             module.register_forward_pre_hook(partial(self._note, place))
             for module, place in units.items()
             if module is self._model or module in wrapped
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        )
 
     def _note(self, place: str, module: nn.Module, _args: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):  # of units inside until they run
@@ -489,13 +481,9 @@ class _Gradients:
     def from_outputs(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Computes this rank's gradients; `grad` stays as it is."""
         parameters = list(self._running.values())
-        with without_hooks(parameters):
-            handles = [p.register_hook(partial(self._take_own, path)) for path, p in self._running.items()]
-            try:
-                torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
-            finally:
-                for handle in handles:
-                    handle.remove()
+        taking = (p.register_hook(partial(self._take_own, path)) for path, p in self._running.items())
+        with without_hooks(parameters), removed_after(taking):
+            torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
 
     def _take_own(self, path: str, gradient: Tensor) -> Tensor:
         """Returns a gradient of 0, which takes no memory."""
@@ -614,14 +602,14 @@ class _WholeRun:
     def _gathered(self, name: str) -> Tensor:
         """A whole parameter; a collective if ranks have parts of it."""
         parameter = self._parameters[name]
-        gather = partial(self._whole_value, parameter)
+
+        def gather() -> Tensor:
+            return _plain(parameter.detach()).to(self.device)
+
         if not parameter.requires_grad:
             return gather()
         found: Tensor = _Gathered.apply(self.anchor, gather, partial(self.gradients.add_whole, name))  # type: ignore[no-untyped-call]
         return found
-
-    def _whole_value(self, parameter: Tensor) -> Tensor:
-        return _plain(parameter.detach()).to(self.device)
 
 
 class _WithoutHooks(nn.Module):

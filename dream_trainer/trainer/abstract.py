@@ -410,7 +410,8 @@ class AbstractTrainer(MixinHooks):
 
         return frozen(*models)
 
-    def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, *models: nn.Module) -> Iterator[None]:
         """Keeps the full weights of sharded `models` on each rank, for forwards that the ranks do not run in step.
 
         To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
@@ -419,7 +420,8 @@ class AbstractTrainer(MixinHooks):
         from dream_trainer.parallel.sharding import gathered
 
         self.world.refuse_if_forbidden()
-        return _both(self._runtime.parallel.whole(), gathered(*models))
+        with self._runtime.parallel.whole(), gathered(*models):
+            yield
 
     # -- ours
 
@@ -432,9 +434,3 @@ class AbstractTrainer(MixinHooks):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield

@@ -70,7 +70,7 @@ def steps(root: Path) -> set[int]:
         (CheckpointParameters(keep_every_n_steps=2, keep_last=2), {2, 4, 5, 6}),
         (CheckpointParameters(keep_best=1, best_metric="val/loss"), {2, 6}),
         (CheckpointParameters(keep_best=2, best_metric="val/loss", best_mode="max"), {1, 3, 6}),
-        (CheckpointParameters(keep_best=1, best_metric="val/other"), {1, 2, 3, 4, 5, 6}),
+        (CheckpointParameters(keep_best=1, best_metric="val/other", best_mode="min"), {1, 2, 3, 4, 5, 6}),
         (POLICY, {2, 5, 6}),
     ],
 )

@@ -286,10 +286,6 @@ def _configure_optimizers(runtime: Runtime, build: Build) -> None:
     runtime.rates.note_options()
 
 
-def _connect_data(runtime: Runtime, build: Build) -> None:
-    connect_data(runtime)
-
-
 def _configure_schedulers(runtime: Runtime, build: Build) -> None:
     runtime.hooks.configure_schedulers()
     refuse_different_optimizers(runtime)
@@ -352,7 +348,11 @@ SETUP: tuple[SetupStage, ...] = (
         "over initialised weights, so that a partial load leaves nothing undefined",
         _load_pretrained,
     ),
-    SetupStage("configure_dataloaders", "before optimizers and schedulers, which may need total_steps", _connect_data),
+    SetupStage(
+        "configure_dataloaders",
+        "before optimizers and schedulers, which may need total_steps",
+        lambda runtime, _: connect_data(runtime),
+    ),
     SetupStage(
         "configure_optimizers",
         "over real, sharded parameters, which they will update in place",
