@@ -132,10 +132,11 @@ _NAMES = {
     "dream_trainer.meta.realize": "materialize remember",
     "dream_trainer.meta.tape": "Tape",
     "dream_trainer.modules": "ExpertExchange split_experts",
-    "dream_trainer.parallel.attention_takeover": "AttentionTakeover",
+    "dream_trainer.parallel.context_attention": (
+        "AttentionTakeover ContextAttention GatheredAttention UlyssesAttention SequenceParts"
+    ),
     "dream_trainer.modules.class_change": "own_class",
     "dream_trainer.parallel.compiled_attention": "compile_with_shared_attention",
-    "dream_trainer.parallel.context_attention": "ContextAttention GatheredAttention UlyssesAttention",
     "dream_trainer.parallel.mixture_of_experts": "GatedExperts _Grouped MoE",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
@@ -145,7 +146,6 @@ _NAMES = {
     "dream_trainer.parallel.random_parts": "declare_random_layer undeclared_dropouts",
     "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.modules.recompute": "Recomputed recompute",
-    "dream_trainer.parallel.sequence_parts": "SequenceParts",
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported repeated_blocks shard_by_blocks"
     ),

@@ -938,7 +938,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that share sequences take parts in one order and attend in another",
-        "dream_trainer/parallel/sequence_parts.py",
+        "dream_trainer/parallel/context_attention.py",
         "        self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]\n",
         "        self._chunks_of = [(2 * r, 2 * r + 1) if is_balanced else (r,) for r in range(size)]\n",
         "tests/modules/test_context_attention.py -k balanced",
@@ -959,7 +959,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention by its operator's name sees one rank's part",
-        "dream_trainer/parallel/attention_takeover.py",
+        "dream_trainer/parallel/context_attention.py",
         "            return self.attention.scaled_dot_product_attention\n",
         "            return function\n",
         "tests/modules/test_attention_takeover.py -k goes_to_ours",
@@ -1001,7 +1001,7 @@ MUTANTS = [
     ),
     Mutant(
         "functions are looked at each time",
-        "dream_trainer/parallel/attention_takeover.py",
+        "dream_trainer/parallel/context_attention.py",
         "            self[function] = handler\n",
         "            pass\n",
         "tests/modules/test_attention_takeover.py -k once",
@@ -1850,7 +1850,7 @@ MUTANTS = [
     Mutant(
         "a dead rank is not looked for",
         "dream_trainer/distributed/failure.py",
-        "if host == this_host and not _is_alive(int(number))",
+        "if host == this_host and not is_running(int(number))",
         "if not host",
         "tests/trainer/test_failures.py -k killed",
     ),

@@ -92,7 +92,7 @@ class Saver(Saving):
 
     @property
     def is_writing(self) -> bool:
-        return self.writer.is_busy
+        return self.writer.writing.is_busy
 
     @property
     def is_overtaken(self) -> bool:
@@ -146,7 +146,7 @@ class Saver(Saving):
             self._is_to_warm = False
             work = self.warm(self.writer.copies)
             if self.writer.copies is not None:
-                self.writer.warm(work)
+                self.writer.warming.start(work)
         if self.only_when_called:
             return
         parameters = self.parameters
@@ -167,7 +167,7 @@ class Saver(Saving):
             self._begin_local()
         if is_last:
             self._finish(on_error)
-            self.writer.wait_until_warm()
+            self.writer.warming.collect()
             self.wait_until_sent()
 
     def _skips(self, step: int | None) -> bool:
@@ -182,7 +182,7 @@ class Saver(Saving):
         return self._ranks_writing > 0 and self.parameters.when_busy == "skip"
 
     def flags(self) -> tuple[bool, bool, bool]:
-        is_busy = (self.writer.is_busy or self._ranks_writing > 0) and not self._writes_local
+        is_busy = (self.writer.writing.is_busy or self._ranks_writing > 0) and not self._writes_local
         due = (
             self._cadence.goes_by_the_clock
             and self.world.is_main
@@ -191,7 +191,7 @@ class Saver(Saving):
         )
         if not self._ranks_writing:
             return due, False, False
-        return due, self.writer.is_busy, self.writer.has_failed
+        return due, self.writer.writing.is_busy, self.writer.writing.has_failed
 
     def heard(self, saving: int, failed: int) -> None:
         were_writing = self._ranks_writing
@@ -235,39 +235,33 @@ class Saver(Saving):
             self._write(now, on_error)
 
     def _settled(self) -> Moment:
-        self.writer.wait_until_warm()
+        self.writer.warming.collect()
         now = self.settle()
         self._cadence.restart()
         return now
 
-    def _write(self, now: Moment, on_error: OnSaveError) -> None:
-        self._refuse_if_overtaken()
+    def _write(self, now: Moment, on_error: OnSaveError, *, is_local: bool = False) -> None:
+        if not is_local:
+            self._refuse_if_overtaken()
         replace = self._saved is not None and self._saved.step == now.step
-        snapshot = self._take_snapshot(now.step, on_error)
+        snapshot = self._take_snapshot(now.step, on_error, is_local=is_local)
         if snapshot is None:
             return
-        self._saved, self._has_checkpoint, self._writes_local = now, True, False
-        self._ranks_writing = 1
-        self.writer.start(snapshot, replace=replace)
+        if not is_local:
+            self._saved, self._has_checkpoint = now, True
+        self._writes_local, self._ranks_writing = is_local, 1
+        self.writer.start(snapshot, replace=replace, is_local=is_local)
         if self.writer.copies is None:
             self._finish(on_error)
 
     def _begin_local(self) -> None:
         """As `_begin`, for a state that each host keeps for itself, and that no one waits for."""
-        self.writer.wait_until_warm()
+        self.writer.warming.collect()
         now = self.settle()
-        if self._saved is not None and self._saved.step == now.step:
-            return
-        snapshot = self._take_snapshot(now.step, self.parameters.on_save_error, is_local=True)
-        if snapshot is None:
-            return
-        self._writes_local = True
-        self._ranks_writing = 1
-        self.writer.start_local(snapshot)
-        if self.writer.copies is None:
-            self._finish(self.parameters.on_save_error)
+        if self._saved is None or self._saved.step != now.step:
+            self._write(now, self.parameters.on_save_error, is_local=True)
 
-    def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool = False) -> Snapshot | None:
+    def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool) -> Snapshot | None:
         """The state now, or None if it cannot be saved and training goes on."""
         started = self.clock()  # the device has finished the step: the time from here on is the save's
         validated_at, metrics = self._validation
@@ -283,12 +277,12 @@ class Saver(Saving):
 
     def _finish(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""
-        if self.writer.is_collected:
+        if self.writer.writing.is_collected:
             return
         started = self.clock()
         try:
             with self.patience():
-                path = self.writer.collect()
+                path = self.writer.writing.collect()
         except CheckpointError as error:
             self._failed(error, on_error)
         else:
@@ -314,7 +308,7 @@ class Saver(Saving):
 
     def close(self) -> None:
         with followed_by(self._finish_sending), followed_by(partial(self._finish, "raise")):
-            self.writer.wait_until_warm()
+            self.writer.warming.collect()
 
     def _finish_sending(self) -> None:
         if self.writer.sender is not None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
+from dream_trainer.checkpoint.remote_run import Sender
 from dream_trainer.checkpoint.retention import retire
-from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
@@ -36,43 +36,16 @@ class SnapshotWriter:
     sender: Sender | None = None  # brings checkpoints to an object store
 
     def __post_init__(self) -> None:
-        self._writing: Background[Path | None] = Background("checkpoint writer")
-        self._warming: Background[None] = Background("checkpoint memory")
+        self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
+        self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
         self._copies_are_pending = False
         self._known_plan = KnownPlan()
 
-    @property
-    def is_busy(self) -> bool:
-        return self._writing.is_busy
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank could not write, and nobody has collected the error."""
-        return self._writing.has_failed
-
-    @property
-    def is_collected(self) -> bool:
-        return self._writing.is_collected
-
-    def warm(self, work: Callable[[], None]) -> None:
-        """Runs `work` in a thread, so that the first save takes no longer than later ones."""
-        self._warming.start(work)
-
-    def wait_until_warm(self) -> None:
-        self._warming.collect()
-
-    def start(self, snapshot: Snapshot, *, replace: bool) -> None:
-        """Begins to write; the last outcome must have been collected."""
+    def start(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> None:
+        """Begins to write a checkpoint, or what hosts keep; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
-        self._writing.start(partial(self._write, snapshot, replace=replace))
-
-    def start_local(self, snapshot: Snapshot) -> None:
-        self._copies_are_pending = self.copies is not None
-        self._writing.start(partial(self._keep, snapshot))
-
-    def collect(self) -> Path | None:
-        """Waits until the snapshot is on the disk; returns its directory, None if no checkpoint was to be written."""
-        return self._writing.collect()
+        write = partial(self._keep, snapshot) if is_local else partial(self._write, snapshot, replace=replace)
+        self.writing.start(write)
 
     def wait_until_sent(self) -> None:
         if self.sender is not None:

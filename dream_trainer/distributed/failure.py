@@ -175,18 +175,18 @@ def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
         dead = {
             rank: f"process {number} on {host}"
             for rank, (number, host) in processes.items()
-            if host == this_host and not _is_alive(int(number))
+            if host == this_host and not is_running(int(number))
         }
         if dead or time.monotonic() > deadline:
             return dead
         time.sleep(0.05)
 
 
-def _is_alive(number: int) -> bool:
+def is_running(number: int) -> bool:
     """Whether a process runs; one that has ended, and that nobody has waited for yet, does not."""
     try:
         os.kill(number, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -213,7 +213,13 @@ class World(Ranks):
             "their own. Train without LocalSGDMixin, or with workers=1.",
         )
         group = self.averaging_group()
-        refuse_what_has_no_rows(values)
+        what = "a DTensor" if is_dtensor(values) else "0-dim" if values.dim() == 0 else ""
+        refuse(
+            what,
+            f"all_gather_with_gradient gathers rows, and these values are {what}. Give it a plain tensor [n, ...]: "
+            "values.full_tensor() of a DTensor, values.unsqueeze(0) of a single number.",
+            ValueError,
+        )
         return values if group is None else rows_of_all(values, group, self)
 
     def _join(self) -> None:
@@ -440,16 +446,6 @@ def _summed(every: Tensor, group: dist.ProcessGroup) -> Tensor:
     summed = every.new_empty((len(every) // group.size(), *every.shape[1:]))
     sum_scatter_flat(summed, every.contiguous(), group)
     return summed
-
-
-def refuse_what_has_no_rows(values: Tensor) -> None:
-    """Raises ValueError where `values` cannot be gathered by rows, whatever the number of ranks."""
-    if is_dtensor(values) or values.dim() == 0:
-        what = "a DTensor" if is_dtensor(values) else "0-dim"
-        raise ValueError(
-            f"all_gather_with_gradient gathers rows, and these values are {what}. Give it a plain tensor [n, ...]: "
-            "values.full_tensor() of a DTensor, values.unsqueeze(0) of a single number."
-        )
 
 
 def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tensor:

@@ -247,7 +247,8 @@ class ExpertBalance:
             for (path, layer), of_layer in zip(self._layers.items(), loads.split(self._sizes), strict=True):
                 layer.balance(of_layer)
                 if self._log is not None:
-                    evenness[path] = _evenness(of_layer)
+                    mean = of_layer.sum().clamp(min=1) / of_layer.numel()
+                    evenness[path] = torch.stack((of_layer.amax(), of_layer.amin())) / mean
         if self._log is not None:
             for path, (largest, smallest) in zip(self._logged, self._of_all_stages(evenness), strict=True):
                 self._log({f"experts/{path}/max_load": largest, f"experts/{path}/min_load": smallest})
@@ -263,9 +264,3 @@ class ExpertBalance:
         of_all = torch.stack([evenness.get(path, none) for path in self._logged])
         dist.all_reduce(of_all, dist.ReduceOp.MAX, group=stages)  # all have those of models that are whole
         return list(of_all)
-
-
-def _evenness(loads: Tensor) -> Tensor:
-    """The largest and the smallest load over the mean, 1 where all are equal; 0 where no token came."""
-    mean = loads.sum().clamp(min=1) / loads.numel()
-    return torch.stack((loads.amax(), loads.amin())) / mean

@@ -38,7 +38,7 @@ from dream_trainer.screen import show
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.attention_takeover import AttentionTakeover
+    from dream_trainer.parallel.context_attention import AttentionTakeover
 
 _TF32 = 2.0**-10  # between a number and the next, where float32 products of a GPU may be made of fewer digits
 _SMALL = 0.05  # of a model's largest gradient: what smaller ones are measured by, as those that should be 0

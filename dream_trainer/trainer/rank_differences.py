@@ -20,19 +20,9 @@ if TYPE_CHECKING:
     from dream_trainer.distributed.ranks import Ranks
     from dream_trainer.trainer.runtime import Runtime
 
-_MAY_DIFFER = (
-    "device",
-    "start_timeout_seconds",
-    "step_timeout_seconds",
-    "hang_timeout_seconds",
-    "host_timeout_seconds",
-    "directory",
-    "init_from",
-    "init_renames",
-    "loggers",
-    "wandb",
-    "mlflow",
-    "trackio",
+_MAY_DIFFER = frozenset(
+    "device start_timeout_seconds step_timeout_seconds hang_timeout_seconds host_timeout_seconds directory init_from "
+    "init_renames loggers wandb mlflow trackio".split()
 )
 
 _IN_ONE_ORDER = (

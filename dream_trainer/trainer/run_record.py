@@ -24,7 +24,7 @@ from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.config_files import read_plain
 from dream_trainer.config.serialize import leaves, to_dict
-from dream_trainer.distributed.failure import dead_ranks, describe, is_lost_connection
+from dream_trainer.distributed.failure import dead_ranks, describe, is_lost_connection, is_running
 from dream_trainer.distributed.hosts import own_code
 from dream_trainer.distributed.job_store import job_store
 from dream_trainer.errors import CheckpointError, ConfigError
@@ -155,17 +155,7 @@ def is_alive(run_dir: Path, record: RunRecord) -> bool | None:
     claimed = is_claimed(run_dir)
     if claimed is not None:  # a trainer that writes no checkpoints claims no directory
         return claimed
-    return _is_process(record.pid) if record.host == socket.gethostname() else None
-
-
-def _is_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
+    return is_running(record.pid) if record.host == socket.gethostname() else None
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,7 @@ from dream_trainer.trainer.unloaded_base import UnloadedBases
 if TYPE_CHECKING:
     from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.attention_takeover import AttentionTakeover
+    from dream_trainer.parallel.context_attention import AttentionTakeover
     from dream_trainer.trainer.prefetcher import Prefetcher
     from dream_trainer.trainer.step.accumulation import Accumulation
     from dream_trainer.trainer.step.optimizer_step import OptimizerStep

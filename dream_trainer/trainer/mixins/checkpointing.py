@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -63,9 +63,6 @@ class CheckpointMixin(AbstractTrainer):
     _config_class: ClassVar[type | None] = CheckpointConfigMixin
     _saves_checkpoints: ClassVar[bool] = True
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     @property
     def checkpoint_dir(self) -> Path:
         """Where this run's checkpoints are, or a link to that place; of an object store, where they wait to be sent."""
@@ -77,7 +74,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _elsewhere(self) -> Path | None:
         """The directory of this run below `checkpoint_parameters.directory`, on a disk or in an object store."""
-        directory = self.config.checkpoint_parameters.directory
+        directory = self._runtime.config.checkpoint_parameters.directory
         if directory is None:
             return None
         return as_path(directory).expanduser() / self.project / self.group / self.experiment
@@ -183,7 +180,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
+        parameters = self.__parameters()
         if parameters.best_metric is not None:
             refuse_other_places(parameters.best_metric, self._runtime.data.validation, named_by="best_metric")
         elsewhere = self._elsewhere()
@@ -206,10 +203,10 @@ class CheckpointMixin(AbstractTrainer):
             patience=self._runtime.session.patience,
             say_once=self.warn_once,
             clock=time.monotonic,
-            only_when_called=self.config.training_parameters.fast_dev_run,
+            only_when_called=self._runtime.config.training_parameters.fast_dev_run,
         )
         self._runtime.optimizer_step.before_update = saver.before_update
-        if self.config.training_parameters.fast_dev_run:
+        if self._runtime.config.training_parameters.fast_dev_run:
             return
         saver.claim(self.run_dir)
         if isinstance(elsewhere, StorePath):
@@ -218,8 +215,16 @@ class CheckpointMixin(AbstractTrainer):
             # A run in another `runs_dir` may have the same.
             saver.claim(linked_checkpoints(self.checkpoint_dir, elsewhere, self.world))
 
+    def __parameters(self) -> CheckpointParameters:
+        """Those of the config, with the `best_mode` that metrics know."""
+        parameters: CheckpointParameters = self._runtime.config.checkpoint_parameters
+        if parameters.best_metric is None:
+            return parameters
+        known = higher_is_better(self.named_metrics(), parameters.best_metric)
+        return replace(parameters, best_mode=parameters.known_best_mode(known))
+
     def _local_checkpoints(self, parameters: CheckpointParameters, beside: Ranks) -> LocalCheckpoints | None:
-        if parameters.local_directory is None or self.config.training_parameters.fast_dev_run:
+        if parameters.local_directory is None or self._runtime.config.training_parameters.fast_dev_run:
             return None
         world = self.world
         return LocalCheckpoints(
@@ -230,14 +235,14 @@ class CheckpointMixin(AbstractTrainer):
             ranks=ranks_of_host(world, world.host_number),
             world=world,
             beside=beside,
-            host=on_host(world, beside, timeout_seconds=self.config.device_parameters.start_timeout_seconds),
+            host=on_host(world, beside, timeout_seconds=self._runtime.config.device_parameters.start_timeout_seconds),
         )
 
     def _resume(self) -> None:
         super()._resume()
         self.__form.note(self.named_models())
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
-        if self.config.training_parameters.fast_dev_run:
+        parameters = self.__parameters()
+        if self._runtime.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self._runtime, saves=parameters.saves)
         local = self._runtime.saver.local
@@ -305,7 +310,7 @@ class CheckpointMixin(AbstractTrainer):
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
-        changed = changed_fields(manifest, self.config)
+        changed = changed_fields(manifest, self._runtime.config)
         if changed:
             but = ", but for those of optimizers: learning rates and the like are the checkpoint's"
             logger.warning(
@@ -338,7 +343,7 @@ class CheckpointMixin(AbstractTrainer):
     # -- state
 
     def _best_modes(self) -> dict[str, Mode]:
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
+        parameters = self.__parameters()
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
         return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
@@ -356,14 +361,6 @@ def _settled(runtime: Runtime) -> Moment:
     runtime.hooks.settle()
     runtime.coordinator.check_order()
     return Moment(runtime.progress.global_step, has_pending_work=runtime.progress.owed is not None)
-
-
-def with_known_mode(parameters: CheckpointParameters, metrics: Mapping[str, Any]) -> CheckpointParameters:
-    """These parameters with the `best_mode` that `metrics` know."""
-    if parameters.best_metric is None:
-        return parameters
-    known = higher_is_better(metrics, parameters.best_metric)
-    return replace(parameters, best_mode=parameters.known_best_mode(known))
 
 
 def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:

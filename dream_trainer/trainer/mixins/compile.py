@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -65,12 +65,10 @@ class CompileMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = CompileConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        if self.config.compile_parameters.async_tensor_parallel and not self.config.device_parameters.compile:
+        config = self._runtime.config
+        if config.compile_parameters.async_tensor_parallel and not config.device_parameters.compile:
             raise ConfigError(
                 "compile_parameters.async_tensor_parallel=True overlaps nothing without compiled blocks. Set "
                 "device_parameters.compile=True too, or leave it False."
@@ -84,8 +82,8 @@ class CompileMixin(AbstractTrainer):
                 another.
         """
         super().apply_compile()
-        parameters: CompileParameters = self.config.compile_parameters
-        devices = self.config.device_parameters
+        parameters: CompileParameters = self._runtime.config.compile_parameters
+        devices = self._runtime.config.device_parameters
         is_split, is_shared = devices.tensor_parallel > 1, devices.context_parallel > 1
         options = None
         if is_split and parameters.async_tensor_parallel and self.world.mesh is not None:
@@ -124,7 +122,7 @@ class CompileMixin(AbstractTrainer):
                 f"compile_parameters.async_tensor_parallel=True: {why_not}. It needs GPUs that read each other's "
                 "memory, as those that NVLink connects do. Use False elsewhere."
             )
-        return options_of_overlap(self.config.compile_parameters.mode)
+        return options_of_overlap(self._runtime.config.compile_parameters.mode)
 
 
 def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:

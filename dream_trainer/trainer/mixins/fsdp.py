@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
@@ -21,9 +21,6 @@ class FSDPMixin(AbstractTrainer):
     _config_class: ClassVar[type | None] = FSDPConfigMixin
     _shards_parameters: ClassVar[bool] = True
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
         """Wraps each block of every model with parameters, then the model, in `fully_shard`; frozen models too.
 
@@ -39,16 +36,16 @@ class FSDPMixin(AbstractTrainer):
         small = [model for model in models if is_whole_in_steps(runtime, model)]
         for model in small:
             runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
-        blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
+        blocks = {"reshard_after_forward": self._runtime.config.fsdp_parameters.reshard_after_forward} | config
         for model in models:
             if model in small:
                 continue
             shard_by_blocks(model, self.model_blocks(model), blocks, config, is_cut=is_cut(model))
-            if self.config.fsdp_parameters.separate_reduce_group:
+            if self._runtime.config.fsdp_parameters.separate_reduce_group:
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups
 
                 self.world.further_groups += reduce_in_own_groups(model)
-            if self.config.fsdp_parameters.symmetric_memory:
+            if self._runtime.config.fsdp_parameters.symmetric_memory:
                 self._gather_in_symmetric_memory(model)
 
     def _gather_in_symmetric_memory(self, model: nn.Module) -> None:

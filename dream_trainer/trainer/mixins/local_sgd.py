@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -50,20 +50,17 @@ class LocalSGDMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = LocalSGDConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         _refuse_tensors_of_callbacks(self._runtime)
-        self._runtime.workers = self.config.local_sgd_parameters.workers
+        self._runtime.workers = self._runtime.config.local_sgd_parameters.workers
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.workers > 1:
             _refuse_what_crosses_workers(self._runtime)
         self._runtime.rounds = Rounds(
-            self.config.local_sgd_parameters,
+            self._runtime.config.local_sgd_parameters,
             self.world,
             self._runtime.registry,
             self._runtime.parallel,
@@ -84,8 +81,8 @@ class LocalSGDMixin(AbstractTrainer):
             self.warn_once(
                 "a round",
                 f"training ends at step {self.global_step}, in the middle of a round of "
-                f"{self.config.local_sgd_parameters.every_n_steps} steps. Validations, checkpoints and exports have "
-                "the average of the workers, but the models of this process have the weights of its own worker.",
+                f"{self._runtime.rounds.steps} steps. Validations, checkpoints and exports have the average of the "
+                "workers, but the models of this process have the weights of its own worker.",
             )
 
     @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,6 @@ class PipelineParallelMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = PipelineParallelConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
     __pipelines: Mapping[nn.Module, Pipeline] = MappingProxyType({})
 
     def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -91,7 +89,7 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.parallel.stage_check import StageCheck
 
         self._refuse_beside_a_pipeline(mesh.size())
-        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
+        parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
         ranks = ranks_of_stages(parameters.schedule, mesh.size(), parameters.stages_of_each_rank)
         here = self.world.stage_rank
         cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
@@ -124,7 +122,7 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.trainer.data_setup import refuse_short_batches
         from dream_trainer.trainer.step.tied_gradients import connect_copies
 
-        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
+        parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
         microbatches = parameters.microbatches or 2 * self.world.stages
         if microbatches < self.world.stages:
             raise ConfigError(
@@ -142,9 +140,10 @@ class PipelineParallelMixin(AbstractTrainer):
         self._runtime.accumulation.goes_back_here = self.world.stage_rank == last
         self._runtime.accumulation.trains_whole_models = any(map(self.get_optimizers_by_model, whole))
         pipelines: dict[nn.Module, Pipeline] = {}
+        devices: DeviceParameters = self._runtime.config.device_parameters
         for name, model in models.items():
             if is_cut(model):
-                is_cast = half_dtype(self.config.device_parameters) is not None and bool(fsdp_modules(model))
+                is_cast = half_dtype(devices) is not None and bool(fsdp_modules(model))
                 pipelines[model] = Pipeline(
                     model,
                     self._runtime.parallel.stages[model],
@@ -153,13 +152,13 @@ class PipelineParallelMixin(AbstractTrainer):
                     schedule=parameters.schedule,
                     microbatches=microbatches,
                     # Ranks that share experts run them as often, and may have batches of other sizes.
-                    most_without_gradients=1 if self.config.device_parameters.expert_parallel > 1 else microbatches,
-                    backward_context=without_autocast(self.config.device_parameters, self.world.device),
+                    most_without_gradients=1 if devices.expert_parallel > 1 else microbatches,
+                    backward_context=without_autocast(devices, self.world.device),
                     output_dtype=torch.float32 if is_cast else None,
                     aside=self._outside_forward,
                     warn=lambda message: self.warn_once(message, message),
                     beside=pipelines,
-                    splits_backwards=_may_split(self.config.device_parameters),
+                    splits_backwards=_may_split(devices),
                     whole=whole if parameters.computes_weights_apart else [],
                 )
         self.__pipelines = pipelines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from dream_trainer.config.parallel_parameters import TensorParallelConfigMixin
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -27,9 +27,6 @@ class TensorParallelMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = TensorParallelConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def _finish_setup(self) -> None:
         super()._finish_setup()
         ranks, models = self.world.mesh_shape.tp, self.named_models()
@@ -50,13 +47,14 @@ class TensorParallelMixin(AbstractTrainer):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
-        if self.config.device_parameters.tensor_parallel == 1:
+        devices = self._runtime.config.device_parameters
+        if devices.tensor_parallel == 1:
             return step
-        if not self.config.device_parameters.compile:  # compiled blocks would be compiled with what compares them
+        if not devices.compile:  # compiled blocks would be compiled with what compares them
             from dream_trainer.parallel.equal_parts import EqualParts, once_for_each_shape
 
             step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
-        if not self.config.tensor_parallel_parameters.loss_parallel:
+        if not self._runtime.config.tensor_parallel_parameters.loss_parallel:
             return step
         from torch.distributed.tensor.parallel import loss_parallel
 
