@@ -1323,7 +1323,7 @@ MUTANTS = [
     ),
     Mutant(
         "a frozen model beside stages is taken for one of them",
-        "dream_trainer/parallel/cut_models.py",
+        "dream_trainer/parallel/sharding.py",
         "    return model in _ties\n",
         "    return True\n",
         "tests/trainer/test_pipeline_models.py -k kept",
@@ -2199,14 +2199,14 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer's own state_dict is not called",
-        "dream_trainer/checkpoint/own_state_dict.py",
+        "dream_trainer/checkpoint/nested_state.py",
         "    return kind.state_dict is not Optimizer.state_dict or ",
         "    return False and ",
         "tests/trainer/test_optimizer_resume.py -k one_process",
     ),
     Mutant(
         "what an own load_state_dict forgot is not looked for",
-        "dream_trainer/checkpoint/own_state_dict.py",
+        "dream_trainer/checkpoint/nested_state.py",
         "    if where is not None:",
         "    if where is None and not given:",
         "tests/checkpoint/test_optimizer_state.py -k forgets",

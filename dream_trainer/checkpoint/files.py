@@ -217,16 +217,6 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read: {error}. Correct that, or resume from another checkpoint.")
 
 
-def read_file(path: Path, size: int, xxh3: str) -> bytes:
-    """A small file's content, after its size and checksum were compared with what was written."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    compare_content(path, (len(content), content_checksum(content)), (size, xxh3))
-    return content
-
-
 def verify_file(path: Path, size: int, xxh3: str) -> None:
     """Reads a complete file and compares it with what was written."""
     try:

@@ -15,10 +15,10 @@ from dream_trainer.checkpoint.files import (
     ASIDE_NAME,
     REPLACED_NAME,
     TEMPORARY_NAME,
+    compare_content,
     compare_sizes,
     content_checksum,
     named_step,
-    read_file,
     step_directories,
     unreadable,
     verify_file,
@@ -72,8 +72,14 @@ class Manifest:
         return self.files[name]
 
     def read(self, name: str) -> bytes:
-        entry = self.entry(name)
-        return read_file(self.path / name, entry.size, entry.xxh3)
+        """A small file's content, after its size and checksum were compared with what was written."""
+        path, entry = self.path / name, self.entry(name)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        compare_content(path, (len(content), content_checksum(content)), (entry.size, entry.xxh3))
+        return content
 
     def facts(self) -> dict[str, Any]:
         """What it says in short, of which JSON can be made."""

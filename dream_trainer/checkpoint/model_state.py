@@ -19,8 +19,7 @@ from dream_trainer.compat.pytorch import gathered_twins, is_dtensor
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.parallel.cut_models import names_in_whole
-from dream_trainer.parallel.sharding import fsdp_modules
+from dream_trainer.parallel.sharding import fsdp_modules, names_in_whole
 
 EXTRA_STATE = "_extra_state"
 

@@ -16,8 +16,14 @@ from torch.optim import Optimizer
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.checkpoint.model_state import value_checksum
-from dream_trainer.checkpoint.nested_state import TensorPath, parameter_in, path_text, split_state
-from dream_trainer.checkpoint.own_state_dict import MACHINE_OPTIONS, has_own_state_dict
+from dream_trainer.checkpoint.nested_state import (
+    MACHINE_OPTIONS,
+    TensorPath,
+    has_own_state_dict,
+    parameter_in,
+    path_text,
+    split_state,
+)
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim, storage_id
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError

@@ -15,7 +15,7 @@ from dream_trainer.checks import spell
 from dream_trainer.compat.pipelining import shallow_copy
 from dream_trainer.errors import ConfigError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.parallel.cut_models import is_held
+from dream_trainer.parallel.sharding import is_held
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # forwards run through them, be they empty
 _CONTAINERS = (*_LISTS, nn.Sequential)

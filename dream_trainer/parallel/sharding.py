@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn as nn
@@ -276,3 +277,57 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_tensor(gradient)
+
+
+# -- What is known of a model that was cut into pipeline stages, and of the parameters that several of them share.
+
+
+@dataclass(frozen=True)
+class Tie:
+    names: tuple[str, ...]  # all names in the whole model; checkpoints have the first
+    ranks: tuple[int, ...]  # those that have a copy, in the order of their first name
+    own_name: str | None  # what the copy of this rank is called in its part of the model; None without one
+
+
+_ties: WeakKeyDictionary[nn.Module, Sequence[Tie]] = WeakKeyDictionary()
+
+
+def is_held(name: str, names: Collection[str]) -> bool:
+    """Whether `names` has `name`, or a part around it."""
+    return any(name == held or name.startswith(f"{held}.") for held in names)
+
+
+def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence[int], own_rank: int) -> list[Tie]:
+    """The parameters of `model`, which is still whole, that more than one rank will have."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    ties = []
+    for of_one in names.values():
+        holders: dict[int, str] = {}
+        for name in of_one:
+            rank = next(rank for rank, held in zip(ranks, stages, strict=True) if is_held(name, held))
+            holders.setdefault(rank, name)
+        if len(holders) > 1:
+            ties.append(Tie(tuple(of_one), tuple(holders), holders.get(own_rank)))
+    return ties
+
+
+def remember_ties(model: nn.Module, ties: Sequence[Tie]) -> None:
+    """From now on `names_in_whole` knows what `model`, a part, calls otherwise than the whole does."""
+    _ties[model] = ties
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether this rank has the layers of some stages alone of `model`; else all."""
+    return model in _ties
+
+
+def ties_in(model: nn.Module) -> Sequence[Tie]:
+    """What `remember_ties` was told, in an order that all ranks share; empty but of stages."""
+    return _ties.get(model, ())
+
+
+def names_in_whole(model: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """All names in the whole model of what others have copies of, by that which `model` has; empty but of stages."""
+    return {tie.own_name: tie.names for tie in ties_in(model) if tie.own_name is not None}

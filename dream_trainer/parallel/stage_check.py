@@ -21,8 +21,8 @@ from dream_trainer.compat.pytorch import write_count
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import HookError
 from dream_trainer.nested import leaves, map_tensors
-from dream_trainer.parallel.cut_models import is_held
 from dream_trainer.parallel.pipeline_stages import keep_only
+from dream_trainer.parallel.sharding import is_held
 from dream_trainer.parallel.verify import copied_without_values
 from dream_trainer.users_code import failing_frame, line_of, running_line
 

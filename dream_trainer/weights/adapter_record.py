@@ -13,7 +13,7 @@ from dream_trainer.compat.peft import Adapters, LowRank, base_names, describe_ad
 from dream_trainer.compat.pytorch import OfTensors
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.modules.class_change import own_class
-from dream_trainer.parallel.cut_models import is_cut, names_in_whole
+from dream_trainer.parallel.sharding import is_cut, names_in_whole
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:

@@ -17,8 +17,7 @@ from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.parallel.cut_models import names_in_whole
-from dream_trainer.parallel.sharding import local_indices
+from dream_trainer.parallel.sharding import local_indices, names_in_whole
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint

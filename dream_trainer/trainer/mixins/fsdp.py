@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
-from dream_trainer.parallel.cut_models import is_cut
-from dream_trainer.parallel.sharding import shard_by_blocks
+from dream_trainer.parallel.sharding import is_cut, shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.model_setup import is_whole_in_steps
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
-from dream_trainer.parallel.cut_models import is_cut
-from dream_trainer.parallel.sharding import fsdp_modules
+from dream_trainer.parallel.sharding import fsdp_modules, is_cut
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -82,10 +81,10 @@ class PipelineParallelMixin(AbstractTrainer):
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.optim.whole_parameters import remember_whole
-        from dream_trainer.parallel.cut_models import remember_ties, ties_of
         from dream_trainer.parallel.joined_buffers import batch_norms
         from dream_trainer.parallel.pipeline import Stages
         from dream_trainer.parallel.pipeline_stages import keep_only, number_lists, stages_of_models
+        from dream_trainer.parallel.sharding import remember_ties, ties_of
         from dream_trainer.parallel.stage_check import StageCheck
 
         self._refuse_beside_a_pipeline(mesh.size())

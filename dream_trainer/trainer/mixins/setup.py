@@ -24,10 +24,10 @@ from dream_trainer.modules.precision import half_dtype, norms_in_float32
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
-from dream_trainer.parallel.cut_models import is_cut
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
 from dream_trainer.parallel.mixture_of_experts import ExpertBalance
 from dream_trainer.parallel.sharding import (
+    is_cut,
     move_what_is_whole,
     refuse_unsupported,
     shard_by_blocks,
