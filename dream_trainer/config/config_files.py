@@ -199,12 +199,7 @@ def _value(change: _Set, annotation: Any, dotted: str) -> Any:
         try:
             return structure(value, annotation, dotted)
         except ConfigError as error:
-            places = [place for place in re.findall(r" @ (.+?)(?=;|\.?$)", str(error)) if place != dotted]
-            unknown = re.findall(r"unknown keys .+?(?= @ )", str(error))
-        if places:
-            advice += f" Wrong is {', '.join(places)}{''.join(f' ({keys})' for keys in unknown)}."
-        if is_text and re.fullmatch(r"[-+.0-9eE_]+", value):
-            advice += " Leave the quotes out."
+            advice += f" {error}"
     raise ConfigError(f"{change.file} sets {dotted} to {value!r}. {advice}")
 
 

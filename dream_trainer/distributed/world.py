@@ -48,7 +48,7 @@ from dream_trainer.errors import ConfigError, StepError
 if TYPE_CHECKING:
     from dream_trainer.compat.pytorch import Store
 
-MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MESH_DIMS = MeshShape._fields
 
 # How many worlds of this process use the default process group, and how many it has launched so far.
 _group_users = 0
@@ -271,7 +271,7 @@ class World(Ranks):
             _heartbeat.where, _heartbeat.is_training = where, False
 
     def __repr__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in zip(MESH_DIMS, self.mesh_shape, strict=True))
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape._asdict().items())
         return f"World(rank={self.rank} of {self.world_size}, device={self.device}, {mesh})"
 
     def first_step_is_done(self) -> None:

@@ -31,7 +31,6 @@ from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameter
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything, set_random_state
-from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
@@ -102,8 +101,7 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(runtime, shared, tensor_metadata(path), begins))
     if branch.counters == "keep":
         form.restore(models, model_form, world)
-    mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
-    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
+    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(world.mesh_shape._asdict())
     data = shared.get("data")
     on_all_ranks(
         world,

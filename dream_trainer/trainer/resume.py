@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dream_trainer.checkpoint.files import recover_replaced
 from dream_trainer.checkpoint.manifest import (
     Manifest,
+    find_checkpoint,
     finished_directories,
     list_checkpoints,
     newest_checkpoint,
@@ -58,7 +59,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     if asked == "best":
         path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
     else:
-        path = _chosen(root, world, lambda checkpoints: _path_of_step(checkpoints, root, int(asked)))
+        path = from_main_rank(world, "choose what to resume", lambda: find_checkpoint(root, int(asked)))
     load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
     return True
 
@@ -163,13 +164,6 @@ def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: Checkpoin
             "A checkpoint has the metrics of a validation at its own step."
         )
     return best.path
-
-
-def _path_of_step(checkpoints: list[Manifest], root: Path, step: int) -> Path:
-    by_step = {manifest.step: manifest.path for manifest in checkpoints}
-    if step not in by_step:
-        raise CheckpointError(f"{root} has no whole checkpoint of step {step}. There are {sorted(by_step)}.")
-    return by_step[step]
 
 
 def _refuse_used_directory(root: Path, world: Ranks) -> None:

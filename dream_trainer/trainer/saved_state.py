@@ -33,7 +33,6 @@ from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import random_state
-from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
@@ -110,7 +109,7 @@ def snapshot(
         description={
             "epoch": runtime.progress.current_epoch,
             "samples_seen": runtime.progress.samples_seen,
-            "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
+            "mesh_shape": world.mesh_shape._asdict(),
             "config": to_dict(runtime.config),
             "metrics": dict(metrics),
             "parent": runtime.origin.parent,

@@ -38,7 +38,7 @@ from dream_trainer.config.checkpoint_parameters import (
     Mode,
 )
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
-from dream_trainer.distributed.world import MESH_DIMS, on_host, ranks_of_host
+from dream_trainer.distributed.world import on_host, ranks_of_host
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
@@ -231,7 +231,7 @@ class CheckpointMixin(AbstractTrainer):
             Path(parameters.local_directory).expanduser().absolute(),
             experiment=self.experiment,
             root=absolute(self._checkpoints_root()),
-            mesh_shape=dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
+            mesh_shape=world.mesh_shape._asdict(),
             ranks=ranks_of_host(world, world.host_number),
             world=world,
             beside=beside,

@@ -174,7 +174,10 @@ def _may_change_arguments(decorated: Any) -> bool:
 
 _BRING = "Add {0} to its bases and {1} to its config's, which bring a default."
 _HOOKS_OF_DEVICES = {  # by the field of DeviceParameters that asks for each, with what to do about it
-    "context_parallel": ("cut_batch", "Cut each batch along its sequences there (ContextParallelMixin calls it)."),
+    "context_parallel": (
+        "cut_batch",
+        "Cut each batch along its sequences there. It takes ContextParallelMixin among the trainer's bases.",
+    ),
     "pipeline_parallel": (
         "apply_pipeline_parallel",
         _BRING.format("PipelineParallelMixin", "PipelineParallelConfigMixin"),
