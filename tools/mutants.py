@@ -392,7 +392,7 @@ MUTANTS = [
     ),
     Mutant(
         "a save of other tensors takes the last one's plan",
-        "dream_trainer/checkpoint/safe_dcp.py",
+        "dream_trainer/checkpoint/dcp_writer.py",
         "return self._known.plan is not None and self._known.layout == self._layout",
         "return self._known.plan is not None",
         "tests/checkpoint/test_known_plan.py",
@@ -700,7 +700,7 @@ MUTANTS = [
     ),
     Mutant(
         "fewer ranks lose the metrics of the others",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         "[world.data_rank :: world.data_size]",
         "[world.data_rank : world.data_rank + 1]",
         "tests/trainer/test_training_metrics.py",
@@ -763,14 +763,14 @@ MUTANTS = [
     ),
     Mutant(
         "counters not restored",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'runtime.progress.load_state_dict(_progress(shared["progress"], branch))',
         "pass",
         "tests/trainer/test_checkpoint_mixin.py",
     ),
     Mutant(
         "random states not restored",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'set_random_state(state["random"], tensors, world.device)',
         "pass",
         "tests/trainer/test_resume.py",
@@ -1526,7 +1526,7 @@ MUTANTS = [
     ),
     Mutant(
         "each stage may change what is around its layers",
-        "dream_trainer/parallel/pipeline_stages.py",
+        "dream_trainer/parallel/stage_check.py",
         "if before.get(name) != value]",
         "if False]",
         "tests/trainer/test_pipeline_mistakes.py -k of_its_own",
@@ -1575,7 +1575,7 @@ MUTANTS = [
     ),
     Mutant(
         "stages may compute something else than the model",
-        "dream_trainer/parallel/pipeline_stages.py",
+        "dream_trainer/parallel/stage_check.py",
         "        if _numbers(chain, output) != _numbers(whole, expected):\n",
         "        if False:\n",
         "tests/trainer/test_pipeline_mistakes.py -k values",
@@ -1603,7 +1603,7 @@ MUTANTS = [
     ),
     Mutant(
         "the loss scale is not resumed",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         '    runtime.accumulation.load_loss_scale_state(shared.get("loss_scale"))\n',
         "",
         "tests/trainer/test_loss_scale.py",
@@ -1793,14 +1793,14 @@ MUTANTS = [
     ),
     Mutant(
         "the step does not seed what goes on at another layout",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'hash_seed(b"resumed", runtime.config.seed, progress.global_step, world.data_rank)',
         'hash_seed(b"resumed", runtime.config.seed, world.data_rank)',
         "tests/trainer/test_branches.py -k random_layers",
     ),
     Mutant(
         "ranks draw alike after a resume at another layout",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'hash_seed(b"resumed", runtime.config.seed, progress.global_step, world.data_rank)',
         'hash_seed(b"resumed", runtime.config.seed, progress.global_step)',
         "tests/trainer/test_branches.py -k random_layers",
@@ -1989,7 +1989,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resume forgets the lanes of other ranks",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         "for rank in ranks])",
         "for rank in ranks[:1]])",
         "tests/trainer/test_stream_resume.py -k live",
@@ -2073,7 +2073,7 @@ MUTANTS = [
     ),
     Mutant(
         "adapters of another config resumed",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         '    refuse_other_adapters(path, models, shared.get("adapters"), world=world)\n',
         "",
         "tests/weights/test_adapter_config.py -k does_not_go_on",
@@ -2199,14 +2199,14 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer's own state_dict is not called",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/nested_state.py",
         "    return kind.state_dict is not Optimizer.state_dict or ",
         "    return False and ",
         "tests/trainer/test_optimizer_resume.py -k one_process",
     ),
     Mutant(
         "what an own load_state_dict forgot is not looked for",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/nested_state.py",
         "    if where is not None:",
         "    if where is None and not given:",
         "tests/checkpoint/test_optimizer_state.py -k forgets",

@@ -10,21 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dream_trainer.checkpoint.nested_state import TensorPath, joined_state, load_own_state, paths_in, split_state
 from dream_trainer.checkpoint.optimizer_state import (
     RANK_PREFIX,
     WHOLE,
-    TensorPath,
     allocate,
     check_parameters,
     inner_optimizers,
-    joined_state,
-    load_own_state,
     mesh_of,
     owner_of,
     parameters_by_name,
-    paths_in,
     places_of,
-    split_state,
     tensor_name,
 )
 from dream_trainer.checks import listed

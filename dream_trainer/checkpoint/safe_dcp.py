@@ -1,8 +1,7 @@
-"""DCP's files: read without running anybody's code, and written.
+"""Reading DCP's files without running anybody's code.
 
 `.metadata` is unpickled by a reader that knows a short list of record types. A shard with anything but tensors is not
-opened, and PyTorch reads tensors with `weights_only=True`.
-"""
+opened, and PyTorch reads tensors with `weights_only=True`."""
 
 from __future__ import annotations
 
@@ -20,18 +19,16 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from xxhash import xxh3_128
 
-from dream_trainer.checkpoint.files import NewFile, compare_content, unreadable
-from dream_trainer.checkpoint.manifest import FileEntry, Manifest
-from dream_trainer.checkpoint.store import KnownPlan
-from dream_trainer.compat.pytorch import dcp_metadata_globals, is_dtensor, local_tensor, merge_plans_of_parts
+from dream_trainer.checkpoint.files import compare_content, unreadable
+from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.compat.pytorch import dcp_metadata_globals, local_tensor
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 METADATA_NAME = ".metadata"
@@ -285,98 +282,3 @@ class _HashedFiles(FileSystem):
             entry = self._manifest.entry(path.name)
             del self._to_verify[path.name]
             compare_content(path, found, (entry.size, entry.xxh3))
-
-
-# -- Writing tensors by DCP's planner and writer: one shard file per rank, and `.metadata` by rank 0.
-#
-# `dcp.save` changes warning filters, hides the file system's error, and needs a second read for checksums.
-
-
-class _HashingFileSystem(FileSystem):
-    """DCP's file system, whose files are hashed while they are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: dict[str, FileEntry] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        path = Path(path)
-        with NewFile(path) as file:
-            yield file
-        self.entries[path.name] = FileEntry(size=file.size, xxh3=file.digest.hexdigest())
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
-
-
-class TensorWriter:
-    """One rank's part in writing a DCP directory; its methods are called in the order in which they stand."""
-
-    def __init__(
-        self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan, is_whole: bool = True
-    ) -> None:
-        self._files = _HashingFileSystem()
-        # `NewFile` syncs the files, since DCP does so before Python's buffer is flushed. Copying ahead would use a
-        # stream of the thread's default device, which may be another rank's.
-        self._writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
-        self._writer.fs = self._files
-        self._planner = DefaultSavePlanner(flatten_state_dict=False)
-        self._tensors = dict(tensors)
-        self._rank = rank
-        self._known = known
-        self._is_whole = is_whole
-        self._layout = {name: _layout(tensor) for name, tensor in tensors.items()}
-
-    def knows_plan(self) -> bool:
-        """Whether this rank's tensors lie as those of the last save did."""
-        is_main = self._rank == 0
-        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_coordinator=is_main)
-        self._writer.set_up_storage_writer(is_main, rank=self._rank, use_collectives=True)
-        return self._known.plan is not None and self._known.layout == self._layout
-
-    def plan(self) -> SavePlan:
-        """What this rank could write; for rank 0."""
-        self._known.plan = None
-        return self._writer.prepare_local_plan(self._planner.create_local_plan())
-
-    def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """What each rank is to write, so that everything is written once; on rank 0 only."""
-        merge = self._planner.create_global_plan if self._is_whole else merge_plans_of_parts
-        merged, self._known.metadata = merge(plans)
-        return self._writer.prepare_global_plan(merged)
-
-    def take(self, plan: SavePlan) -> None:
-        self._known.plan, self._known.layout = plan, self._layout
-
-    def write(self) -> list[WriteResult]:
-        """Writes this rank's shard; the result is for rank 0."""
-        assert self._known.plan is not None
-        plan = self._planner.finish_plan(self._known.plan)
-        try:
-            return self._writer.write_data(plan, self._planner).wait()
-        except RuntimeError as error:
-            raise _said_by_file_system(error) or error from None
-
-    def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
-        """Writes `.metadata`; on rank 0 only."""
-        assert self._known.metadata is not None
-        self._writer.finish(self._known.metadata, list(results))
-
-    @property
-    def entries(self) -> dict[str, FileEntry]:
-        return dict(self._files.entries)
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What a plan depends on."""
-    placed = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else ()
-    return tensor.shape, tensor.dtype, tensor.requires_grad, *placed
-
-
-def _said_by_file_system(error: BaseException) -> OSError | None:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause

@@ -64,7 +64,7 @@ def write_checkpoint(
 
     A whole checkpoint of the step is left as it is. An error removes the temporary directory and nothing else."""
     # Imported where used: DCP loads a good part of torch.distributed.
-    from dream_trainer.checkpoint.safe_dcp import TensorWriter
+    from dream_trainer.checkpoint.dcp_writer import TensorWriter
 
     final = Path(root) / step_name(snapshot.step)
     task = f"write the checkpoint of step {snapshot.step} to {root}"

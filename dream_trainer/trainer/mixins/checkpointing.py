@@ -1,7 +1,7 @@
 """CheckpointMixin: when a checkpoint is saved, and from which one a run continues.
 
 It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
-See trainer/saved_state.py and trainer/resume.py for what is saved, resumed and given back.
+See trainer/saved_state.py, trainer/resume.py and trainer/restored_state.py for what is saved, resumed and given back.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.saved_state import restore
 from dream_trainer.trainer.session import start
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
 from dream_trainer.weights.adapter_config import refuse_other_adapters
