@@ -141,7 +141,7 @@ _NAMES = {
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
     "dream_trainer.parallel.pipeline_stages": (
-        "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
+        "NumberedAsWhole StageCheck check_stages even_stages keep_only number_lists stages_of_models"
     ),
     "dream_trainer.parallel.random_parts": "declare_random_layer undeclared_dropouts",
     "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
@@ -180,7 +180,6 @@ _NAMES = {
     "dream_trainer.trainer.resume": "newest_to_resume",
     "dream_trainer.trainer.run_record": "RunRecord is_alive read_record write_record",
     "dream_trainer.trainer.session": "launch start",
-    "dream_trainer.parallel.stage_check": "StageCheck",
     "dream_trainer.trainer.step.loss_scale": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapter_config": "refuse_other_adapters",

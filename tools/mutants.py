@@ -1526,7 +1526,7 @@ MUTANTS = [
     ),
     Mutant(
         "each stage may change what is around its layers",
-        "dream_trainer/parallel/stage_check.py",
+        "dream_trainer/parallel/pipeline_stages.py",
         "if before.get(name) != value]",
         "if False]",
         "tests/trainer/test_pipeline_mistakes.py -k of_its_own",
@@ -1575,7 +1575,7 @@ MUTANTS = [
     ),
     Mutant(
         "stages may compute something else than the model",
-        "dream_trainer/parallel/stage_check.py",
+        "dream_trainer/parallel/pipeline_stages.py",
         "        if _numbers(chain, output) != _numbers(whole, expected):\n",
         "        if False:\n",
         "tests/trainer/test_pipeline_mistakes.py -k values",

@@ -32,10 +32,9 @@ from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import without_exchange
 from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
-from dream_trainer.parallel.pipeline_stages import view_of
+from dream_trainer.parallel.pipeline_stages import StageCheck, view_of
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.parallel.shared_draws import numbers_of_place
-from dream_trainer.parallel.stage_check import StageCheck
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -83,9 +83,8 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.optim.whole_parameters import remember_whole
         from dream_trainer.parallel.joined_buffers import batch_norms
         from dream_trainer.parallel.pipeline import Stages
-        from dream_trainer.parallel.pipeline_stages import keep_only, number_lists, stages_of_models
+        from dream_trainer.parallel.pipeline_stages import StageCheck, keep_only, number_lists, stages_of_models
         from dream_trainer.parallel.sharding import remember_ties, ties_of
-        from dream_trainer.parallel.stage_check import StageCheck
 
         self._refuse_beside_a_pipeline(mesh.size())
         parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
