@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Wrapp
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -365,8 +366,6 @@ class SequenceParts:
         return own
 
     def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
-        import torch.distributed as dist
-
         out = torch.empty_like(by_rank)
         dist.all_to_all_single(out, by_rank, group=group)
         return out

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -64,8 +65,6 @@ class ExpertExchange:
 
     def send(self, rows: Tensor, counts: Tensor) -> Visitors:
         """Sends each of `rows`, sorted by expert, to the rank of its expert, of which `counts` has the rows of each."""
-        import torch.distributed as dist
-
         n_rows = len(rows)
         if self._alike is not None:
             rows, counts = self._alike.part(rows), self._alike.part_of_counts(counts)
@@ -135,8 +134,6 @@ class Alike:
 
 def _exchanged(rows: Tensor, coming: list[int], leaving: list[int], group: ProcessGroup) -> Tensor:
     """Rows by rank: so many of each go to it, and so many come from it."""
-    import torch.distributed as dist
-
     received = rows.new_empty((sum(coming), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), coming, leaving, group=group)
     return received

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -241,8 +242,6 @@ class ExpertBalance:
         if self._layers:
             loads = torch.cat([layer.loads for layer in self._layers.values()])
             if self._world.averaging_group() is not None:
-                import torch.distributed as dist
-
                 dist.all_reduce(loads, group=self._world.averaging_group())
             for (path, layer), of_layer in zip(self._layers.items(), loads.split(self._sizes), strict=True):
                 layer.balance(of_layer)
@@ -258,8 +257,6 @@ class ExpertBalance:
         stages = self._world.pipeline_group()
         if stages is None:
             return [evenness[path] for path in self._logged]
-        import torch.distributed as dist
-
         none = torch.zeros(2, device=self._world.device)
         of_all = torch.stack([evenness.get(path, none) for path in self._logged])
         dist.all_reduce(of_all, dist.ReduceOp.MAX, group=stages)  # all have those of models that are whole

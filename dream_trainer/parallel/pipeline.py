@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -37,7 +38,6 @@ from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.parallel.shared_draws import numbers_of_place
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.distributed.world import World
@@ -425,8 +425,6 @@ class StageMessages:
 
     def send(self, tensors: tuple[Tensor, ...], rank: int) -> list[Message]:
         """Sends a stage what it does not know the shape of; the messages are to be waited for."""
-        import torch.distributed as dist
-
         header = [len(tensors)]
         for tensor, part in zip(tensors, self.parts(tensors), strict=True):
             header += [_DTYPES.index(part.dtype), int(tensor.requires_grad), layout_of(tensor), part.ndim, *part.shape]
@@ -443,8 +441,6 @@ class StageMessages:
         return sent
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
-        import torch.distributed as dist
-
         source = dist.get_global_rank(self.group, rank)
         numbers = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
         dist.recv(numbers, source, group=self.group)
@@ -460,8 +456,6 @@ class StageMessages:
 
     def shared_loss(self, loss: Tensor | None) -> Tensor:
         """The last stage's, 0-dim float64, on all ranks; the others give None."""
-        import torch.distributed as dist
-
         if loss is None:
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
         dist.broadcast(loss, dist.get_global_rank(self.group, self._last), group=self.group)
@@ -469,8 +463,6 @@ class StageMessages:
 
     def shared_outputs(self, outputs: Any) -> Any:
         """The last stage's, on all ranks; those of others do not count."""
-        import torch.distributed as dist
-
         source = dist.get_global_rank(self.group, self._last)
         layouts = [layout_of(leaf) for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
         parts = map_tensors(lambda tensor: self.parts((tensor,))[0], outputs)

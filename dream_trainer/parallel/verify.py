@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd import Function
@@ -193,8 +194,6 @@ class Verification:
         self, name: str, run: _WholeRun, outputs: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> Iterator[tuple[str, Miss]]:
         """Differences of parameter gradients, which are summed over ranks that share sequences or experts."""
-        import torch.distributed as dist
-
         if not outputs:
             return
         gradients = run.gradients
@@ -377,8 +376,6 @@ class Verification:
             )
 
     def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:
-        import torch.distributed as dist
-
         world = self.world
         assert world.mesh is not None  # ranks share something
         worst = torch.tensor(misses, dtype=torch.float64, device=world.device)

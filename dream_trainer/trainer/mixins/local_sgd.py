@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -316,8 +317,6 @@ class Rounds(NoRounds):
         differences = [start - part for start, part in zip(self._start.values(), parts, strict=True)]
         if self.world.workers == 1:
             return differences
-        import torch.distributed as dist
-
         for _, bucket in in_buckets(differences, lambda tensor: tensor.dtype, lambda tensor: tensor.nbytes):
             flat = torch.cat([difference.flatten() for difference in bucket])
             dist.all_reduce(flat, group=self.world.across_workers)
