@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dream_trainer.checkpoint import typed_json
@@ -27,10 +28,6 @@ from dream_trainer.checkpoint.nested_state import (
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim, storage_id
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 OPTIMIZER_PREFIX = "optimizers."  # tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dream_trainer.checkpoint.files import compare_sizes, discard, set_aside
 from dream_trainer.checkpoint.manifest import (
@@ -30,10 +29,6 @@ from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.object_store import without_secrets
 from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
 from dream_trainer.stores.store_path import StorePath
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
-
 
 _LOCAL_FILES = (LOCK_NAME, TOKEN_NAME)
 

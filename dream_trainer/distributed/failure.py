@@ -12,11 +12,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
-
+from dream_trainer.compat.pytorch import Store
 
 PACKAGE = Path(__file__).parent.parent
 LATER_SECONDS = 0.5  # how much later the other ranks leave, so that torchrun takes the one that failed for the cause

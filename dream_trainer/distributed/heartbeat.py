@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
+from dream_trainer.compat.pytorch import Store
 from dream_trainer.distributed.failure import (
     LATER_SECONDS,
     LostHostError,
@@ -24,9 +25,6 @@ from dream_trainer.distributed.failure import (
     tell_failure,
 )
 from dream_trainer.distributed.hosts import HostPlace, name_of_host
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 BEATS = 5  # beats within the limit
 LONGEST_BEAT_SECONDS = 2.0

@@ -19,14 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, NoReturn
 
-from dream_trainer.compat.pytorch import recorded_collectives
+from dream_trainer.compat.pytorch import Store, recorded_collectives
 from dream_trainer.distributed.failure import first_to_fail, tell_failure
 from dream_trainer.users_code import line_running_in
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 LOOK_SECONDS = 1.0  # how often a rank looks whether it moves
 ASK_SECONDS = 3.0  # how often it asks the store whether another rank stands still

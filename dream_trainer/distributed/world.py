@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dream_trainer.checks import refuse
 from dream_trainer.compat.pytorch import (
+    Store,
     all_gather_flat,
     forget_meshes,
     is_dtensor,
@@ -44,9 +45,6 @@ from dream_trainer.distributed.heartbeat import Heartbeat
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 MESH_DIMS = MeshShape._fields
 

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.checks import refuse
@@ -28,10 +29,6 @@ from dream_trainer.compat.pytorch import all_gather_flat, function_modes, is_dte
 from dream_trainer.distributed.world import linear
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.shared_draws import PartShapes, RandomFunction, is_draw
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Masked = Callable[..., Tensor]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,13 @@ from torch.optim import Optimizer
 
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import all_gather_flat, is_dtensor, local_tensor
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import shapes_of
 from dream_trainer.parallel.sharding import dim_of_part, local_gradient
 from dream_trainer.parallel.verify import removed_after
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
-
 
 _NUMBERS = 64  # that ranks send of what a module is given: of each tensor its dimensions and their sizes
 

@@ -9,22 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.pytorch import all_gather_flat, is_dtensor
 from dream_trainer.distributed.world import linear
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 EXPERT_DIM = "ep"
 

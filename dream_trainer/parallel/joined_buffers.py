@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,9 @@ from torch import Tensor
 
 from dream_trainer.checks import check_choice, check_pattern
 from dream_trainer.compat.pytorch import foreach_copy_, is_persistent, local_tensor, storage_id
-from dream_trainer.distributed.ranks import differing_facts, refuse_differences
+from dream_trainer.distributed.ranks import Ranks, differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.mixture_of_experts import MoE
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.ranks import Ranks
 
 BufferPolicy = Literal["mean", "rank 0", "as is"]
 

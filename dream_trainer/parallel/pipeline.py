@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.fully_shard import as_one_backward
 from dream_trainer.compat.pipelining import (
@@ -27,6 +28,7 @@ from dream_trainer.compat.pipelining import (
 )
 from dream_trainer.compat.pytorch import is_dtensor, trained_by, write_count
 from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import as_before
@@ -36,12 +38,6 @@ from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.parallel.pipeline_stages import StageCheck, view_of
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.parallel.shared_draws import numbers_of_place
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dream_trainer.distributed.world import World
-
 
 Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]

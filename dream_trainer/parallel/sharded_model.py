@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.pytorch import (
     OfTensors,
@@ -26,11 +27,7 @@ from dream_trainer.compat.pytorch import (
     write_count,
 )
 from dream_trainer.errors import StepError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dream_trainer.own_time import OwnTime
+from dream_trainer.own_time import OwnTime
 
 _stepped_as_shard = OfTensors[bool]()  # whole parameters
 _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import Callback, TimedCallback
 from dream_trainer.events.collection import CallbackCollection
@@ -31,9 +32,6 @@ from dream_trainer.trainer.runtime import Runtime, build_runtime
 from dream_trainer.trainer.session import close
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.user_class.class_checks import check_assignment, check_trainer
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
 
 C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")

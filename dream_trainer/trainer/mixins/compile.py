@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 
 from dream_trainer.compat.async_collectives import waited
 from dream_trainer.config.parallel_parameters import CompileConfigMixin, CompileParameters
@@ -14,12 +17,6 @@ from dream_trainer.modules.class_change import Changed, change_class, own_class
 from dream_trainer.modules.recompute import Recomputed
 from dream_trainer.parallel.joined_buffers import unread_in_training
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch.distributed as dist
-    import torch.nn as nn
 
 
 class Traced(Changed):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.errors import HookError
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ExpertParallelMixin(AbstractTrainer):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import nn
 
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.sharding import is_cut, shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.model_setup import is_whole_in_steps
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class FSDPMixin(AbstractTrainer):
