@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
@@ -102,8 +104,6 @@ def sum_scatter_flat(own: Tensor, every: Tensor, group: ProcessGroup) -> None:
 
 def function_modes() -> list[TorchFunctionMode]:
     """The modes that override functions at the moment, from the outermost; in a backward there are none."""
-    from torch.overrides import _get_current_function_mode_stack
-
     return list(_get_current_function_mode_stack())
 
 
@@ -249,7 +249,6 @@ def end_workers(loader: object) -> None:
 def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
     """Ends a `DataLoader` iterator's workers; those that load for longer than `patience_seconds` are killed."""
     from torch._C import _remove_worker_pids
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     # torchdata's iterators share this base and the names, and not the class for several processes.
     if not isinstance(iterator, _BaseDataLoaderIter) or iterator._num_workers == 0:

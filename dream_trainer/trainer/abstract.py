@@ -20,8 +20,10 @@ from dream_trainer.errors import HookError
 from dream_trainer.events.callback import Callback, TimedCallback
 from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.loggers.records import Records
+from dream_trainer.modules.class_change import unwrap
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.precision import autocast, under_autocast
+from dream_trainer.parallel.sharding import frozen, gathered
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.event_table import event_table, notify
 from dream_trainer.trainer.limits import Limits, set_limits
@@ -318,8 +320,6 @@ class AbstractTrainer(MixinHooks):
 
         `fully_shard` does not wrap: it changes the class in place, and names stay as they were.
         """
-        from dream_trainer.modules.class_change import unwrap
-
         return unwrap(model)
 
     def get_callback(self, cls: type[C]) -> C:
@@ -404,8 +404,6 @@ class AbstractTrainer(MixinHooks):
 
     def frozen(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
-        from dream_trainer.parallel.sharding import frozen
-
         return frozen(*models)
 
     @contextmanager
@@ -415,8 +413,6 @@ class AbstractTrainer(MixinHooks):
         To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
         gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
         """
-        from dream_trainer.parallel.sharding import gathered
-
         self.world.refuse_if_forbidden()
         with self._runtime.parallel.whole(), gathered(*models):
             yield

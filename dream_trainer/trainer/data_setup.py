@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 def connect_data(runtime: Runtime) -> None:
     """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and planned steps."""
-    from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
-
     loaders = runtime.hooks.configure_dataloaders()
     if not isinstance(loaders, tuple) or len(loaders) != 2:
         raise HookError(

@@ -6,11 +6,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.compat.pytorch import is_dtensor
+from dream_trainer.distributed.world import lay_expert_mesh
 from dream_trainer.errors import HookError
 from dream_trainer.meta.realize import Plan
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import sharding_policy
+from dream_trainer.parallel.expert_exchange import (
+    divide_rows,
+    keep_out_of_graphs,
+    modules_of_experts,
+    shard_experts,
+)
 from dream_trainer.parallel.sharded_model import shardable_bytes
 from dream_trainer.parallel.sharding import keeping_tied_and_frozen
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
@@ -77,14 +84,6 @@ def split_mixtures(runtime: Runtime, build: Build) -> None:
     ranks, models = runtime.config.device_parameters.expert_parallel, runtime.registry.models()
     if ranks == 1:
         return
-    from dream_trainer.distributed.world import lay_expert_mesh
-    from dream_trainer.parallel.expert_exchange import (
-        divide_rows,
-        keep_out_of_graphs,
-        modules_of_experts,
-        shard_experts,
-    )
-
     mesh = lay_expert_mesh(runtime.world, ranks)
     with keeping_tied_and_frozen(models):
         runtime.hooks.apply_expert_parallel(mesh["ep"])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from dream_trainer.compat.async_collectives import waited
+from dream_trainer.compat.async_collectives import options_of_overlap, waited, why_memory_is_not_shared
 from dream_trainer.config.parallel_parameters import CompileConfigMixin, CompileParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.block_state import BlockState, Moves
@@ -112,8 +112,6 @@ class CompileMixin(AbstractTrainer):
                 )
 
     def _options_of_overlap(self, group: dist.ProcessGroup) -> dict[str, Any]:
-        from dream_trainer.compat.async_collectives import options_of_overlap, why_memory_is_not_shared
-
         if (why_not := why_memory_is_not_shared(group, self.world.device)) is not None:
             raise ConfigError(
                 f"compile_parameters.async_tensor_parallel=True: {why_not}. It needs GPUs that read each other's "

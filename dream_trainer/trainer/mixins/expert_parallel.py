@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.errors import HookError
+from dream_trainer.parallel.expert_exchange import split_experts
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -28,8 +29,6 @@ class ExpertParallelMixin(AbstractTrainer):
             HookError: There is none.
         """
         super().apply_expert_parallel(mesh)
-        from dream_trainer.parallel.expert_exchange import split_experts
-
         mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
         has_whole_models = self.world.stages == 1  # of a pipeline's stages one may have none
         if not mixtures and has_whole_models:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from dream_trainer.compat.async_collectives import why_memory_is_not_shared
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.sharding import is_cut, shard_by_blocks
@@ -47,7 +48,6 @@ class FSDPMixin(AbstractTrainer):
                 self._gather_in_symmetric_memory(model)
 
     def _gather_in_symmetric_memory(self, model: nn.Module) -> None:
-        from dream_trainer.compat.async_collectives import why_memory_is_not_shared
         from dream_trainer.compat.fully_shard import gather_in_symmetric_memory
 
         mesh = self.world.parameter_mesh

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
-from dream_trainer.parallel.sharding import fsdp_modules, is_cut
+from dream_trainer.optim.whole_parameters import remember_whole
+from dream_trainer.parallel.joined_buffers import batch_norms
+from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_ties, ties_of
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.data_setup import refuse_short_batches
+from dream_trainer.trainer.step.tied_gradients import connect_copies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,11 +84,8 @@ class PipelineParallelMixin(AbstractTrainer):
         """
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
-        from dream_trainer.optim.whole_parameters import remember_whole
-        from dream_trainer.parallel.joined_buffers import batch_norms
         from dream_trainer.parallel.pipeline import Stages
         from dream_trainer.parallel.pipeline_stages import StageCheck, keep_only, number_lists, stages_of_models
-        from dream_trainer.parallel.sharding import remember_ties, ties_of
 
         self._refuse_beside_a_pipeline(mesh.size())
         parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
@@ -117,8 +118,6 @@ class PipelineParallelMixin(AbstractTrainer):
         if self.world.stages == 1:
             return
         from dream_trainer.parallel.pipeline import Pipeline
-        from dream_trainer.trainer.data_setup import refuse_short_batches
-        from dream_trainer.trainer.step.tied_gradients import connect_copies
 
         parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
         microbatches = parameters.microbatches or 2 * self.world.stages
