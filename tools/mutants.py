@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics of training are reset by every second validation",
-        "dream_trainer/trainer/validation.py",
+        "dream_trainer/trainer/validation_metrics.py",
         "        updated |= self._of_training.keys() & counts.keys()\n",
         "",
         "tests/trainer/test_evaluation.py -k reset_in_each",
@@ -861,8 +861,8 @@ MUTANTS = [
     ),
     Mutant(
         "padding batches counted by metrics",
-        "dream_trainer/trainer/validation.py",
-        "self._attributes.update(copied(originals, self._metrics().values()))",
+        "dream_trainer/trainer/validation_metrics.py",
+        "self.attributes.update(copied(originals, self.metrics().values()))",
         "pass",
         "tests/trainer/test_evaluation.py",
     ),
@@ -1079,8 +1079,8 @@ MUTANTS = [
     Mutant(
         "ranks that share layers send other rows than they count",
         "dream_trainer/parallel/expert_exchange.py",
-        "        return rows[alike.place :: alike.size].contiguous()\n",
-        "        return rows[: -(-(len(rows) - alike.place) // alike.size)].contiguous()\n",
+        "        return rows[self.place :: self.size].contiguous()\n",
+        "        return rows[: -(-(len(rows) - self.place) // self.size)].contiguous()\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(
@@ -1128,7 +1128,7 @@ MUTANTS = [
     Mutant(
         "stages whose ranks share sequences are warned of the numbers of their micro-batches",
         "dream_trainer/parallel/pipeline.py",
-        "            with self._aside():\n                return _Built(",
+        "            with self.aside():\n                return _Built(",
         "            if True:\n                return _Built(",
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
@@ -1394,7 +1394,7 @@ MUTANTS = [
     Mutant(
         "stages are given what has a graph",
         "dream_trainer/parallel/pipeline.py",
-        "        refuse_graphs((inputs, targets), self._name, self._world.stages)\n",
+        "        refuse_graphs((inputs, targets), self.name, self.world.stages)\n",
         "",
         "tests/trainer/test_pipeline_models.py -k through",
     ),
@@ -1499,7 +1499,7 @@ MUTANTS = [
     Mutant(
         "finding out what stages expect draws random numbers",
         "dream_trainer/parallel/pipeline.py",
-        "            preserved_random_state(self._world.device),\n            torch.enable_grad(),\n",
+        "            preserved_random_state(self.world.device),\n            torch.enable_grad(),\n",
         "            torch.enable_grad(),\n",
         "tests/trainer/test_pipeline_meshes.py -k goes_on",
     ),
@@ -1569,8 +1569,8 @@ MUTANTS = [
     Mutant(
         "stages draw the same random numbers",
         "dream_trainer/parallel/pipeline.py",
-        'numbers_of_place(b"stage", self._world.stage_rank, self._world.device)',
-        'numbers_of_place(b"stage", 0, self._world.device)',
+        'numbers_of_place(b"stage", self.world.stage_rank, self.world.device)',
+        'numbers_of_place(b"stage", 0, self.world.device)',
         "tests/trainer/test_pipeline_parallel.py -k stages_own",
     ),
     Mutant(

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dream_trainer.checkpoint.files import NewFile
 from dream_trainer.checkpoint.manifest import FileEntry
-from dream_trainer.checkpoint.store import KnownPlan
+from dream_trainer.checkpoint.snapshot import KnownPlan
 from dream_trainer.compat.pytorch import is_dtensor, merge_plans_of_parts
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name
 from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_checkpoint, read_manifest
-from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
+from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
+from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, from_main_rank, on_all_ranks

@@ -19,8 +19,8 @@ from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Saving
+from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
-from dream_trainer.checkpoint.store import Snapshot
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks

@@ -13,10 +13,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,6 +32,7 @@ from dream_trainer.checkpoint.files import (
     write_file,
 )
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, encode_manifest, verify_checkpoint
+from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.distributed.ranks import (
     Ranks,
     dealt_by_main_rank,
@@ -46,8 +45,6 @@ from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.version import __version__
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.checkpoint.storage import WriteResult
 
 
@@ -163,27 +160,3 @@ def _describe(final: Path, snapshot: Snapshot, files: dict[str, FileEntry], job:
         wall_time=time.time(),
         files=files,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """One rank's part of a checkpoint. What is not a tensor is serialised already, so that nobody can change it."""
-
-    step: int  # optimizer steps completed
-    tensors: Mapping[str, Tensor]
-    # Sharded (DTensor), or the same on all ranks (plain): of those any one rank's is saved. Ranks may differ in names.
-    shared: bytes  # state that is the same on all ranks, as typed JSON; rank 0's is written
-    rank_state: bytes  # state that only this rank has, as typed JSON
-    rank_tensors: Mapping[str, Tensor]
-    # Plain tensors of this rank alone, and those that differ from rank 0's, under their name in `tensors`.
-    description: Mapping[str, Any]
-    # The fields `epoch`, `samples_seen`, `mesh_shape`, `config`, `metrics` and `parent` of the manifest.
-
-
-@dataclass
-class KnownPlan:
-    """The last save's plan on one rank, so that the same tensors are not planned again (tools/bench/planning.py)."""
-
-    layout: dict[str, tuple[Any, ...]] | None = None  # how each tensor lay, by name
-    plan: SavePlan | None = None
-    metadata: Metadata | None = None  # on rank 0, of all tensors

@@ -406,16 +406,14 @@ class AbstractTrainer(MixinHooks):
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
         return frozen(*models)
 
-    @contextmanager
-    def gathered(self, *models: nn.Module) -> Iterator[None]:
+    def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps the full weights of sharded `models` on each rank, for forwards that the ranks do not run in step.
 
         To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
         gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
         """
         self.world.refuse_if_forbidden()
-        with self._runtime.parallel.whole(), gathered(*models):
-            yield
+        return _both(self._runtime.parallel.whole(), gathered(*models))
 
     # -- ours
 
@@ -428,3 +426,9 @@ class AbstractTrainer(MixinHooks):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield

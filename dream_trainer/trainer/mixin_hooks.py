@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
     from dream_trainer.loggers.media import MediaLog
     from dream_trainer.loggers.records import Records
-    from dream_trainer.trainer.validation import ValidationMetrics
+    from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class NoRounds:

@@ -79,7 +79,7 @@ class RunOrigin:
 
 
 class RunsRecord(Protocol):
-    """What the loop asks of trainer/run_recorder.py."""
+    """What the loop asks of trainer/run_record.py."""
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]: ...
 

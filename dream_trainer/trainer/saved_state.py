@@ -28,7 +28,7 @@ from dream_trainer.checkpoint.model_state import (
     rank_buffers,
 )
 from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_state
-from dream_trainer.checkpoint.store import Snapshot
+from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import on_all_ranks

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 import dream_trainer as dt
 from dream_trainer.checkpoint.loading import load_tensors
-from dream_trainer.checkpoint.store import Snapshot, write_checkpoint
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.data.loader import PerRankLoader
 from dream_trainer.distributed.ranks import Ranks

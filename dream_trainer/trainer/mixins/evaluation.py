@@ -18,7 +18,8 @@ from dream_trainer.nested import detach, to_device
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.session import failing_for_all, start
-from dream_trainer.trainer.validation import ValidationMetrics, in_step, validate, validation_mode
+from dream_trainer.trainer.validation import in_step, validate, validation_mode
+from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class EvalMixin(AbstractTrainer):
