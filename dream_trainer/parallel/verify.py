@@ -26,7 +26,14 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.compat.pytorch import default_generator_of, is_dtensor, shard_dim, without_hooks
+from dream_trainer.compat.pytorch import (
+    default_generator_of,
+    is_dtensor,
+    local_tensor,
+    shard_dim,
+    with_local,
+    without_hooks,
+)
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
 from dream_trainer.modules.forward_state import ForwardState, as_before, in_evaluation
@@ -484,30 +491,18 @@ class _Gradients:
 
     def _take_own(self, path: str, gradient: Tensor) -> Tensor:
         """Returns a gradient of 0, which takes no memory."""
-        from torch.distributed.tensor import DTensor
-
-        parameter = self._running[path]
-        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-            self._own[path] = self._sketch(path, gradient, [torch.arange(size) for size in gradient.shape])
-            return gradient.new_zeros(()).expand(gradient.shape)
-        gradient = gradient.redistribute(placements=parameter.placements)
-        local, places = gradient.to_local(), [torch.arange(size) for size in gradient.shape]
-        for mesh_dim, placement in enumerate(parameter.placements):
-            dim = shard_dim(placement)
-            if dim is not None:
-                parts = places[dim].chunk(parameter.device_mesh.size(mesh_dim))
-                rank = parameter.device_mesh.get_local_rank(mesh_dim)
-                places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
+        parameter, places = self._running[path], [torch.arange(size) for size in gradient.shape]
+        if is_dtensor(gradient) and is_dtensor(parameter):
+            gradient = gradient.redistribute(placements=parameter.placements)
+            for mesh_dim, placement in enumerate(parameter.placements):
+                dim = shard_dim(placement)
+                if dim is not None:
+                    parts = places[dim].chunk(parameter.device_mesh.size(mesh_dim))
+                    rank = parameter.device_mesh.get_local_rank(mesh_dim)
+                    places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
+        local = local_tensor(gradient)
         self._own[path] = self._sketch(path, local, places)
-        nothing = local.new_zeros(()).expand(local.shape)
-        return DTensor.from_local(
-            nothing,
-            gradient.device_mesh,
-            gradient.placements,
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
-        )
+        return with_local(gradient, local.new_zeros(()).expand(local.shape))
 
     def add_whole(self, path: str, gradient: Tensor) -> None:
         """Adds to the expected gradient of the parameter at `path`."""
