@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -16,29 +17,21 @@ from dream_trainer.checks import listed
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError, RanksDifferError
 
 
+@dataclass(eq=False, repr=False)
 class Ranks:
     """This process's place among the ranks, and collectives over all of them; every rank calls each.
 
     At world size 1 nothing is sent: every collective answers from this rank alone.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        cpu_group: dist.ProcessGroup | None,
-        *,
-        data_copies: int = 1,
-        sample_copies: int = 1,
-        stages: int = 1,
-    ) -> None:
-        self.rank = rank  # 0-based
-        self.world_size = world_size
-        self.cpu_group = cpu_group  # for agreement beside the step path; None at world size 1
-        self.data_copies = data_copies  # how many neighbouring ranks see the same data (tp)
-        self.sample_copies = sample_copies  # how many see the same samples, or parts of them (cp x tp)
-        self.stages = stages  # into how many groups of neighbouring ranks they fall that see the same data (pp)
-        self.forbidden: str | None = None  # what collectives raise by: code that runs on one rank only
+    rank: int  # 0-based
+    world_size: int
+    cpu_group: dist.ProcessGroup | None  # for agreement beside the step path; None at world size 1
+    _: KW_ONLY
+    data_copies: int = 1  # how many neighbouring ranks see the same data (tp)
+    sample_copies: int = 1  # how many see the same samples, or parts of them (cp x tp)
+    stages: int = 1  # into how many groups of neighbouring ranks they fall that see the same data (pp)
+    forbidden: str | None = field(default=None, init=False)  # code that runs on one rank only, where collectives raise
 
     @classmethod
     def alone(cls) -> Ranks:

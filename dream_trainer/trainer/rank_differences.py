@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.checks import listed
 from dream_trainer.data.loader import loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
 from dream_trainer.distributed.ranks import plain_facts, refuse, refuse_differences, told_differences
@@ -214,10 +215,9 @@ def warn_of_different_buffers(runtime: Runtime) -> None:
         return
     names = buffers.different(runtime.world)
     if names:
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         runtime.warn_once(
             _DIFFERENT_BUFFERS,
-            f"buffers differ between data-parallel ranks: {', '.join(names[:10])}{more}. Each rank validates with its "
+            f"buffers differ between data-parallel ranks: {listed(names, 10)}. Each rank validates with its "
             "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
             f'buffer_policies(), such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
             'integers, or "as is" to leave them.',

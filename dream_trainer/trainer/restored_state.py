@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
 
     `begins` says what goes along from another run's checkpoint. At another layout ranks are seeded again."""
     path, world, branch = manifest.path, runtime.world, begins or ALL_KEPT
-    shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
+    load = partial(on_all_ranks, world, f"load {path}")
+    shared: dict[str, Any] = load(lambda: read_shared(path))
     if branch.data == "keep":
         refuse_other_run(runtime, shared, path, is_own=begins is None)
     runtime.rates.refuse(shared, branch)
@@ -93,23 +95,19 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
     of_another_run = ["workers.", "local_sgd."] if begins is not None else []
     of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
     with naming_what_changed(manifest, runtime):
-        tensors = on_all_ranks(world, f"load {path}", prepare)
+        tensors = load(prepare)
         replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
         optional = (CALLBACK_PREFIX, RANK_PREFIX, *of_optimizers, *of_another_run, *replaced)
         load_tensors(path, tensors, world=world, optional_prefix=optional)
-    on_all_ranks(world, f"load {path}", lambda: [finish() for finish in finishing])
-    on_all_ranks(world, f"load {path}", lambda: _restore_shared(runtime, shared, tensor_metadata(path), begins))
+    load(lambda: [finish() for finish in finishing])
+    load(lambda: _restore_shared(runtime, shared, tensor_metadata(path), begins))
     if branch.counters == "keep":
         form.restore(models, model_form, world)
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(world.mesh_shape._asdict())
     data = shared.get("data")
-    on_all_ranks(
-        world,
-        f"load {path}",
-        lambda: _restore_rank(runtime, manifest, data, branch, reshaped, same_layout=same_layout),
-    )
+    load(lambda: _restore_rank(runtime, manifest, data, branch, reshaped, same_layout=same_layout))
     if branch.counters == "keep":
-        on_all_ranks(world, f"load {path}", lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
+        load(lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
 
 
 def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:

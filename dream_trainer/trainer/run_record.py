@@ -21,6 +21,7 @@ from dream_trainer.best_value import is_better
 from dream_trainer.checkpoint.files import step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, is_checkpoint, read_manifest
 from dream_trainer.checkpoint.run_directory import is_claimed
+from dream_trainer.checks import listed
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.config_files import read_plain
 from dream_trainer.config.serialize import leaves, to_dict
@@ -304,11 +305,10 @@ class RunRecorder:
     def _say_what_code_changed(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         changed = sorted(path for path in now.keys() & before.keys() if now[path] != before[path])
         if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             self._runtime.warn_once(
                 "code",
                 f"the run goes on from step {self._runtime.progress.global_step} with other code than it was started "
-                f"with last: {', '.join(changed[:5])}{more}.",
+                f"with last: {listed(changed, 5)}.",
             )
 
     def _best_before(self, before: RunRecord) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from dream_trainer.checks import listed
 from dream_trainer.config.parallel_parameters import TensorParallelConfigMixin
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -37,10 +38,9 @@ class TensorParallelMixin(AbstractTrainer):
 
         compare_first_gradients(self.named_optimizers().values(), models, self.world)
         if undeclared := undeclared_dropouts(models):
-            more = f" and {len(undeclared) - 3} more" if len(undeclared) > 3 else ""
             self.warn_once(
                 "undeclared dropouts",
-                f"{', '.join(undeclared[:3])}{more}: apply_tensor_parallel does not say whether the tensor_parallel="
+                f"{listed(undeclared, 3)}: apply_tensor_parallel does not say whether the tensor_parallel="
                 f"{ranks} ranks have these layers' input whole or a part each, so that each drops the same places. Say "
                 "it with dream_trainer.modules.declare_random_layer(module, mesh, Shard(dim) or Replicate()).",
             )
