@@ -122,27 +122,19 @@ def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_o
 
 
 def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    names = {id(module): name for name, module in model.named_modules()}
-    owner: dict[int, str] = {}
-    inside = set()
-    for block in blocks:
-        for parameter in block.parameters():
-            other = owner.setdefault(id(parameter), names.get(id(block), type(block).__name__))
-            if other != names.get(id(block), type(block).__name__):
+    """A parameter lies in one block, or outside of all."""
+    names = {module: name for name, module in model.named_modules()}
+    members = {part for block in blocks for part in block.modules()}
+    outside = [p for part in model.modules() if part not in members for p in part.parameters(recurse=False)]
+    in_blocks = [(f"block {names.get(block, own_class(block).__name__)!r}", [*block.parameters()]) for block in blocks]
+    homes: dict[nn.Parameter, str] = {}
+    for home, parameters in (*in_blocks, ("the root", outside)):
+        for parameter in parameters:
+            if homes.setdefault(parameter, home) != home:
+                name = next(name for name, other in model.named_parameters() if other is parameter)
                 raise ConfigError(
-                    f"blocks {other!r} and {names.get(id(block))!r} share a parameter, which two shards cannot. "
-                    "Override model_blocks so that one block holds both, or leaves both out."
-                )
-            inside.add(id(parameter))
-    members = {id(part) for block in blocks for part in block.modules()}
-    for name, module in model.named_modules():
-        if id(module) in members:
-            continue
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in inside:
-                raise ConfigError(
-                    f"parameter {name}.{parameter_name} outside the blocks is tied to one inside block "
-                    f"{owner[id(parameter)]!r}. Override model_blocks so that the root holds both."
+                    f"{name} is in {homes[parameter]} and in {home}, which are sharded apart and cannot share it. "
+                    "Override model_blocks so that one block has both places, or the root."
                 )
 
 
