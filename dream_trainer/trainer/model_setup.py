@@ -12,12 +12,7 @@ from dream_trainer.meta.realize import Plan
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import sharding_policy
-from dream_trainer.parallel.expert_exchange import (
-    divide_rows,
-    keep_out_of_graphs,
-    modules_of_experts,
-    shard_experts,
-)
+from dream_trainer.parallel.expert_exchange import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
 from dream_trainer.parallel.sharded_model import shardable_bytes
 from dream_trainer.parallel.sharding import keeping_tied_and_frozen
 from dream_trainer.trainer.user_class.overrides import definers, is_ours

@@ -90,10 +90,7 @@ def go_on(runtime: Runtime) -> None:
     if session.has_failed or signals.broke_a_wait:
         feed, progress = runtime.data.feed, runtime.progress
         feed.seek(
-            progress.data,
-            feed.rank_state,
-            is_pass_over=progress.is_pass_over,
-            state=feed.state_at(progress.data),
+            progress.data, feed.rank_state, is_pass_over=progress.is_pass_over, state=feed.state_at(progress.data)
         )
     session.has_failed = signals.broke_a_wait = False
 

@@ -158,10 +158,7 @@ def _keep_company(
 
 
 def in_step(
-    runtime: Runtime,
-    batches: ValidationBatches,
-    max_batches: int | None,
-    coordinator: Coordinator | None = None,
+    runtime: Runtime, batches: ValidationBatches, max_batches: int | None, coordinator: Coordinator | None = None
 ) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, then padding; an exchange before each batch, so that no rank waits in a forward for data."""
     source, batch = iter(batches), None
