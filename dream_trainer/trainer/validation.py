@@ -199,8 +199,7 @@ def _any_batch(runtime: Runtime, batches: ValidationBatches) -> Any:
     batch = batches.any_batch()
     if batch is None:
         raise DataError(
-            f"rank {runtime.world.rank} has no validation batch while others do, and the sharded forward "
-            "needs all ranks. "
-            "Give every rank at least one batch, or use a DistributedDataLoader."
+            f"rank {runtime.world.rank} has no validation batch while others do, and the sharded forward needs all "
+            "ranks. Give every rank at least one batch, or use a DistributedDataLoader."
         )
     return batch

@@ -67,10 +67,9 @@ else:
             ),
             "config.parallel_parameters": (
                 "ActivationCheckpointingConfigMixin ActivationCheckpointingParameters CompileConfigMixin "
-                "CompileParameters ContextParallelConfigMixin ContextParallelParameters FSDPConfigMixin "
-                "FSDPParameters Float8ConfigMixin Float8Parameters LocalSGDConfigMixin LocalSGDParameters "
-                "PipelineParallelConfigMixin PipelineParallelParameters TensorParallelConfigMixin "
-                "TensorParallelParameters"
+                "CompileParameters ContextParallelConfigMixin ContextParallelParameters FSDPConfigMixin FSDPParameters "
+                "Float8ConfigMixin Float8Parameters LocalSGDConfigMixin LocalSGDParameters PipelineParallelConfigMixin "
+                "PipelineParallelParameters TensorParallelConfigMixin TensorParallelParameters"
             ),
             "config.training_parameters": "EvalConfigMixin EvalParameters",
             "trainer.mixins.activation_checkpointing": "ActivationCheckpointingMixin",
