@@ -1128,8 +1128,8 @@ MUTANTS = [
     Mutant(
         "stages whose ranks share sequences are warned of the numbers of their micro-batches",
         "dream_trainer/parallel/pipeline.py",
-        "            with self.aside():\n                return _Built(",
-        "            if True:\n                return _Built(",
+        "            with self.aside():\n                return new_schedule(",
+        "            if True:\n                return new_schedule(",
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(

@@ -41,6 +41,7 @@ from dream_trainer.parallel.shared_draws import numbers_of_place
 
 Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]
+Schedule = Callable[[bool, bool], None]  # is called with whether this rank has the first stage, and the last
 _KEPT_SCHEDULES = 8
 
 
@@ -63,13 +64,6 @@ class Pipelined(Changed):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
-
-
-class _Built(NamedTuple):
-    """A schedule for batches of one shape, and this rank's stages."""
-
-    stages: list[ScheduledStage]
-    run: Callable[[bool, bool], None]
 
 
 class _Seen(NamedTuple):
@@ -122,7 +116,7 @@ class Pipeline:
         self._gathered_first = [module for module in fsdp_modules(model) if id(module) in has_own]
         self._check: StageCheck | None = stages.check
         self._is_compared = False
-        self._built: dict[Any, _Built] = {}
+        self._built: dict[Any, Schedule] = {}
         self._inputs: list[Any] = []
         self._targets: list[Any] = []
         self._shares: list[Weight] = []
@@ -172,13 +166,12 @@ class Pipeline:
     ) -> Tensor:
         """Adds up the gradients of a batch; returns its loss, 0-dim float64, the same on all ranks."""
         n = self.microbatches
-        built = self._built_for(inputs)
-        rows = rows_of(inputs)
+        run, rows = self._built_for(inputs), rows_of(inputs)
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
         self._shares = [1 / n] * n if weights is None else weights
         self._loss_fn, self._losses, self._scaled = loss_fn, [], scaled
         with self._running(), as_one_backward(self._wrapped, reduces=reduces):
-            built.run(0 in self._own, self._last in self._own)
+            run(0 in self._own, self._last in self._own)
         loss = torch.stack(self._losses).sum() if self._losses else None
         self._inputs, self._targets, self._losses, self._loss_fn, self._scaled = [], [], [], None, None
         loss = self._messages.shared_loss(loss)
@@ -213,7 +206,7 @@ class Pipeline:
             return output
         return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
 
-    def _built_for(self, inputs: Any) -> _Built:
+    def _built_for(self, inputs: Any) -> Schedule:
         key = shapes_of(inputs)
         built = self._built.pop(key, None)
         if built is None:
@@ -223,7 +216,7 @@ class Pipeline:
         self._built[key] = built
         return built
 
-    def _build(self, inputs: Any) -> _Built:
+    def _build(self, inputs: Any) -> Schedule:
         if self._check is not None:
             with self.aside():
                 self._check.run(cut(inputs, self.microbatches, rows_of(inputs))[0], self.warn)
@@ -259,7 +252,7 @@ class Pipeline:
         self.bytes_of_a_batch = self.microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
         try:
             with self.aside():
-                return _Built(stages, new_schedule(self.schedule, stages, self.microbatches))
+                return new_schedule(self.schedule, stages, self.microbatches)
         except ValueError as error:
             raise ConfigError(
                 f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self._ranks)} "
