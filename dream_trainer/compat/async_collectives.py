@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, _symmetric_memory as symmetric_memory
+from torch.distributed import ProcessGroup
 
 
 class _Waited(torch.autograd.Function):
@@ -57,6 +57,8 @@ def why_memory_is_not_shared(group: ProcessGroup, device: torch.device) -> str |
     """Lets the ranks of `group` read each other's memory, or says why they cannot; a collective on GPUs."""
     if device.type != "cuda":
         return f"the device is {device.type!r}"
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions need no call
         symmetric_memory.enable_symm_mem_for_group(group.group_name)
