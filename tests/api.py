@@ -30,15 +30,14 @@ _NAMES = {
     ),
     "dream_trainer.checkpoint.optimizer_state": "optimizer_state",
     "dream_trainer.checkpoint.restored_optimizer": "prepare_optimizer_state",
-    "dream_trainer.checkpoint.retention": "Retention best_checkpoint kept retire",
+    "dream_trainer.checkpoint.retention": "best_checkpoint kept retire",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.saving": "Saving",
     "dream_trainer.checkpoint.snapshot": "KnownPlan Snapshot",
-    "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter",
-    "dream_trainer.checkpoint.staging": "HostCopies",
     "dream_trainer.checkpoint.store": "write_checkpoint",
+    "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter HostCopies",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
@@ -130,24 +129,23 @@ _NAMES = {
     "dream_trainer.meta.realize": "materialize remember",
     "dream_trainer.meta.tape": "Tape",
     "dream_trainer.modules": "ExpertExchange split_experts",
-    "dream_trainer.parallel.attention_takeover": "AttentionTakeover",
+    "dream_trainer.parallel.context_attention": (
+        "AttentionTakeover ContextAttention GatheredAttention UlyssesAttention SequenceParts"
+    ),
     "dream_trainer.modules.class_change": "own_class",
     "dream_trainer.parallel.compiled_attention": "compile_with_shared_attention",
-    "dream_trainer.parallel.context_attention": "ContextAttention GatheredAttention UlyssesAttention",
-    "dream_trainer.parallel.gated_experts": "GatedExperts _Grouped",
+    "dream_trainer.parallel.mixture_of_experts": "GatedExperts _Grouped MoE",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
-    "dream_trainer.parallel.mixture_of_experts": "MoE",
     "dream_trainer.parallel.pipeline_stages": (
-        "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
+        "NumberedAsWhole StageCheck check_stages even_stages keep_only number_lists stages_of_models"
     ),
     "dream_trainer.parallel.random_parts": "declare_random_layer undeclared_dropouts",
+    "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.modules.recompute": "Recomputed recompute",
-    "dream_trainer.parallel.sequence_parts": "SequenceParts",
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.nested": "average detach map_tensors to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
@@ -178,7 +176,6 @@ _NAMES = {
     "dream_trainer.trainer.resume": "newest_to_resume",
     "dream_trainer.trainer.run_record": "RunRecord is_alive read_record write_record",
     "dream_trainer.trainer.session": "launch start",
-    "dream_trainer.parallel.stage_check": "StageCheck",
     "dream_trainer.trainer.step.loss_scale": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapter_config": "refuse_other_adapters",

@@ -258,14 +258,14 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that differ between ranks that share layers are taken",
-        "dream_trainer/parallel/whole_gradients.py",
+        "dream_trainer/parallel/equal_parts.py",
         "> TOLERANCE * norm",
         "> TOLERANCE * norm * torch.inf",
         "tests/trainer/test_expert_mistakes.py -k parts",
     ),
     Mutant(
         "ranks that share layers compare gradients in each step",
-        "dream_trainer/parallel/whole_gradients.py",
+        "dream_trainer/parallel/equal_parts.py",
         "            self._is_over = True\n",
         "            pass\n",
         "tests/trainer/test_pipeline_meshes.py -k shared_layers",
@@ -862,7 +862,7 @@ MUTANTS = [
     Mutant(
         "padding batches counted by metrics",
         "dream_trainer/trainer/validation_metrics.py",
-        "self._attributes.update(copied(originals, self._metrics().values()))",
+        "self.attributes.update(copied(originals, self.metrics().values()))",
         "pass",
         "tests/trainer/test_evaluation.py",
     ),
@@ -882,7 +882,7 @@ MUTANTS = [
     ),
     Mutant(
         "a background save refers to the live tensors",
-        "dream_trainer/checkpoint/staging.py",
+        "dream_trainer/checkpoint/snapshot_writer.py",
         "return with_local(tensor, copy)",
         "return tensor",
         "tests/checkpoint/test_staging.py tests/trainer/test_saving.py -k moment",
@@ -938,7 +938,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that share sequences take parts in one order and attend in another",
-        "dream_trainer/parallel/sequence_parts.py",
+        "dream_trainer/parallel/context_attention.py",
         "        self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]\n",
         "        self._chunks_of = [(2 * r, 2 * r + 1) if is_balanced else (r,) for r in range(size)]\n",
         "tests/modules/test_context_attention.py -k balanced",
@@ -959,7 +959,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention by its operator's name sees one rank's part",
-        "dream_trainer/parallel/attention_takeover.py",
+        "dream_trainer/parallel/context_attention.py",
         "            return self.attention.scaled_dot_product_attention\n",
         "            return function\n",
         "tests/modules/test_attention_takeover.py -k goes_to_ours",
@@ -1001,7 +1001,7 @@ MUTANTS = [
     ),
     Mutant(
         "functions are looked at each time",
-        "dream_trainer/parallel/attention_takeover.py",
+        "dream_trainer/parallel/context_attention.py",
         "            self[function] = handler\n",
         "            pass\n",
         "tests/modules/test_attention_takeover.py -k once",
@@ -1050,7 +1050,7 @@ MUTANTS = [
     ),
     Mutant(
         "biases of experts follow the loads of a rank's own",
-        "dream_trainer/parallel/expert_balance.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "            if self._world.averaging_group() is not None:\n",
         "            if False:\n",
         "tests/trainer/test_experts.py -k by_hand",
@@ -1079,8 +1079,8 @@ MUTANTS = [
     Mutant(
         "ranks that share layers send other rows than they count",
         "dream_trainer/parallel/expert_exchange.py",
-        "        return rows[alike.place :: alike.size].contiguous()\n",
-        "        return rows[: -(-(len(rows) - alike.place) // alike.size)].contiguous()\n",
+        "        return rows[self.place :: self.size].contiguous()\n",
+        "        return rows[: -(-(len(rows) - self.place) // self.size)].contiguous()\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(
@@ -1128,8 +1128,8 @@ MUTANTS = [
     Mutant(
         "stages whose ranks share sequences are warned of the numbers of their micro-batches",
         "dream_trainer/parallel/pipeline.py",
-        "            with self._aside():\n                return _Built(",
-        "            if True:\n                return _Built(",
+        "            with self.aside():\n                return new_schedule(",
+        "            if True:\n                return new_schedule(",
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(
@@ -1176,14 +1176,14 @@ MUTANTS = [
     ),
     Mutant(
         "loads of a mixture that each rank of a pipeline has whole are logged as their sum",
-        "dream_trainer/parallel/expert_balance.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "dist.ReduceOp.MAX, group=stages",
         "dist.ReduceOp.SUM, group=stages",
         "tests/trainer/test_experts.py -k stages",
     ),
     Mutant(
         "stages of a pipeline may weigh the same micro-batches otherwise than each other",
-        "dream_trainer/parallel/stage_refusals.py",
+        "dream_trainer/parallel/pipeline.py",
         "    if weighs_others:\n",
         "    if False:\n",
         "tests/trainer/test_pipeline_mistakes.py -k no_pipeline_can_run",
@@ -1323,7 +1323,7 @@ MUTANTS = [
     ),
     Mutant(
         "a frozen model beside stages is taken for one of them",
-        "dream_trainer/parallel/cut_models.py",
+        "dream_trainer/parallel/sharding.py",
         "    return model in _ties\n",
         "    return True\n",
         "tests/trainer/test_pipeline_models.py -k kept",
@@ -1394,7 +1394,7 @@ MUTANTS = [
     Mutant(
         "stages are given what has a graph",
         "dream_trainer/parallel/pipeline.py",
-        "        refuse_graphs((inputs, targets), self._name, self._world.stages)\n",
+        "        refuse_graphs((inputs, targets), self.name, self.world.stages)\n",
         "",
         "tests/trainer/test_pipeline_models.py -k through",
     ),
@@ -1499,7 +1499,7 @@ MUTANTS = [
     Mutant(
         "finding out what stages expect draws random numbers",
         "dream_trainer/parallel/pipeline.py",
-        "            preserved_random_state(self._world.device),\n            torch.enable_grad(),\n",
+        "            preserved_random_state(self.world.device),\n            torch.enable_grad(),\n",
         "            torch.enable_grad(),\n",
         "tests/trainer/test_pipeline_meshes.py -k goes_on",
     ),
@@ -1512,7 +1512,7 @@ MUTANTS = [
     ),
     Mutant(
         "loads of experts are logged of one stage",
-        "dream_trainer/parallel/expert_balance.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "        dist.all_reduce(of_all, dist.ReduceOp.MAX",
         "        dict(of=of_all, op=dist.ReduceOp.MAX",
         "tests/trainer/test_pipeline_meshes.py -k 4",
@@ -1526,7 +1526,7 @@ MUTANTS = [
     ),
     Mutant(
         "each stage may change what is around its layers",
-        "dream_trainer/parallel/stage_check.py",
+        "dream_trainer/parallel/pipeline_stages.py",
         "if before.get(name) != value]",
         "if False]",
         "tests/trainer/test_pipeline_mistakes.py -k of_its_own",
@@ -1569,13 +1569,13 @@ MUTANTS = [
     Mutant(
         "stages draw the same random numbers",
         "dream_trainer/parallel/pipeline.py",
-        'numbers_of_place(b"stage", self._world.stage_rank, self._world.device)',
-        'numbers_of_place(b"stage", 0, self._world.device)',
+        'numbers_of_place(b"stage", self.world.stage_rank, self.world.device)',
+        'numbers_of_place(b"stage", 0, self.world.device)',
         "tests/trainer/test_pipeline_parallel.py -k stages_own",
     ),
     Mutant(
         "stages may compute something else than the model",
-        "dream_trainer/parallel/stage_check.py",
+        "dream_trainer/parallel/pipeline_stages.py",
         "        if _numbers(chain, output) != _numbers(whole, expected):\n",
         "        if False:\n",
         "tests/trainer/test_pipeline_mistakes.py -k values",
@@ -1849,8 +1849,8 @@ MUTANTS = [
     ),
     Mutant(
         "a dead rank is not looked for",
-        "dream_trainer/distributed/lost_ranks.py",
-        "if host == this_host and not _is_alive(int(number))",
+        "dream_trainer/distributed/failure.py",
+        "if host == this_host and not is_running(int(number))",
         "if not host",
         "tests/trainer/test_failures.py -k killed",
     ),
@@ -2199,14 +2199,14 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer's own state_dict is not called",
-        "dream_trainer/checkpoint/own_state_dict.py",
+        "dream_trainer/checkpoint/nested_state.py",
         "    return kind.state_dict is not Optimizer.state_dict or ",
         "    return False and ",
         "tests/trainer/test_optimizer_resume.py -k one_process",
     ),
     Mutant(
         "what an own load_state_dict forgot is not looked for",
-        "dream_trainer/checkpoint/own_state_dict.py",
+        "dream_trainer/checkpoint/nested_state.py",
         "    if where is not None:",
         "    if where is None and not given:",
         "tests/checkpoint/test_optimizer_state.py -k forgets",
@@ -2227,21 +2227,21 @@ MUTANTS = [
     ),
     Mutant(
         "a thawed backbone is frozen after a resume",
-        "dream_trainer/checkpoint/model_form.py",
+        "dream_trainer/checkpoint/model_state.py",
         "                parameters[name].requires_grad_(name not in frozen)",
         "                pass",
         "tests/trainer/test_changed_form.py -k one_process",
     ),
     Mutant(
         "a thawed backbone is in eval mode after a resume",
-        "dream_trainer/checkpoint/model_form.py",
+        "dream_trainer/checkpoint/model_state.py",
         "            modules[name].training = name not in evaluating",
         "            pass",
         "tests/trainer/test_changed_form.py -k one_process",
     ),
     Mutant(
         "what was thawed since the checkpoint still learns after it is loaded",
-        "dream_trainer/checkpoint/model_form.py",
+        "dream_trainer/checkpoint/model_state.py",
         """        thawed = {*saved["thawed"], *_changed(learned, self._learned)}""",
         """        thawed = {*saved["thawed"]}""",
         "tests/trainer/test_changed_form.py -k before_the_thaw",

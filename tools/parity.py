@@ -40,7 +40,7 @@ from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
 import dream_trainer as dt
 from dream_trainer.data import packed_attention, packed_attention_mask
 from dream_trainer.modules import MoE
-from dream_trainer.parallel.cut_models import names_in_whole
+from dream_trainer.parallel.sharding import names_in_whole
 from dream_trainer.trainer.step import buckets
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.snapshot_writer import HostCopies
 from dream_trainer.checks import check_between, check_names
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensor, local_tensors, with_local
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
-from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
-from dream_trainer.events.averages import AveragingCallback
+from dream_trainer.events.callback import AveragingCallback
 from dream_trainer.parallel.sharding import is_gathered
 from dream_trainer.trainer.saved_state import numbered
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dream_trainer.checkpoint.files import NewFile
 from dream_trainer.checkpoint.manifest import FileEntry
 from dream_trainer.checkpoint.snapshot import KnownPlan
-from dream_trainer.compat.pytorch import merge_plans_of_parts
+from dream_trainer.compat.pytorch import is_dtensor, merge_plans_of_parts
 
 
 class _HashingFileSystem(FileSystem):
@@ -101,9 +101,7 @@ class TensorWriter:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     """What a plan depends on."""
-    from torch.distributed.tensor import DTensor
-
-    placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    placed = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else ()
     return tensor.shape, tensor.dtype, tensor.requires_grad, *placed
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dream_trainer.checkpoint.model_state import model_parameters
 from dream_trainer.checks import listed
-from dream_trainer.compat.pytorch import local_tensor, shard_dim
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.parallel.sharding import local_indices
@@ -42,13 +42,11 @@ def value_digests(tensors: Mapping[str, Tensor], *, world: Ranks) -> dict[str, s
 
 def _sum_of_shard(tensor: Tensor) -> tuple[_Shard, int]:
     """Which part of the tensor this rank has, and the sum over it."""
-    from torch.distributed.tensor import DTensor
-
     local = local_tensor(tensor.detach())
     if not local.numel():
         return (), 0
     rows: dict[int, Tensor] = {}
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         cut = {dim for placement in tensor.placements if (dim := shard_dim(placement)) is not None}
         rows = {dim: local_indices(tensor, dim) for dim in sorted(cut)}
     shard = tuple(

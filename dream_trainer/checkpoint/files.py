@@ -21,8 +21,9 @@ from dream_trainer.stores.store_path import StorePath, remove_directory
 
 _CHUNK = 1 << 20  # small enough that a chunk is still in the processor's cache when it is hashed
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.tmp-[0-9a-f]{16}")
-_REPLACED_NAME = re.compile(r"\.(step_\d{8,})\.replaced-[0-9a-f]{16}")
+TEMPORARY_NAME = re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+")
+REPLACED_NAME = re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+")
+ASIDE_NAME = re.compile(r"\.aside-[0-9a-f]+-step_(\d{8,})")
 SHARED_NAME = "shared.json"
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -147,7 +148,7 @@ def make_temporary(root: Path, step: int) -> Path:
 
 def remove_temporaries(root: Path) -> list[Path]:
     """Removes the temporary directories that killed jobs left under `root`, and nothing that is named otherwise."""
-    left = [entry for entry in root.iterdir() if _TEMPORARY_NAME.fullmatch(entry.name)] if root.is_dir() else []
+    left = [entry for entry in root.iterdir() if TEMPORARY_NAME.fullmatch(entry.name)] if root.is_dir() else []
     for entry in left:
         remove_tree(entry)
     return left
@@ -194,10 +195,10 @@ def recover_replaced(root: Path) -> list[Path]:
     """Gives checkpoints back their names that a killed job had set aside to replace; returns them."""
     recovered = []
     for entry in list(root.iterdir()) if root.is_dir() else []:
-        replaced = _REPLACED_NAME.fullmatch(entry.name)
+        replaced = REPLACED_NAME.fullmatch(entry.name)
         if replaced is None:
             continue
-        final = root / replaced[1]
+        final = root / step_name(int(replaced[1]))
         if final.exists():
             discard(entry)
         else:
@@ -214,16 +215,6 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     if is_damage:
         return DamagedCheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.")
     return CheckpointError(f"{path} cannot be read: {error}. Correct that, or resume from another checkpoint.")
-
-
-def read_file(path: Path, size: int, xxh3: str) -> bytes:
-    """A small file's content, after its size and checksum were compared with what was written."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    compare_content(path, (len(content), content_checksum(content)), (size, xxh3))
-    return content
 
 
 def verify_file(path: Path, size: int, xxh3: str) -> None:

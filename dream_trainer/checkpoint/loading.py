@@ -13,8 +13,7 @@ from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import SHARED_NAME, rank_name
 from dream_trainer.checkpoint.manifest import Manifest, own_share, read_manifest
 from dream_trainer.checks import listed
-from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
 
@@ -61,7 +60,7 @@ def load_tensors(
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = own_share(manifest.shards, manifest.path, world)
-    from dream_trainer.checkpoint.store_reader import read_from_store
+    from dream_trainer.checkpoint.safe_dcp import read_from_store
 
     read = read_from_store if isinstance(manifest.path, StorePath) else read_and_verify
     on_all_ranks(world, task, lambda: read(manifest, metadata, tensors, shards))

@@ -17,6 +17,7 @@ import shutil
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name
@@ -24,9 +25,8 @@ from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.cleanup import in_a_line
-from dream_trainer.compat.pytorch import local_tensor
-from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor
+from dream_trainer.distributed.ranks import Ranks, from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 
 # Bytes that are left free, or a tenth of the room: loaders' workers share the memory, and die without any.
@@ -35,29 +35,24 @@ LEFT_TO_OTHERS = 1 << 30
 logger = logging.getLogger("dream_trainer")
 
 
+@dataclass(eq=False)
 class LocalCheckpoints:
     """What a run keeps on each of its hosts. Every rank has one, and calls each method."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        experiment: str,
-        root: Path,
-        mesh_shape: dict[str, int],
-        ranks: Sequence[int],
-        world: Ranks,
-        beside: Ranks,
-        host: Ranks,
-    ) -> None:
-        run = f"{experiment}-{content_checksum(str(root).encode())[:16]}"
-        self._of_user = directory / f"dream_trainer_{os.getuid()}"
-        self._run = self._of_user / run
+    directory: Path
+    experiment: str
+    root: Path
+    mesh_shape: dict[str, int]
+    ranks: Sequence[int]
+    world: Ranks
+    beside: Ranks
+    host: Ranks
+
+    def __post_init__(self) -> None:
+        ranks, world = self.ranks, self.world
+        self._of_user = self.directory / f"dream_trainer_{os.getuid()}"
+        self._run = self._of_user / f"{self.experiment}-{content_checksum(str(self.root).encode())[:16]}"
         self._part = self._run / f"ranks_{ranks[0]}-{ranks[-1]}"
-        self._mesh_shape = mesh_shape
-        self._world = world
-        self._beside = beside
-        self._host = host
         of_stage = world.world_size // world.stages
         self._writes_plain = world.rank == max(ranks[0], world.rank // of_stage * of_stage)
         self._start: str | None = None  # this start of the job, once it trains
@@ -73,16 +68,16 @@ class LocalCheckpoints:
         """This host's part of the newest save after `newest` that is whole on every host; None if there is none."""
         task = f"look for what {self._run} keeps"
         try:
-            on_all_ranks(self._world, task, self._refuse_strangers)
-            found = from_all_ranks(self._world, task, lambda: self._whole_saves(manifest_digest(newest)))
+            on_all_ranks(self.world, task, self._refuse_strangers)
+            found = from_all_ranks(self.world, task, lambda: self._whole_saves(manifest_digest(newest)))
             common = set.intersection(*map(set, found))
             if not common:
                 return None
             name = max(common, key=lambda save: (found[0][save], save))
             path = self._part / name / step_name(found[0][name])
-            manifest = on_all_ranks(self._world, task, lambda: read_manifest(path))
+            manifest = on_all_ranks(self.world, task, lambda: read_manifest(path))
         except CheckpointError as error:
-            if self._world.is_main:
+            if self.world.is_main:
                 logger.warning("local checkpoints are not used: %s", in_a_line(error))
             return None
         return manifest
@@ -92,9 +87,9 @@ class LocalCheckpoints:
         saves = {}
         for entry in self._part.iterdir() if self._part.is_dir() else ():
             manifest = newest_checkpoint(entry) if entry.name.startswith(f"{digest}-") else None
-            if manifest is None or manifest.mesh_shape != self._mesh_shape:
+            if manifest is None or manifest.mesh_shape != self.mesh_shape:
                 continue
-            if manifest.world_size == self._world.world_size:
+            if manifest.world_size == self.world.world_size:
                 saves[entry.name] = manifest.step
         return saves
 
@@ -109,13 +104,13 @@ class LocalCheckpoints:
 
     def begin(self) -> None:
         """Training begins: only what it goes on from stays here; ConfigError if hosts have the same directory."""
-        self._start = from_main_rank(self._world, "begin", lambda: secrets.token_hex(4))
-        self._tidy(self._world)
+        self._start = from_main_rank(self.world, "begin", lambda: secrets.token_hex(4))
+        self._tidy(self.world)
         task = f"make {self._part}"
         with suppress(CheckpointError):  # the first save says so
-            on_all_ranks(self._world, task, self._make_part)
-            has_others = from_all_ranks(self._world, task, lambda: self._parts() != [self._part])
-            if any(has_others) and self._host.world_size < self._world.world_size:
+            on_all_ranks(self.world, task, self._make_part)
+            has_others = from_all_ranks(self.world, task, lambda: self._parts() != [self._part])
+            if any(has_others) and self.host.world_size < self.world.world_size:
                 raise ConfigError(
                     f"local_directory: several hosts have the same {self._of_user.parent}, and each keeps what is in "
                     "its own memory, or on a disk of its own. Name such a directory, or leave local_directory=None; "
@@ -126,7 +121,7 @@ class LocalCheckpoints:
 
     def follow(self, path: Path) -> None:
         """The run has a new checkpoint at `path`: what was kept before it will not be used."""
-        self._follows = from_main_rank(self._beside, f"read {path}", lambda: manifest_digest(read_manifest(path)))
+        self._follows = from_main_rank(self.beside, f"read {path}", lambda: manifest_digest(read_manifest(path)))
 
     def write(self, snapshot: Snapshot) -> None:
         """Keeps a snapshot instead of the last one. Where a host cannot, a warning says so, and the last one stays."""
@@ -136,29 +131,27 @@ class LocalCheckpoints:
         save = self._part / f"{self._follows}-{self._start}-{self._count:06d}"
         task = f"keep step {snapshot.step} in {self._run}"
         try:
-            on_all_ranks(self._beside, task, lambda: self._write(save, snapshot))
+            on_all_ranks(self.beside, task, lambda: self._write(save, snapshot))
         except CheckpointError as error:
-            if self._world.is_main and not self._has_failed:
+            if self.world.is_main and not self._has_failed:
                 logger.warning("training goes on without a newer local checkpoint: %s", in_a_line(error))
             self._has_failed = True
         else:
             self._kept, self._has_failed = save, False
-        self._tidy(self._beside)
+        self._tidy(self.beside)
 
     def _write(self, save: Path, snapshot: Snapshot) -> None:
-        size = sum(from_all_ranks(self._host, "measure", lambda: self._bytes(snapshot)))
-        on_all_ranks(self._host, "make room", lambda: self._make_room(size))
-        job = None if self._host.world_size == self._beside.world_size else self._beside
-        write_checkpoint(save, snapshot, world=self._host, known=self._known_plan, job=job)
+        size = sum(from_all_ranks(self.host, "measure", lambda: self._bytes(snapshot)))
+        on_all_ranks(self.host, "make room", lambda: self._make_room(size))
+        job = None if self.host.world_size == self.beside.world_size else self.beside
+        write_checkpoint(save, snapshot, world=self.host, known=self._known_plan, job=job)
 
     def _bytes(self, snapshot: Snapshot) -> int:
-        from torch.distributed.tensor import DTensor
-
-        own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or isinstance(tensor, DTensor)]
+        own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or is_dtensor(tensor)]
         return sum(local_tensor(tensor).nbytes for tensor in (*own, *snapshot.rank_tensors.values()))
 
     def _make_part(self) -> None:
-        if not self._host.is_main:
+        if not self.host.is_main:
             return
         self._of_user.parent.mkdir(parents=True, exist_ok=True)
         self._of_user.mkdir(mode=0o700, exist_ok=True)
@@ -167,7 +160,7 @@ class LocalCheckpoints:
 
     def _make_room(self, size: int) -> None:
         self._make_part()
-        if not self._host.is_main:
+        if not self.host.is_main:
             return
         room = shutil.disk_usage(self._part)
         if room.free < size + min(LEFT_TO_OTHERS, room.total // 10):
@@ -180,7 +173,7 @@ class LocalCheckpoints:
 
     def clear(self) -> None:
         """The run is finished: nothing of it stays on this host."""
-        if self._host.is_main:
+        if self.host.is_main:
             remove_tree(self._run)
             with suppress(OSError):  # other runs', or none
                 self._of_user.rmdir()
@@ -188,7 +181,7 @@ class LocalCheckpoints:
     def _tidy(self, world: Ranks) -> None:
         """Removes all that is kept of this run here, but for the save that is whole on all hosts; a collective."""
         world.barrier()  # nobody reads or writes any more
-        if self._host.is_main:
+        if self.host.is_main:
             try:
                 self._remove_all_but_kept()
             except OSError as error:

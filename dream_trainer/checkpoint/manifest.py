@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import (
+    ASIDE_NAME,
+    REPLACED_NAME,
+    TEMPORARY_NAME,
+    compare_content,
     compare_sizes,
     content_checksum,
     named_step,
-    read_file,
     step_directories,
     unreadable,
     verify_file,
 )
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.checks import refuse
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
 
@@ -66,8 +72,14 @@ class Manifest:
         return self.files[name]
 
     def read(self, name: str) -> bytes:
-        entry = self.entry(name)
-        return read_file(self.path / name, entry.size, entry.xxh3)
+        """A small file's content, after its size and checksum were compared with what was written."""
+        path, entry = self.path / name, self.entry(name)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        compare_content(path, (len(content), content_checksum(content)), (entry.size, entry.xxh3))
+        return content
 
     def facts(self) -> dict[str, Any]:
         """What it says in short, of which JSON can be made."""
@@ -163,25 +175,20 @@ def _plain_name(name: str) -> str:
     return name
 
 
+def _newest_first(root: Path) -> Iterator[Manifest]:
+    for _, path in reversed(step_directories(root)):
+        with suppress(CheckpointError):
+            yield read_manifest(path)
+
+
 def list_checkpoints(root: Path) -> list[Manifest]:
     """The whole checkpoints under `root` by step, as far as manifests and sizes tell; contents are not read."""
-    manifests = []
-    for _, path in step_directories(root):
-        try:
-            manifests.append(read_manifest(path))
-        except CheckpointError:
-            continue
-    return manifests
+    return [*_newest_first(root)][::-1]
 
 
 def newest_checkpoint(root: Path) -> Manifest | None:
     """The last one of `list_checkpoints`; older ones are not looked at."""
-    for _, path in reversed(step_directories(root)):
-        try:
-            return read_manifest(path)
-        except CheckpointError:
-            continue
-    return None
+    return next(_newest_first(root), None)
 
 
 def finished_directories(root: Path) -> list[Path]:
@@ -226,3 +233,83 @@ def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
     paths = world.all_gather_object(str(path))
     readers = [rank for rank, other in enumerate(paths) if other == str(path)]
     return names[readers.index(world.rank) :: len(readers)]
+
+
+# -- Which checkpoint a path means, be it of a run or of one of its checkpoints, and the checkpoints that a run has.
+
+
+State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
+_HIDDEN: dict[State, re.Pattern[str]] = {"unfinished": TEMPORARY_NAME, "replaced": REPLACED_NAME, "aside": ASIDE_NAME}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One directory among a run's checkpoints."""
+
+    path: Path
+    step: int
+    state: State
+    # "unreadable": of a newer schema, or closed to this user. "unfinished": being written, or left by a killed job.
+    # "replaced": kept until another of its step is whole. "aside": set aside when the run resumed from an older one.
+    fault: str | None = None
+    manifest: Manifest | None = None
+
+    @property
+    def size(self) -> int:
+        return directory_size(self.path)
+
+
+def directory_size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def entries(root: Path) -> list[Entry]:
+    """All directories under `root` that are, were or were to be checkpoints, by step. Contents are not verified."""
+    found = [_entry(path, step, "whole") for step, path in step_directories(root)]
+    for path in root.iterdir():
+        for state, pattern in _HIDDEN.items():
+            if (match := pattern.fullmatch(path.name)) and path.is_dir():
+                found.append(_entry(path, int(match[1]), state))
+    return sorted(found, key=lambda entry: (entry.step, entry.path.name.startswith("."), entry.path.name))
+
+
+def _entry(path: Path, step: int, state: State) -> Entry:
+    try:
+        return Entry(path=path, step=step, state=state, manifest=read_manifest(path))
+    except CheckpointError as error:
+        if state == "whole":
+            state = "damaged" if isinstance(error, DamagedCheckpointError) else "unreadable"
+        if state == "damaged" and isinstance(path, StorePath) and not (path / MANIFEST_NAME).is_file():
+            state = "unfinished"  # written in place, the manifest last
+        return Entry(path=path, step=step, state=state, fault=None if state == "unfinished" else str(error))
+
+
+def checkpoints_root(path: Path) -> Path:
+    """The directory of the checkpoints of a run's directory, or `path` itself if it is that."""
+    refuse(not path.is_dir(), f"{path} is not a directory. Give a run's directory.", CheckpointError)
+    if is_checkpoint(path):
+        raise CheckpointError(f"{path} is one checkpoint. Give the run's directory, {path.parent.parent} perhaps.")
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints"
+    if path.name == "checkpoints" or step_directories(path):
+        return path
+    raise CheckpointError(f"{path} has no checkpoints. Give a run's directory, such as runs/project/group/experiment.")
+
+
+def is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and (named_step(path) is not None or (path / MANIFEST_NAME).exists())
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The checkpoint that a path means: itself, or of a run the one of `step`, by default the newest whole one."""
+    if is_checkpoint(path):
+        refuse(step is not None, f"step={step} chooses among a run's checkpoints, and {path} is one. Leave one out.")
+        return path
+    root = checkpoints_root(path)
+    path_of_step = {manifest.step: manifest.path for manifest in list_checkpoints(root)}
+    if step is None and path_of_step:
+        return path_of_step[max(path_of_step)]
+    if step not in path_of_step:
+        asked = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
+        raise CheckpointError(f"{root} has {asked}. There are steps {sorted(path_of_step)}.")
+    return path_of_step[step]

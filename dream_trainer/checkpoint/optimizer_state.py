@@ -11,17 +11,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.checkpoint.model_state import value_checksum
-from dream_trainer.checkpoint.nested_state import TensorPath, parameter_in, path_text, split_state
-from dream_trainer.checkpoint.own_state_dict import MACHINE_OPTIONS, has_own_state_dict
-from dream_trainer.checkpoint.state_layouts import is_sharded, layout_to_note, mesh_of, place_of
-from dream_trainer.compat.pytorch import local_tensor, storage_id
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.checkpoint.nested_state import (
+    MACHINE_OPTIONS,
+    TensorPath,
+    has_own_state_dict,
+    parameter_in,
+    path_text,
+    split_state,
+)
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim, storage_id
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
 
 OPTIMIZER_PREFIX = "optimizers."  # tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`
@@ -60,7 +65,7 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
     for part, (record, found, _) in parts.items():
         is_local = part in each_rank
         for path, tensor in found.items():
-            prefix = f"{RANK_PREFIX}{world.rank}." if is_local and not is_sharded(tensor) else ""
+            prefix = f"{RANK_PREFIX}{world.rank}." if is_local and not is_dtensor(tensor) else ""
             tensors[prefix + tensor_name(name, part, path)] = tensor
         if is_local:
             own[name][part] = record | {"places": places_of(by_name, part)}
@@ -123,8 +128,8 @@ def _collect(
         record |= {"on_host": on_host} if on_host else {}
         record |= {"sharded": True} if part == WHOLE and mesh is not None else {}
         text = typed_json.dumps(record, name=f"{OPTIMIZER_PREFIX}{name}.state.{part}".rstrip("."))
-        is_compared = mesh is not None if part == WHOLE else is_sharded(by_name[part])
-        plain = [t for t in tensors.values() if is_compared and not is_sharded(t)] if needs_digests else []
+        is_compared = mesh is not None if part == WHOLE else is_dtensor(by_name[part])
+        plain = [t for t in tensors.values() if is_compared and not is_dtensor(t)] if needs_digests else []
         digest = content_checksum("\n".join([text, *map(value_checksum, plain)]).encode()) if needs_digests else ""
         # Written and read again: so it is a copy (schedulers change `lr` tensors in place), and known to be readable.
         parts[part] = _Part(typed_json.loads(text), tensors, digest)
@@ -243,3 +248,60 @@ def of_one_stage(values: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 def has_own_of_ranks(values: Mapping[str, Any]) -> bool:
     return bool(values.get("each_rank")) or any(map(has_own_of_ranks, values.get("inner", {}).values()))
+
+
+Layout = str | dict[str, int | None]
+# `PLAIN`, or which dimension of the tensor each dimension of the mesh cuts; None for none.
+
+PLAIN = "plain"
+
+
+def mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh | None:
+    return next((parameter.device_mesh for parameter in parameters if is_dtensor(parameter)), None)
+
+
+def place_of(parameter: nn.Parameter) -> list[Any] | None:
+    """Which part of a sharded parameter this rank has: equal places have equal parts. None for a plain one."""
+    if not is_dtensor(parameter):
+        return None
+    mesh = parameter.device_mesh
+    return [list(mesh.shape), [str(one) for one in parameter.placements], list(mesh.get_coordinate() or ())]
+
+
+def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
+    """How a state tensor lies, if that does not follow from its parameter."""
+    has_its_shape = parameter is not None and tensor.shape == parameter.shape
+    if not is_dtensor(tensor):
+        return PLAIN if has_its_shape and tensor.ndim and is_dtensor(parameter) else None
+    if has_its_shape and is_dtensor(parameter) and tensor.placements == parameter.placements:
+        return None
+    if tensor.device_mesh != mesh or any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"a DTensor with {tensor.placements} on {tensor.device_mesh} cannot be saved. Keep state on the mesh of "
+            "the optimizer's parameters, as Shard or Replicate."
+        )
+    return {name: shard_dim(placement) for name, placement in zip(_names(mesh), tensor.placements, strict=True)}
+
+
+def allocate(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    noted: Layout | None,
+    like: Tensor | None,
+    mesh: DeviceMesh | None,
+) -> Tensor:
+    if isinstance(noted, Mapping) and mesh is not None:
+        from torch.distributed.tensor import Replicate, Shard, empty
+
+        dims = [noted.get(name) for name in _names(mesh)]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements).to(device)
+    if noted is None and like is not None and like.shape == shape:
+        return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    assert mesh is not None
+    return mesh.mesh_dim_names or tuple(str(number) for number in range(mesh.ndim))

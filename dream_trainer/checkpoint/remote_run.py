@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, newest_checkpoint
-from dream_trainer.checkpoint.retention import Retention
+from dream_trainer.checkpoint.files import compare_sizes, discard, set_aside
+from dream_trainer.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    list_checkpoints,
+    newest_checkpoint,
+    read_manifest,
+)
+from dream_trainer.checkpoint.retention import kept
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
-from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
-from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.stores.object_store import without_secrets
 from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
 from dream_trainer.stores.store_path import StorePath
 
@@ -36,31 +49,31 @@ def newest_in_both(root: Path, stage: Path) -> Manifest | None:
     return max(found, key=lambda manifest: (manifest.step, manifest.wall_time), default=None)
 
 
+@dataclass(eq=False)
 class RemoteRun:
     """The run's directory in a store: claimed by `begin`, and given back by `end`."""
 
-    def __init__(
-        self, run: StorePath, run_dir: Path, retention: Retention, world: Ranks, connect: Callable[[], Store | None]
-    ) -> None:
-        self.directory = run / "checkpoints"
-        self._run = run
-        self._run_dir = run_dir
-        self._retention = retention
-        self._world = world
-        self._connect = connect
+    run: StorePath
+    run_dir: Path
+    retention: CheckpointParameters
+    world: Ranks
+    connect: Callable[[], Store | None]
+
+    def __post_init__(self) -> None:
+        self.directory = self.run / "checkpoints"
         self._ownership: Ownership | None = None
         self._sender: Sender | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # the run's files, with size and time of change
 
     def begin(self, stage: Path) -> Sender:
         """Claims the run and begins to send, first what waits in `stage`; every rank calls it."""
-        world, task = self._world, f"claim {self._run}"
+        world, task = self.world, f"claim {self.run}"
         self._ownership = on_all_ranks(world, task, self._claim)
         name = from_main_rank(world, task, lambda: self._ownership.token if self._ownership else "")
-        notes = self._connect() or HashStore()
+        notes = self.connect() or HashStore()
         self._sender = Sender(
             self.directory,
-            self._retention,
+            self.retention,
             rank=world.rank,
             world_size=world.world_size,
             notes=PrefixStore(name, notes),  # a later trainer of this job has others
@@ -72,27 +85,27 @@ class RemoteRun:
         return self._sender
 
     def _claim(self) -> Ownership | None:
-        if not self._world.is_main:
+        if not self.world.is_main:
             return None
         try:
-            ownership = Ownership(self._run, self._run_dir)
+            ownership = Ownership(self.run, self.run_dir)
             if not ownership.goes_on_here:
-                for entry in self._run.iterdir():  # what it wrote about itself elsewhere goes on here
+                for entry in self.run.iterdir():  # what it wrote about itself elsewhere goes on here
                     if not entry.is_dir():
-                        (self._run_dir / entry.name).write_bytes(entry.read_bytes())
+                        (self.run_dir / entry.name).write_bytes(entry.read_bytes())
         except OSError as error:
             raise CheckpointError(f"the store cannot be used: {error}") from None
         return ownership
 
     def _send_files(self) -> None:
         """Sends the run's own files, such as `run.json` and `metrics.jsonl`, where they have changed."""
-        for path in sorted(self._run_dir.iterdir()):
+        for path in sorted(self.run_dir.iterdir()):
             if path.name in _LOCAL_FILES or path.name.startswith(".") or not path.is_file():
                 continue
             status = path.stat()
             state = (status.st_size, status.st_mtime_ns)
             if self._sent.get(path.name) != state:
-                self._run.store.send(path, f"{self._run.key}/{path.name}")
+                self.run.store.send(path, f"{self.run.key}/{path.name}")
                 self._sent[path.name] = state
 
     def look_again(self) -> None:
@@ -109,6 +122,236 @@ class RemoteRun:
                 if not self._ownership.is_lost():
                     self._send_files()
             except OSError as error:
-                logger.warning("the run's own files were not sent to %s: %s", self._run, error)
+                logger.warning("the run's own files were not sent to %s: %s", self.run, error)
             self._ownership.release()
             self._ownership = None
+
+
+# -- Sender: a thread of each rank brings a run's checkpoints from the local disk to an object store.
+#
+#    written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
+#
+# The threads meet in the job's store of notes and in no collective, so that a slow line times nobody out.
+
+
+PATIENCE_SECONDS = 60.0  # how long the end of a run, or its start, waits for a store that does not answer
+
+_LONGEST_PAUSE = 15.0
+_LOOK_SECONDS = 0.1
+_OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
+
+
+@dataclass(eq=False)
+class Sender:
+    """Sends what `put` names, one checkpoint after the other. Every rank has one, and puts the same."""
+
+    remote: StorePath
+    retention: CheckpointParameters
+    rank: int
+    world_size: int
+    notes: Store
+    ownership: Ownership | None
+    after_each: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._waiting: deque[Path] = deque()
+        self._count = 0
+        self._stored: dict[int, Manifest] | None = None  # on rank 0, by step; None: not looked yet
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._fatal: CheckpointError | None = None
+        self._trouble: str | None = None
+        self._answered = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="checkpoint sender", daemon=True)
+        self._thread.start()
+
+    def put(self, checkpoint: Path) -> None:
+        """Sends a checkpoint that is whole on the disk, and removes it there."""
+        with self._changed:
+            self._waiting.append(checkpoint)
+            self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """Somebody else changed what is stored; nothing may be waiting."""
+        self._stored = None
+
+    def refuse_if_lost(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+
+    def finish(self) -> None:
+        """Waits until everything is sent; CheckpointError if the store does not answer, or another job has the run."""
+        with self._changed:
+            self._answered = time.monotonic()
+            while self._waiting:
+                self.refuse_if_lost()
+                if self._trouble and time.monotonic() - self._answered > PATIENCE_SECONDS:
+                    raise CheckpointError(
+                        f"{len(self._waiting)} checkpoints could not be sent to {self.remote}: {self._trouble}. They "
+                        f"wait in {self._waiting[0].parent}; the same command sends them first."
+                    )
+                self._changed.wait(_LOOK_SECONDS)
+            self.refuse_if_lost()
+
+    def close(self) -> None:
+        """Ends the thread; what is not sent stays on the disk."""
+        self._ended.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            with self._changed:
+                if not self._waiting:
+                    self._changed.wait(1.0)
+                    continue
+                checkpoint = self._waiting[0]
+            try:
+                self._until_it_works(lambda path=checkpoint: self._send(path))  # type: ignore[misc]
+            except CheckpointError as error:
+                self._fatal = error
+                self._tell(str(error))
+            except Exception as error:  # else nobody would hear of it, and the end of the run would wait for ever
+                self._fatal = CheckpointError(f"{checkpoint} was not sent: {without_secrets(error)}")
+            if self._fatal is not None or self._ended.is_set():
+                return
+            with self._changed:
+                self._waiting.popleft()
+                self._count += 1
+                self._changed.notify_all()
+
+    def _until_it_works(self, task: Callable[[], None]) -> None:
+        pause = 0.5
+        while not self._ended.is_set():
+            try:
+                task()
+            except OSError as error:
+                self._has_trouble(without_secrets(error))
+                self._tell(without_secrets(error))
+                self._ended.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                self._answers()
+                return
+
+    def _has_trouble(self, why: str) -> None:
+        if self._trouble is None:
+            logger.warning(
+                "%s does not take checkpoints: %s. They wait in %s, and training goes on.",
+                self.remote,
+                why,
+                self._waiting[0].parent,
+            )
+        self._trouble = why
+
+    def _answers(self) -> None:
+        self._answered = time.monotonic()
+        if self._trouble is not None:
+            self._trouble = None
+            self._tell("")
+            logger.warning("%s takes checkpoints again; %d are on the way", self.remote, len(self._waiting))
+
+    def _send(self, path: Path) -> None:
+        """Sends this rank's files of a checkpoint; rank 0 then makes it one. May be called again after an OSError."""
+        if self.rank == 0:
+            self._note("files", json.dumps(self._files_to_send(path)))
+        names = json.loads(self._noted("files", by=0) or "[]")
+        target = self.remote / path.name
+        for name in names:
+            of_rank = _OF_A_RANK.fullmatch(name)
+            if (int(of_rank[1] or of_rank[2]) if of_rank else 0) % self.world_size == self.rank:
+                self.remote.store.send(path / name, (target / name).key)
+                self._answers()
+        self._note(f"sent by {self.rank}", "")
+        if self.rank == 0 and names:
+            for rank in range(self.world_size):
+                self._noted(f"sent by {rank}", by=rank)
+            if not self._ended.is_set():
+                self._commit(path)
+
+    def _files_to_send(self, path: Path) -> list[str]:
+        """What is missing in the store of a checkpoint; on rank 0. What of it need not be sent is seen to."""
+        try:
+            local = read_manifest(path)
+        except CheckpointError as error:
+            logger.error("a checkpoint is not sent, since it is no longer whole on the disk: %s", error)
+            return []
+        stored = self._what_is_stored()
+        same = stored.get(local.step)
+        if same is not None and same.files == local.files:  # it was killed before it removed the local one
+            discard(path)
+            return []
+        if same is not None and same.wall_time > local.wall_time:
+            logger.warning("%s has a newer checkpoint of step %d; the local one is set aside", self.remote, local.step)
+            set_aside(path)
+            return []
+        if local.step not in kept((stored | {local.step: local}).values(), self.retention):
+            discard(path)
+            return []
+        self._refuse_if_taken()
+        remote_manifest = self._manifest_of(path)
+        remote_manifest.store.remove(remote_manifest.key)  # one of the step that this replaces, or that is damaged
+        stored.pop(local.step, None)
+        return sorted(local.files)
+
+    def _commit(self, path: Path) -> None:
+        """Rank 0: writes the manifest, after which the checkpoint exists, and removes what is not kept."""
+        content, local = (path / MANIFEST_NAME).read_bytes(), read_manifest(path)
+        target, place = self.remote / path.name, self._manifest_of(path)
+        try:
+            compare_sizes(target, {name: entry.size for name, entry in local.files.items()})
+        except DamagedCheckpointError as error:
+            raise ConnectionError(f"not everything arrived: {error}") from None
+        self._refuse_if_taken()
+        if not place.store.create(place.key, content) and place.read_bytes() != content:
+            raise CheckpointError(f"another job wrote {place}. Stop it, or give this run another experiment name.")
+        self._what_is_stored()[local.step] = replace(local, path=target)
+        discard(path)
+        try:
+            stored = self._what_is_stored()
+            for step in stored.keys() - kept(stored.values(), self.retention):
+                discard(stored[step].path)
+                del stored[step]
+            self.after_each()
+        except OSError as error:  # the checkpoint is there, and the next one tries again
+            logger.warning("%s: %s", self.remote, without_secrets(error))
+
+    def _what_is_stored(self) -> dict[int, Manifest]:
+        if self._stored is None:
+            self._stored = {manifest.step: manifest for manifest in list_checkpoints(self.remote)}
+        return self._stored
+
+    def _refuse_if_taken(self) -> None:
+        if self.ownership is not None and self.ownership.is_lost():
+            raise CheckpointError(
+                f"another job has taken {self.remote.parent} while this one did not answer. Stop one of them, or give "
+                "this run another experiment name."
+            )
+
+    def _manifest_of(self, path: Path) -> StorePath:
+        return self.remote / path.name / MANIFEST_NAME
+
+    # -- what ranks tell one another
+
+    def _note(self, what: str, value: str) -> None:
+        self.notes.set(f"sender/{self._count}/{what}", value)
+
+    def _tell(self, trouble: str) -> None:
+        self.notes.set(f"sender/trouble of {self.rank}", trouble)
+
+    def _noted(self, what: str, *, by: int) -> str | None:
+        """What a rank has noted, once it has; None if this sender ends before. Its trouble is this rank's meanwhile."""
+        key = f"sender/{self._count}/{what}"
+        while not self.notes.check([key]):
+            if self._ended.wait(_LOOK_SECONDS):
+                return None
+            about = f"sender/trouble of {by}"
+            trouble = self.notes.get(about).decode() if self.notes.check([about]) else ""
+            if trouble:
+                self._has_trouble(f"rank {by}: {trouble}")
+            else:
+                self._answers()
+        return self.notes.get(key).decode()

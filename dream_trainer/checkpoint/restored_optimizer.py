@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dream_trainer.checkpoint.nested_state import TensorPath, joined_state, paths_in, split_state
+from dream_trainer.checkpoint.nested_state import TensorPath, joined_state, load_own_state, paths_in, split_state
 from dream_trainer.checkpoint.optimizer_state import (
     RANK_PREFIX,
     WHOLE,
+    allocate,
     check_parameters,
     inner_optimizers,
+    mesh_of,
     owner_of,
     parameters_by_name,
     places_of,
     tensor_name,
 )
-from dream_trainer.checkpoint.own_state_dict import load_own_state
-from dream_trainer.checkpoint.state_layouts import allocate, mesh_of
 from dream_trainer.checks import listed
 from dream_trainer.errors import CheckpointError
 

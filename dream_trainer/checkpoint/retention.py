@@ -8,41 +8,8 @@ from pathlib import Path
 from dream_trainer.best_value import is_value, mode_by_name, mode_of
 from dream_trainer.checkpoint import files
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
-from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
-from dream_trainer.config.parameter_class import PositiveInt, parameters
 from dream_trainer.errors import ConfigError
-
-
-@parameters
-class Retention:
-    """Which checkpoints to keep, beside the newest: those that any of the rules names. Without a rule, all of them."""
-
-    keep_last: PositiveInt | None = None
-    keep_every_n_steps: PositiveInt | None = None
-    keep_best: PositiveInt | None = None  # by `metric`; checkpoints without it, or with NaN, are never best
-    metric: str | None = None
-    mode: Mode = "min"
-
-    def __post_init__(self) -> None:
-        refuse(
-            self.keep_best is not None and not self.metric,
-            f'keep_best={self.keep_best} does not say by which metric. Name one, such as "val/loss".',
-        )
-
-    @classmethod
-    def of(cls, parameters: CheckpointParameters) -> Retention:
-        return cls(
-            keep_last=parameters.keep_last,
-            keep_every_n_steps=parameters.keep_every_n_steps,
-            keep_best=parameters.keep_best,
-            metric=parameters.best_metric,
-            mode=parameters.known_best_mode(),
-        )
-
-    @property
-    def keeps_all(self) -> bool:
-        return self.keep_last is None and self.keep_every_n_steps is None and self.keep_best is None
 
 
 def mode_of_run(manifests: Sequence[Manifest], metric: str) -> Mode:
@@ -67,7 +34,7 @@ def _by_merit(manifests: Iterable[Manifest], metric: str, mode: Mode) -> list[Ma
     return sorted(valued, key=lambda manifest: (sign * manifest.metrics[metric], manifest.step))
 
 
-def kept(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
+def kept(manifests: Iterable[Manifest], retention: CheckpointParameters) -> set[int]:
     """Steps of the checkpoints that stay: all of them while `keep_best` asks for a metric that none has."""
     ordered = sorted(manifests, key=lambda manifest: manifest.step)
     steps = [manifest.step for manifest in ordered]
@@ -76,15 +43,15 @@ def kept(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
     stay = set(steps[-(retention.keep_last or 1) :])
     if retention.keep_every_n_steps is not None:
         stay |= {step for step in steps if step % retention.keep_every_n_steps == 0}
-    if retention.keep_best is not None and retention.metric is not None:
-        best = _by_merit(ordered, retention.metric, retention.mode)
+    if retention.keep_best is not None and retention.best_metric is not None:
+        best = _by_merit(ordered, retention.best_metric, retention.known_best_mode())
         if not best:  # a name mistyped, or no validation yet: nobody can say which are not the best
             return set(steps)
         stay |= {manifest.step for manifest in best[: retention.keep_best]}
     return stay
 
 
-def retire(root: Path, retention: Retention) -> list[Path]:
+def retire(root: Path, retention: CheckpointParameters) -> list[Path]:
     """Removes the checkpoints that the policy lets go, the oldest first, on one rank; returns their paths."""
     if retention.keeps_all:
         return []

@@ -15,8 +15,7 @@ from typing import IO
 
 from dream_trainer import file_locks
 from dream_trainer.checkpoint.files import step_directories, sync_directory
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.stores.ownership import is_owned
 from dream_trainer.stores.store_path import StorePath

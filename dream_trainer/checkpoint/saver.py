@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,10 @@ from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
-from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, StepError
 
 
@@ -47,45 +46,33 @@ class Moment(NamedTuple):
     has_pending_work: bool  # whether a validation, or the end of an epoch, is still to be done after its last window
 
 
+@dataclass(eq=False)
 class Saver(Saving):
     """One run's saves; `snapshot` and `warm` are collectives, and raise CheckpointError for what cannot be saved."""
 
-    def __init__(
-        self,
-        parameters: CheckpointParameters,
-        world: Ranks,
-        writer: SnapshotWriter,
-        *,
-        settle: Callable[[], Moment],
-        snapshot: Callable[[dict[str, float], HostCopies | None], Snapshot],
-        warm: Callable[[HostCopies | None], Callable[[], None]],
-        on_save: Callable[[Path], None],
-        on_lost: Callable[[], None],
-        patience: Callable[[], AbstractContextManager[None]],
-        say_once: Callable[[str, str], None],
-        clock: Callable[[], float],
-        only_when_called: bool = False,
-    ) -> None:
-        self._parameters = parameters
-        self._world = world
-        self._writer = writer
-        self._settle = settle
-        self._snapshot = snapshot
-        self._warm = warm
-        self._on_save = on_save
+    parameters: CheckpointParameters
+    world: Ranks
+    writer: SnapshotWriter
+    settle: Callable[[], Moment]
+    snapshot: Callable[[dict[str, float], HostCopies | None], Snapshot]
+    warm: Callable[[HostCopies | None], Callable[[], None]]
+    on_save: Callable[[Path], None]
+    on_lost: Callable[[], None]
+    patience: Callable[[], AbstractContextManager[None]]
+    say_once: Callable[[str, str], None]
+    clock: Callable[[], float]
+    only_when_called: bool = False
+
+    def __post_init__(self) -> None:
+        parameters = self.parameters
         self._is_telling = False
-        self._on_lost = on_lost
-        self._patience = patience
-        self._say_once = say_once
-        self._clock = clock
-        self._only_when_called = only_when_called
         self._cadence = Cadence(
             steps=parameters.save_every_n_steps,
             epochs=parameters.save_every_n_epochs,
             minutes=parameters.save_every_n_minutes,
-            clock=clock,
+            clock=self.clock,
         )
-        self.local = writer.local
+        self.local = self.writer.local
         self._local_cadence = Cadence(steps=parameters.save_local_every_n_steps)
         self._writes_local = False  # whether the last save that was begun is one that hosts alone keep
         self._has_checkpoint = False  # whether the run has one that local ones can follow
@@ -105,27 +92,27 @@ class Saver(Saving):
 
     @property
     def is_writing(self) -> bool:
-        return self._writer.is_busy
+        return self.writer.writing.is_busy
 
     @property
     def is_overtaken(self) -> bool:
-        return not self._only_when_called and any(trainings(d) != known for d, known in self._known_trainings.items())
+        return not self.only_when_called and any(trainings(d) != known for d, known in self._known_trainings.items())
 
     def claim(self, directory: Path) -> None:
         """Claims the run's directory, or that of its checkpoints, for this job until `release`; every rank calls it."""
-        claim(directory, self._world)
+        claim(directory, self.world)
         self._claimed.append(directory)
         self._known_trainings[directory] = trainings(directory)
 
     def send_to(self, remote: RemoteRun) -> None:
         """Has checkpoints sent to an object store from now on, first those that wait on the disk; a collective."""
         self._remote = remote
-        with self._patience():
-            self._writer.sender = remote.begin(self._writer.directory)
+        with self.patience():
+            self.writer.sender = remote.begin(self.writer.directory)
 
     def wait_until_sent(self) -> None:
-        with self._patience():
-            self._writer.wait_until_sent()
+        with self.patience():
+            self.writer.wait_until_sent()
 
     def release(self) -> None:
         if self._remote is not None:
@@ -137,32 +124,32 @@ class Saver(Saving):
 
     def expect_best_metric(self, metrics: Collection[str]) -> None:
         if not self._knows_best_metric:
-            refuse_missing(self._parameters.best_metric or "", metrics, named_by="best_metric")
+            refuse_missing(self.parameters.best_metric or "", metrics, named_by="best_metric")
             self._knows_best_metric = True
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._validation = step, dict(metrics)
-        name = self._parameters.best_metric
+        name = self.parameters.best_metric
         if name is None:
             return
         if name not in metrics:
-            self._say_once(
+            self.say_once(
                 "best_metric", f"best_metric={name!r} is not among the validation's metrics: {sorted(metrics)}."
             )
         value = metrics.get(name)
-        if is_better(value, self._best_value, self._parameters.known_best_mode()):
-            self._best_value, self._is_best = value, self._parameters.save_on_best
+        if is_better(value, self._best_value, self.parameters.known_best_mode()):
+            self._best_value, self._is_best = value, self.parameters.save_on_best
 
     def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:
         # After the first step, since optimizers create their state in it: one that cannot be saved is found now.
         if self._is_to_warm and step is not None:
             self._is_to_warm = False
-            work = self._warm(self._writer.copies)
-            if self._writer.copies is not None:
-                self._writer.warm(work)
-        if self._only_when_called:
+            work = self.warm(self.writer.copies)
+            if self.writer.copies is not None:
+                self.writer.warming.start(work)
+        if self.only_when_called:
             return
-        parameters = self._parameters
+        parameters = self.parameters
         must = requested or self._is_best or (is_last and parameters.save_at_end)
         is_local = self.local is not None and self._local_cadence.is_due(step)
         # A local one follows a checkpoint, so the run's first save is one.
@@ -180,31 +167,31 @@ class Saver(Saving):
             self._begin_local()
         if is_last:
             self._finish(on_error)
-            self._writer.wait_until_warm()
+            self.writer.warming.collect()
             self.wait_until_sent()
 
     def _skips(self, step: int | None) -> bool:
         """Whether this save is skipped, since some rank still writes the last one; the same on all ranks."""
         skips = self._skips_local() and not self._writes_local
-        if skips and self._world.is_main:
+        if skips and self.world.is_main:
             what = "this epoch's end" if step is None else f"step {step}"
             logger.info("%s is not saved: the last checkpoint is still being written", what)
         return skips
 
     def _skips_local(self) -> bool:
-        return self._ranks_writing > 0 and self._parameters.when_busy == "skip"
+        return self._ranks_writing > 0 and self.parameters.when_busy == "skip"
 
     def flags(self) -> tuple[bool, bool, bool]:
-        is_busy = (self._writer.is_busy or self._ranks_writing > 0) and not self._writes_local
+        is_busy = (self.writer.writing.is_busy or self._ranks_writing > 0) and not self._writes_local
         due = (
             self._cadence.goes_by_the_clock
-            and self._world.is_main
+            and self.world.is_main
             and self._cadence.is_due_by_the_clock()
-            and not (is_busy and self._parameters.when_busy == "skip")
+            and not (is_busy and self.parameters.when_busy == "skip")
         )
         if not self._ranks_writing:
             return due, False, False
-        return due, self._writer.is_busy, self._writer.has_failed
+        return due, self.writer.writing.is_busy, self.writer.writing.has_failed
 
     def heard(self, saving: int, failed: int) -> None:
         were_writing = self._ranks_writing
@@ -212,18 +199,18 @@ class Saver(Saving):
             return
         self._ranks_writing = saving
         if were_writing and (failed or not saving):
-            self._finish(self._parameters.on_save_error)
+            self._finish(self.parameters.on_save_error)
 
     def save_after_exception(self, step: int) -> None:
-        if self._only_when_called or not self._parameters.save_on_exception:
+        if self.only_when_called or not self.parameters.save_on_exception:
             return
         try:
             self._finish("warn")
             self._begin("raise")
             self._finish("raise")
         except Exception as error:
-            self._on_lost()
-            self._say_once(in_a_line(error), f"step {step} could not be saved: {in_a_line(error)}")
+            self.on_lost()
+            self.say_once(in_a_line(error), f"step {step} could not be saved: {in_a_line(error)}")
 
     # -- how to save
 
@@ -239,7 +226,7 @@ class Saver(Saving):
 
     def before_update(self) -> None:
         if self._ranks_writing:
-            self._writer.before_update()
+            self.writer.before_update()
 
     def _begin(self, on_error: OnSaveError) -> None:
         """Saves where the run is, unless that has been saved; no save may be running."""
@@ -248,91 +235,85 @@ class Saver(Saving):
             self._write(now, on_error)
 
     def _settled(self) -> Moment:
-        self._writer.wait_until_warm()
-        now = self._settle()
+        self.writer.warming.collect()
+        now = self.settle()
         self._cadence.restart()
         return now
 
-    def _write(self, now: Moment, on_error: OnSaveError) -> None:
-        self._refuse_if_overtaken()
+    def _write(self, now: Moment, on_error: OnSaveError, *, is_local: bool = False) -> None:
+        if not is_local:
+            self._refuse_if_overtaken()
         replace = self._saved is not None and self._saved.step == now.step
-        snapshot = self._take_snapshot(now.step, on_error)
+        snapshot = self._take_snapshot(now.step, on_error, is_local=is_local)
         if snapshot is None:
             return
-        self._saved, self._has_checkpoint, self._writes_local = now, True, False
-        self._ranks_writing = 1
-        self._writer.start(snapshot, replace=replace)
-        if self._writer.copies is None:
+        if not is_local:
+            self._saved, self._has_checkpoint = now, True
+        self._writes_local, self._ranks_writing = is_local, 1
+        self.writer.start(snapshot, replace=replace, is_local=is_local)
+        if self.writer.copies is None:
             self._finish(on_error)
 
     def _begin_local(self) -> None:
         """As `_begin`, for a state that each host keeps for itself, and that no one waits for."""
-        self._writer.wait_until_warm()
-        now = self._settle()
-        if self._saved is not None and self._saved.step == now.step:
-            return
-        snapshot = self._take_snapshot(now.step, self._parameters.on_save_error, is_local=True)
-        if snapshot is None:
-            return
-        self._writes_local = True
-        self._ranks_writing = 1
-        self._writer.start_local(snapshot)
-        if self._writer.copies is None:
-            self._finish(self._parameters.on_save_error)
+        self.writer.warming.collect()
+        now = self.settle()
+        if self._saved is None or self._saved.step != now.step:
+            self._write(now, self.parameters.on_save_error, is_local=True)
 
-    def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool = False) -> Snapshot | None:
+    def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool) -> Snapshot | None:
         """The state now, or None if it cannot be saved and training goes on."""
-        started = self._clock()  # the device has finished the step: the time from here on is the save's
+        started = self.clock()  # the device has finished the step: the time from here on is the save's
         validated_at, metrics = self._validation
         try:
             if not is_local:
                 self._leave_branch()
-            return self._snapshot(metrics if validated_at == step else {}, self._writer.copies)
+            return self.snapshot(metrics if validated_at == step else {}, self.writer.copies)
         except CheckpointError as error:
             self._failed(error, on_error)
             return None
         finally:
-            self.seconds += self._clock() - started
+            self.seconds += self.clock() - started
 
     def _finish(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""
-        if self._writer.is_collected:
+        if self.writer.writing.is_collected:
             return
-        started = self._clock()
+        started = self.clock()
         try:
-            with self._patience():
-                path = self._writer.collect()
+            with self.patience():
+                path = self.writer.writing.collect()
         except CheckpointError as error:
             self._failed(error, on_error)
         else:
             if path is not None:
                 self._tell(path)
         finally:
-            self.seconds += self._clock() - started
+            self.seconds += self.clock() - started
 
     def _tell(self, path: Path) -> None:
         self._is_telling = True
         try:
-            self._on_save(path)
+            self.on_save(path)
         finally:
             self._is_telling = False
 
     def _failed(self, error: CheckpointError, on_error: OnSaveError) -> None:
         self._saved, self._has_checkpoint = None, False
-        self._on_lost()
+        self.on_lost()
         if on_error == "raise":
             raise error
-        if self._world.is_main:
+        if self.world.is_main:
             logger.error("a checkpoint could not be saved; training goes on: %s", error)
 
     def close(self) -> None:
         with followed_by(self._finish_sending), followed_by(partial(self._finish, "raise")):
-            self._writer.wait_until_warm()
+            self.writer.warming.collect()
 
     def _finish_sending(self) -> None:
-        if self._writer.sender is not None:
-            with self._patience():
-                self._writer.sender.finish()
+        if self.writer.sender is not None:
+            with self.patience():
+                self.writer.sender.finish()
 
     # -- resuming
 
@@ -365,9 +346,9 @@ class Saver(Saving):
     def _leave_branch(self) -> None:
         """Checkpoints of the other branch would be taken for this one's; to evaluate, or predict, leaves them alone."""
         if self._leaves_after is not None:
-            leave_branch(self._writer.directory, self._leaves_after, self._world)
+            leave_branch(self.writer.directory, self._leaves_after, self.world)
             if self._remote is not None:
-                leave_branch(self._remote.directory, self._leaves_after, self._world)
+                leave_branch(self._remote.directory, self._leaves_after, self.world)
                 self._remote.look_again()
             self._leaves_after = None
 

@@ -1,84 +1,56 @@
-"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training continues."""
+"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training goes on."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
+from torch import Tensor
+
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.retention import Retention, retire
-from dream_trainer.checkpoint.sender import Sender
+from dream_trainer.checkpoint.remote_run import Sender
+from dream_trainer.checkpoint.retention import retire
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
-from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.checkpoint.store import write_checkpoint
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.compat.pytorch import local_tensor, with_local
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 
 logger = logging.getLogger("dream_trainer")
 
 
+@dataclass(eq=False)
 class SnapshotWriter:
     """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept."""
 
-    def __init__(
-        self,
-        directory: Path,
-        retention: Retention,
-        world: Ranks,
-        copies: HostCopies | None = None,
-        local: LocalCheckpoints | None = None,
-    ) -> None:
-        self.directory = directory
-        self.copies = copies  # None: snapshots are not copied
-        self.local = local  # what each host keeps of the newest state
-        self.sender: Sender | None = None  # brings checkpoints to an object store
-        self._retention = retention
-        self._world = world
-        self._writing: Background[Path | None] = Background("checkpoint writer")
-        self._warming: Background[None] = Background("checkpoint memory")
+    directory: Path
+    retention: CheckpointParameters
+    world: Ranks
+    copies: HostCopies | None = None  # None: snapshots are not copied
+    local: LocalCheckpoints | None = None  # what each host keeps of the newest state
+    sender: Sender | None = None  # brings checkpoints to an object store
+
+    def __post_init__(self) -> None:
+        self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
+        self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
         self._copies_are_pending = False
         self._known_plan = KnownPlan()
 
-    @property
-    def is_busy(self) -> bool:
-        return self._writing.is_busy
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank could not write, and nobody has collected the error."""
-        return self._writing.has_failed
-
-    @property
-    def is_collected(self) -> bool:
-        return self._writing.is_collected
-
-    def warm(self, work: Callable[[], None]) -> None:
-        """Runs `work` in a thread, so that the first save takes no longer than later ones."""
-        self._warming.start(work)
-
-    def wait_until_warm(self) -> None:
-        self._warming.collect()
-
-    def start(self, snapshot: Snapshot, *, replace: bool) -> None:
-        """Begins to write; the last outcome must have been collected."""
+    def start(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> None:
+        """Begins to write a checkpoint, or what hosts keep; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
-        self._writing.start(partial(self._write, snapshot, replace=replace))
-
-    def start_local(self, snapshot: Snapshot) -> None:
-        self._copies_are_pending = self.copies is not None
-        self._writing.start(partial(self._keep, snapshot))
-
-    def collect(self) -> Path | None:
-        """Waits until the snapshot is on the disk; returns its directory, None if no checkpoint was to be written."""
-        return self._writing.collect()
+        write = partial(self._keep, snapshot) if is_local else partial(self._write, snapshot, replace=replace)
+        self.writing.start(write)
 
     def wait_until_sent(self) -> None:
         if self.sender is not None:
-            on_all_ranks(self._world, "send checkpoints", self.sender.finish)
+            on_all_ranks(self.world, "send checkpoints", self.sender.finish)
 
     def before_update(self) -> None:
         """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
@@ -96,15 +68,15 @@ class SnapshotWriter:
         if self.copies is not None:
             self.copies.wait()
         if self.sender is not None:
-            on_all_ranks(self._world, "save", self.sender.refuse_if_lost)
-        path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace, known=self._known_plan)
+            on_all_ranks(self.world, "save", self.sender.refuse_if_lost)
+        path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
         if self.local is not None:
             self.local.follow(path)
         if self.sender is not None:
             self.sender.put(path)
-        elif self._world.is_main and not self._retention.keeps_all:
+        elif self.world.is_main and not self.retention.keeps_all:
             try:
-                retire(self.directory, self._retention)
+                retire(self.directory, self.retention)
             except OSError as error:  # the new checkpoint is complete, and a later save tries again
                 logger.warning("old checkpoints could not be removed: %s", error)
         if self.local is not None:
@@ -159,3 +131,60 @@ class Background(Generic[T]):
             self._result = task()
         except BaseException as error:
             self._error = error
+
+
+_WITH_STREAMS = ("cuda", "xpu")
+
+
+class HostCopies:
+    """Memory of the host that every save reuses, one snapshot at a time. On devices copies have their own stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+        self._stream = torch.Stream(device) if device.type in _WITH_STREAMS else None
+        self._copied: torch.Event | None = None
+
+    def warm(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocates memory for tensors of these shapes, so that the first save takes no longer than later ones."""
+        for name, tensor in tensors.items():
+            self._memory_for(name, local_tensor(tensor)).zero_()
+
+    def copy(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str]) -> dict[str, Tensor]:
+        """Copies this rank's part of `tensors`. Until `wait_before_update` nothing may change the originals; those in
+        `at_once`, which a forward may change, are copied in order with the device's other work."""
+        later = [name for name, tensor in tensors.items() if tensor.device == self._device and name not in at_once]
+        copies: dict[str, Tensor] = {}
+        for name in tensors if self._stream is None else tensors.keys() - later:
+            copies[name] = self._copy(name, tensors[name], non_blocking=self._stream is not None)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with self._stream:
+                for name in later:
+                    copies[name] = self._copy(name, tensors[name], non_blocking=True)
+                self._copied = self._stream.record_event()
+        return copies
+
+    def wait_before_update(self) -> None:
+        """Makes the device's later work wait for the copies; the host does not wait."""
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, name: str, tensor: Tensor, *, non_blocking: bool) -> Tensor:
+        local = local_tensor(tensor).detach()
+        copy = self._memory_for(name, local)
+        copy.copy_(local, non_blocking=non_blocking)
+        return with_local(tensor, copy)
+
+    def _memory_for(self, name: str, local: Tensor) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.shape != local.shape or memory.dtype != local.dtype:
+            memory = torch.empty(
+                local.shape, dtype=local.dtype, device="cpu", pin_memory=local.device.type in _WITH_STREAMS
+            )
+            self._memory[name] = memory
+        return memory

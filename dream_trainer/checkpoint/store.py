@@ -33,14 +33,14 @@ from dream_trainer.checkpoint.files import (
 )
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, encode_manifest, verify_checkpoint
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
-from dream_trainer.distributed.outcomes import (
+from dream_trainer.distributed.ranks import (
+    Ranks,
     dealt_by_main_rank,
     from_all_ranks,
     from_main_rank,
     on_all_ranks,
     to_main_rank,
 )
-from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.version import __version__
 

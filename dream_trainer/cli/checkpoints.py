@@ -32,7 +32,7 @@ from dream_trainer.screen import print_table
 from dream_trainer.stores.store_path import as_path
 
 if TYPE_CHECKING:
-    from dream_trainer.checkpoint.lookup import Entry
+    from dream_trainer.checkpoint.manifest import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Ls:
     """Print JSON instead of a table."""
 
     def run(self) -> int:
-        from dream_trainer.checkpoint.lookup import checkpoints_root, entries
+        from dream_trainer.checkpoint.manifest import checkpoints_root, entries
 
         root = checkpoints_root(as_path(self.run_path))
         found = entries(root)
@@ -72,8 +72,7 @@ class Verify:
     """Print JSON instead of lines."""
 
     def run(self) -> int:
-        from dream_trainer.checkpoint.lookup import checkpoints_root, entries, is_checkpoint
-        from dream_trainer.checkpoint.manifest import faults
+        from dream_trainer.checkpoint.manifest import checkpoints_root, entries, faults, is_checkpoint
 
         path = as_path(self.path)
         paths = [path] if is_checkpoint(path) else []
@@ -117,16 +116,21 @@ class Prune:
     """Print JSON instead of a table."""
 
     def run(self) -> int:
-        from dream_trainer.checkpoint.lookup import checkpoints_root, entries
-        from dream_trainer.checkpoint.retention import Retention, kept, mode_of_run
+        from dream_trainer.checkpoint.manifest import checkpoints_root, entries
+        from dream_trainer.checkpoint.retention import kept, mode_of_run
         from dream_trainer.checkpoint.run_directory import without_jobs
+        from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 
         root = checkpoints_root(as_path(self.run_path))
+        refuse(
+            self.keep_best is not None and self.metric is None,
+            f"--keep-best {self.keep_best} does not say by which metric. Set --metric, such as val/loss.",
+        )
         mode = self.mode
         if mode is None and self.metric is not None:
             mode = mode_of_run([entry.manifest for entry in entries(root) if entry.manifest], self.metric)
-        rules = {name: vars(self)[name] for name in ("keep_last", "keep_every_n_steps", "keep_best", "metric")}
-        retention = Retention(**rules, mode=mode or "min")
+        rules = {name: vars(self)[name] for name in ("keep_last", "keep_every_n_steps", "keep_best")}
+        retention = CheckpointParameters(**rules, best_metric=self.metric, best_mode=mode)
         if retention.keeps_all and not self.damaged and not self.aside:
             raise ConfigError(
                 "no rule was given. Use --keep-last, --keep-every-n-steps, --keep-best, --damaged or --aside."
@@ -212,7 +216,7 @@ class OneCheckpoint:
     """Print JSON."""
 
     def find(self) -> Path:
-        from dream_trainer.checkpoint.lookup import find_checkpoint
+        from dream_trainer.checkpoint.manifest import find_checkpoint
 
         return find_checkpoint(as_path(self.checkpoint), self.step)
 
@@ -240,7 +244,7 @@ class Show(OneCheckpoint):
 
     def run(self) -> int:
         from dream_trainer.checkpoint.loading import read_shared
-        from dream_trainer.checkpoint.lookup import directory_size
+        from dream_trainer.checkpoint.manifest import directory_size
         from dream_trainer.config.serialize import leaves
         from dream_trainer.weights.export import tensors_by_owner
         from dream_trainer.weights.stored_tensors import StoredTensors
@@ -290,7 +294,7 @@ class Diff:
     """Print JSON, with every tensor that differs."""
 
     def run(self) -> int:
-        from dream_trainer.checkpoint.lookup import find_checkpoint
+        from dream_trainer.checkpoint.manifest import find_checkpoint
         from dream_trainer.config.serialize import difference
         from dream_trainer.weights.stored_tensors import StoredTensors, difference_of_tensors
 

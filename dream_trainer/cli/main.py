@@ -15,8 +15,7 @@ from dream_trainer.cli.data import Data
 from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
-from dream_trainer.cli.run_config import RunConfig
-from dream_trainer.cli.runs import Runs
+from dream_trainer.cli.runs import RunConfig, Runs
 from dream_trainer.cli.trainer_description import DescribeTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 

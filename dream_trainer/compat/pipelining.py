@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from dream_trainer.compat.pytorch import after_accumulation, local_tensor
+from dream_trainer.compat.pytorch import after_accumulation, local_tensor, with_local
 
 ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
@@ -177,20 +177,9 @@ def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
                 gradient += weight.grad
             weight.grad = gradient
         elif weight.grad is not None:
-            weight.grad = _copied(weight.grad)
+            # In memory of its own; a part of a sum stays one, which `clone` would add up over ranks.
+            weight.grad = with_local(weight.grad, local_tensor(weight.grad).clone())
     after_accumulation(weights)
-
-
-def _copied(gradient: Tensor) -> Tensor:
-    """The same values in memory of their own; a part of a sum stays one, which `clone` would add up over ranks."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(gradient, DTensor):
-        return gradient.clone()
-    local = local_tensor(gradient).clone()
-    return DTensor.from_local(
-        local, gradient.device_mesh, gradient.placements, shape=gradient.shape, stride=gradient.stride()
-    )
 
 
 def _in_one(of: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
     import io
@@ -32,8 +35,15 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
     from torch.overrides import TorchFunctionMode
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor, whose module is slow to load (sympy comes with it)."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -94,8 +104,6 @@ def sum_scatter_flat(own: Tensor, every: Tensor, group: ProcessGroup) -> None:
 
 def function_modes() -> list[TorchFunctionMode]:
     """The modes that override functions at the moment, from the outermost; in a backward there are none."""
-    from torch.overrides import _get_current_function_mode_stack
-
     return list(_get_current_function_mode_stack())
 
 
@@ -241,7 +249,6 @@ def end_workers(loader: object) -> None:
 def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
     """Ends a `DataLoader` iterator's workers; those that load for longer than `patience_seconds` are killed."""
     from torch._C import _remove_worker_pids
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     # torchdata's iterators share this base and the names, and not the class for several processes.
     if not isinstance(iterator, _BaseDataLoaderIter) or iterator._num_workers == 0:

@@ -167,6 +167,11 @@ class CheckpointParameters:
         )
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether no rule says which checkpoints to keep, so that all of them are."""
+        return self.keep_last is None and self.keep_every_n_steps is None and self.keep_best is None
+
+    @property
     def saves(self) -> bool:
         """Whether anything is saved without being asked for."""
         intervals = (self.save_every_n_steps, self.save_every_n_minutes, self.save_every_n_epochs)

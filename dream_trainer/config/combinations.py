@@ -52,9 +52,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
         "Use compile=False, or one of the two.",
     ),
     Combination(
-        ("compile_parameters.dynamic", "tensor_parallel"),
-        "PyTorch cannot split layers of variable shapes",
-        _FEW_SHAPES,
+        ("compile_parameters.dynamic", "tensor_parallel"), "PyTorch cannot split layers of variable shapes", _FEW_SHAPES
     ),
     Combination(
         ("compile_parameters.dynamic", "context_parallel"),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from datetime import timedelta
-from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from dream_trainer.checks import did_you_mean, refuse, spell
-from dream_trainer.config.file_formats import read_plain
+from dream_trainer.checks import did_you_mean, refuse
 from dream_trainer.config.parameter_class import members
 from dream_trainer.config.serialize import structure
 from dream_trainer.config.trainer_config import BaseTrainerConfig
@@ -26,14 +26,6 @@ _NAMES = ("project", "group", "experiment")
 # Fields of a saved config that only concern its own run: its place and start, and the record of what is code.
 _OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks", "given_objects")
 _OF_ITS_START = ("resume", "branch")
-_WORDS: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    NoneType: "null",
-    timedelta: "a number of seconds",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +189,7 @@ def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], 
 
 
 def _value(change: _Set, annotation: Any, dotted: str) -> Any:
-    value, advice = change.value, f"It takes {_wanted(annotation)}."
+    value, advice = change.value, f"It takes {inspect.formatannotation(annotation)}."
     parts = members(annotation)
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
     is_text = isinstance(value, str) and str not in (*parts, *map(type, choices))
@@ -207,12 +199,7 @@ def _value(change: _Set, annotation: Any, dotted: str) -> Any:
         try:
             return structure(value, annotation, dotted)
         except ConfigError as error:
-            places = [place for place in re.findall(r" @ (.+?)(?=;|\.?$)", str(error)) if place != dotted]
-            unknown = re.findall(r"unknown keys .+?(?= @ )", str(error))
-        if places:
-            advice += f" Wrong is {', '.join(places)}{''.join(f' ({keys})' for keys in unknown)}."
-        if is_text and re.fullmatch(r"[-+.0-9eE_]+", value):
-            advice += " Leave the quotes out."
+            advice += f" {error}"
     raise ConfigError(f"{change.file} sets {dotted} to {value!r}. {advice}")
 
 
@@ -225,30 +212,94 @@ def _is_sequence(annotation: Any) -> bool:
     return isinstance(origin, type) and (origin is Sequence or issubclass(origin, list | tuple | set | frozenset))
 
 
-def _wanted(annotation: Any) -> str:
-    """A type in words, such as "an integer or null" for `int | None`."""
-    found: list[str] = []
-    for part in members(annotation):
-        if get_origin(part) is Literal:
-            found += [repr(choice) for choice in get_args(part)]
-        elif isinstance(part, type) and issubclass(part, Enum):
-            found += [repr(member.value) for member in part]
-        else:
-            found.append(_word(part))
-    return spell(dict.fromkeys(found))
+# -- The text of a config file as plain values: YAML, TOML and JSON, in which no key stands twice.
 
 
-def _word(part: Any) -> str:
-    origin, arguments = get_origin(part) or part, get_args(part)
-    if part in _WORDS:
-        return _WORDS[part]
-    if isinstance(origin, type) and issubclass(origin, PurePath):
-        return "a path"
-    if _is_sequence(part):
-        if origin is tuple and arguments and arguments[-1] is not Ellipsis:
-            return f"a list of {len(arguments)}: {', '.join(map(_wanted, arguments))}"
-        return f"a list, each item {_wanted(arguments[0])}" if arguments else "a list"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"names and values, each value {_wanted(arguments[1])}" if arguments else "names and values"
-    name = getattr(part, "__name__", str(part))
-    return f"the fields of {name}" if is_dataclass(part) else name
+_TAG = "tag:yaml.org,2002:"
+_AMBIGUOUS = "ambiguous"
+_MEANINGS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}
+# Text without quotes is the first kind that fits; kinds are looked up by its first letter.
+_YAML_KINDS = (
+    (_AMBIGUOUS, "[-+]?0[0-9_]+|None|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("-+0NyYnoO")),
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", "[-+]?(?:0|[1-9][0-9_]*)|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", "<<", ["<"]),
+)
+
+
+class _WrongKey(Exception):
+    """A key that stands twice, or whose value can be read in two ways; the message begins after the file's name."""
+
+
+def read_plain(file: Path) -> Any:
+    readers: dict[str, Callable[[str], Any]] = {".yaml": _yaml, ".yml": _yaml, ".toml": tomllib.loads, ".json": _json}
+    refuse(file.suffix not in readers, f"{file} ends in {file.suffix!r}. Use .yaml, .yml, .toml or .json.")
+    try:
+        return readers[file.suffix](file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"config file {file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}. Save it as UTF-8.") from None
+    except _WrongKey as wrong:
+        raise ConfigError(f"{file} sets {wrong}") from None
+    except ValueError as error:  # raised by all three parsers
+        raise ConfigError(f"{file} is not valid: {' '.join(str(error).split())}.") from None
+
+
+def _yaml(text: str) -> Any:
+    """YAML by the core rules of 1.2, without tags; text that 1.1, PyYAML's version, reads otherwise raises an error."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {}  # noqa: RUF012  # those of 1.1
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[str, int] = {}
+            for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+                if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
+                    continue
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise _WrongKey(f"{key.value} on line {lines[key.value]} and again on line {line}. Leave one out.")
+                lines[key.value] = line
+                _refuse_ambiguous(value, key.value)
+            return super().construct_mapping(node, deep)
+
+    for kind, pattern, first in _YAML_KINDS:
+        Loader.add_implicit_resolver(f"{_TAG}{kind}", re.compile(rf"(?:{pattern})$"), first)
+    Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0))
+    Loader.add_constructor(f"{_TAG}{_AMBIGUOUS}", lambda _, node: node.value)  # as a key
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _refuse_ambiguous(node: Any, key: str) -> None:
+    """Raises for text that YAML 1.1 and 1.2, or YAML and Python, read differently, as a value or in a list."""
+    if node.id == "sequence":
+        for item in node.value:
+            _refuse_ambiguous(item, key)
+    elif node.tag == f"{_TAG}{_AMBIGUOUS}":
+        digits = node.value.replace("_", "").lstrip("+-").lstrip("0") or "0"
+        sign = "-" if node.value.startswith("-") else ""
+        number = f"{sign}{digits}" if set("89") & set(digits) else f"{sign}{digits}, {sign}0o{digits} (to the base 8)"
+        raise _WrongKey(
+            f"{key} to {node.value} on line {node.start_mark.line + 1}, which is read in two ways. Write "
+            f"{_MEANINGS.get(node.value.lower(), number)}, or {node.value!r} in quotes for text."
+        )
+
+
+def _json(text: str) -> Any:
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(found)) < len(found):
+            _yaml(text.replace("\t", " "))  # raises, with the lines
+        return dict(found)
+
+    return json.loads(text, object_pairs_hook=pairs)

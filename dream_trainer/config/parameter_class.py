@@ -137,11 +137,9 @@ def _new(cls: type[T], *args: Any, **fields: Any) -> T:
 
 def _refuse_to_change(self: object, name: str, value: Any) -> None:
     refuse_unknown_fields(type(self), {name: value})
-    cls = type(self).__name__
-    words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in cls).removeprefix("_")
     raise FrozenInstanceError(
-        f"{cls}.{name} cannot be changed. Make a changed copy, dataclasses.replace({words}, {name}=...), and build the "
-        "trainer's config with it."
+        f"{type(self).__name__}.{name} cannot be changed. Make a changed copy, dataclasses.replace(..., {name}=...), "
+        "and build the trainer's config with it."
     )
 
 

@@ -16,8 +16,7 @@ import torch
 from dream_trainer.cleanup import call_each
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
-from dream_trainer.distributed.equality import refuse_differences
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import DataError
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
 from dream_trainer.data.streams.lane_stream import StreamLoader
 from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
-from dream_trainer.distributed.equality import plain_facts
+from dream_trainer.distributed.ranks import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 

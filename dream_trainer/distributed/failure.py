@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
+from dream_trainer.compat.pytorch import Store
 
 PACKAGE = Path(__file__).parent.parent
 LATER_SECONDS = 0.5  # how much later the other ranks leave, so that torchrun takes the one that failed for the cause
@@ -138,3 +137,83 @@ def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None]
         return first
     except RuntimeError:  # the store went away with its rank
         return rank
+
+
+# -- Which rank died, where all that a rank knows is that a connection closed: each has left its process number.
+
+
+LOOK_FOR_SECONDS = 2.0  # how long to look: the system ends a killed process some time after its connections
+
+_LOST = re.compile(
+    r"Connection closed|Connection reset|Broken pipe|remote process exited|recvValue failed|connection.*aborted", re.I
+)
+
+
+class LostHostError(RuntimeError):
+    """What ends the others where a host of the job is gone, or cannot be reached. Nobody catches it."""
+
+
+def announce(store: Store, rank: int) -> None:
+    store.set(_key(rank), f"{os.getpid()} {socket.gethostname()}")
+
+
+def is_lost_connection(exc: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    if isinstance(exc, LostHostError):
+        return True
+    return isinstance(exc, RuntimeError) and _LOST.search(str(exc)) is not None
+
+
+def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
+    """The ranks of this host whose processes are gone, with the process in words; looks until one is found."""
+    this_host = socket.gethostname()
+    deadline = time.monotonic() + LOOK_FOR_SECONDS
+    processes = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in range(world_size)}
+    while True:
+        dead = {
+            rank: f"process {number} on {host}"
+            for rank, (number, host) in processes.items()
+            if host == this_host and not is_running(int(number))
+        }
+        if dead or time.monotonic() > deadline:
+            return dead
+        time.sleep(0.05)
+
+
+def is_running(number: int) -> bool:
+    """Whether a process runs; one that has ended, and that nobody has waited for yet, does not."""
+    try:
+        os.kill(number, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    state = _state(number)
+    if state is None:  # not Linux, or gone by now
+        return Path("/proc/self").exists() is False
+    return state not in ("Z", "X")
+
+
+def _state(number: int) -> str | None:
+    """What Linux says that a process does: a letter, T where it is stopped; None elsewhere, or where it is gone."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def announced_processes(store: Store, ranks: Sequence[int]) -> dict[int, int]:
+    """The process numbers of `ranks`; none until all of them have announced themselves."""
+    keys = [_key(rank) for rank in ranks]
+    if not store.check(keys):
+        return {}
+    return {rank: int(store.get(key).split()[0]) for rank, key in zip(ranks, keys, strict=True)}
+
+
+def is_stopped(number: int) -> bool:
+    """Whether a process of this host was stopped by a signal (Linux)."""
+    return _state(number) == "T"
+
+
+def _key(rank: int) -> str:
+    return f"process/{rank}"

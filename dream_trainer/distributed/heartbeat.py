@@ -12,14 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn, Self
+from dataclasses import dataclass
+from typing import NoReturn, Self
 
-from dream_trainer.distributed.failure import LATER_SECONDS, first_to_fail, tell_failure
+from dream_trainer.compat.pytorch import Store
+from dream_trainer.distributed.failure import (
+    LATER_SECONDS,
+    LostHostError,
+    announced_processes,
+    first_to_fail,
+    is_stopped,
+    tell_failure,
+)
 from dream_trainer.distributed.hosts import HostPlace, name_of_host
-from dream_trainer.distributed.lost_ranks import LostHostError, announced_processes, is_stopped
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 BEATS = 5  # beats within the limit
 LONGEST_BEAT_SECONDS = 2.0
@@ -27,15 +32,19 @@ LIMITS_OF_A_SETUP = 6.0  # how many times the limit a host may be silent until t
 JOIN_SECONDS = 3.0
 
 
+@dataclass(eq=False)
 class Heartbeat:
     """One rank's side of the heartbeat, from launch until the world is closed."""
 
-    def __init__(self, store: Store, store_of_main: Store, place: HostPlace, *, limit_seconds: float) -> None:
-        self._store, self._store_of_main, self._place = store, store_of_main, place
-        self._limit_seconds = limit_seconds
-        self.where: Callable[[], str] = lambda: "launch"  # called from a thread
-        self.is_training = False  # the first step is done
-        self._period = min(LONGEST_BEAT_SECONDS, limit_seconds / BEATS)
+    store: Store
+    store_of_main: Store
+    place: HostPlace
+    limit_seconds: float
+    where: Callable[[], str] = lambda: "launch"  # called from a thread
+    is_training: bool = False  # the first step is done
+
+    def __post_init__(self) -> None:
+        self._period = min(LONGEST_BEAT_SECONDS, self.limit_seconds / BEATS)
         self._answered = time.monotonic()
         self._processes: dict[int, int] = {}
         self._closing = threading.Event()
@@ -54,7 +63,7 @@ class Heartbeat:
         if self._closing.is_set():
             return
         with suppress(RuntimeError):  # the store has left with its rank
-            self._store_of_main.set(self._left(self._place.number), "")
+            self.store_of_main.set(self._left(self.place.number), "")
         self._closing.set()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
@@ -62,27 +71,27 @@ class Heartbeat:
     # -- the thread that speaks with the store
 
     def _beat(self) -> None:
-        next_host = (self._place.number + 1) % self._place.n_hosts
+        next_host = (self.place.number + 1) % self.place.n_hosts
         seen, since = -1, time.monotonic()
         stopped: dict[int, float] = {}
         while not self._closing.wait(self._period):
             try:
-                self._store.add(self._heart(self._place.number), 1)
-                beats = self._store.add(self._heart(next_host), 0)
-                if self._store.check([self._key("lost")]):
-                    self._end(self._store.get(self._key("lost")).decode(), first=int(self._store.get("failed")))
-                has_left = beats == seen and self._store.check([self._left(next_host)])
+                self.store.add(self._heart(self.place.number), 1)
+                beats = self.store.add(self._heart(next_host), 0)
+                if self.store.check([self._key("lost")]):
+                    self._end(self.store.get(self._key("lost")).decode(), first=int(self.store.get("failed")))
+                has_left = beats == seen and self.store.check([self._left(next_host)])
                 self._answered = now = time.monotonic()
                 if beats != seen or has_left:
                     seen, since = beats, now
-                elif now - since > self._limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
+                elif now - since > self.limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
                     self._end_all(self._lost(next_host, now - since))
                 stopped = self._look_at_neighbours(stopped, now)
             except RuntimeError:  # the store went with its rank; whoever talks to that one fails by itself
                 continue
 
     def _lost(self, number: int, seconds: float) -> str:
-        name = name_of_host(self._store, self._place, number)
+        name = name_of_host(self.store, self.place, number)
         return (
             f"{name} has not been heard of for {seconds:.0f} s, at {self.where()}: it is down, frozen, or cut off from "
             "the network"
@@ -90,21 +99,21 @@ class Heartbeat:
 
     def _look_at_neighbours(self, known: dict[int, float], now: float) -> dict[int, float]:
         """Ranks of this host whose processes are stopped, each with the time since; too long ends the job."""
-        self._processes = self._processes or announced_processes(self._store, self._place.ranks)
+        self._processes = self._processes or announced_processes(self.store, self.place.ranks)
         stopped = {rank: known.get(rank, now) for rank, number in self._processes.items() if is_stopped(number)}
         for rank, since in stopped.items():
-            if now - since > self._limit_seconds:
+            if now - since > self.limit_seconds:
                 self._end_all(
-                    f"the process of rank {rank} on {self._place.name} has been stopped for {now - since:.0f} s "
+                    f"the process of rank {rank} on {self.place.name} has been stopped for {now - since:.0f} s "
                     f"(SIGSTOP), at {self.where()}"
                 )
         return stopped
 
     def _end_all(self, reason: str) -> NoReturn:
         """Ends the job for what this rank has found; the first to find anything tells the others."""
-        first = first_to_fail(self._store, self._place.rank)
-        if first == self._place.rank:
-            self._store.set(self._key("lost"), reason)
+        first = first_to_fail(self.store, self.place.rank)
+        if first == self.place.rank:
+            self.store.set(self._key("lost"), reason)
         self._end(reason, first=first)
 
     # -- the thread that needs no answer
@@ -117,18 +126,18 @@ class Heartbeat:
             slept, woke = time.monotonic() - woke, time.monotonic()
             silent = silent + min(slept, 2 * pause) if self._answered == answered else 0.0
             answered = self._answered
-            if silent > self._limit_seconds + self._period:
+            if silent > self.limit_seconds + self._period:
                 address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 self._end(
-                    f"the job's store at {address} has not answered {self._place.name} for {silent:.0f} s, at "
+                    f"the job's store at {address} has not answered {self.place.name} for {silent:.0f} s, at "
                     f"{self.where()}: the host that keeps it is down or frozen, or this one is cut off",
-                    first=self._place.ranks.start,
+                    first=self.place.ranks.start,
                 )
 
     def _end(self, reason: str, *, first: int) -> NoReturn:
         report = f"{reason}.\n{_ADVICE}"
-        tell_failure(LostHostError(reason), report, rank=self._place.rank, first=first)
-        if first != self._place.rank:
+        tell_failure(LostHostError(reason), report, rank=self.place.rank, first=first)
+        if first != self.place.rank:
             time.sleep(LATER_SECONDS)
         os._exit(1)
 
@@ -139,7 +148,7 @@ class Heartbeat:
         return self._key(f"left/{number}")
 
     def _key(self, what: str) -> str:
-        return f"{self._place.meeting}/{what}"
+        return f"{self.place.meeting}/{what}"
 
 
 _ADVICE = (

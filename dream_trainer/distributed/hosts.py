@@ -19,16 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from dream_trainer.compat.pytorch import Store
 from dream_trainer.distributed.failure import PACKAGE
 from dream_trainer.errors import ConfigError, RanksDifferError
 from dream_trainer.version import __version__
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 logger = logging.getLogger("dream_trainer")
 

@@ -11,13 +11,9 @@ import os
 import secrets
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
-from dream_trainer.compat.pytorch import PrefixStore, TCPStore, connect_again
+from dream_trainer.compat.pytorch import PrefixStore, Store, TCPStore, connect_again
 from dream_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 _store: Store | None = None
 _attempt = ""  # what the keys of this attempt begin with

@@ -1,38 +1,37 @@
-"""Ranks: the processes of one job, and how they speak beside the step path."""
+"""Ranks: the processes of one job, how they speak beside the step path, come to one outcome, and are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import hashlib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dream_trainer.checks import listed
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError, RanksDifferError
 
+
+@dataclass(eq=False, repr=False)
 class Ranks:
     """This process's place among the ranks, and collectives over all of them; every rank calls each.
 
     At world size 1 nothing is sent: every collective answers from this rank alone.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        cpu_group: dist.ProcessGroup | None,
-        *,
-        data_copies: int = 1,
-        sample_copies: int = 1,
-        stages: int = 1,
-    ) -> None:
-        self.rank = rank  # 0-based
-        self.world_size = world_size
-        self.cpu_group = cpu_group  # for agreement beside the step path; None at world size 1
-        self.data_copies = data_copies  # how many neighbouring ranks see the same data (tp)
-        self.sample_copies = sample_copies  # how many see the same samples, or parts of them (cp x tp)
-        self.stages = stages  # into how many groups of neighbouring ranks they fall that see the same data (pp)
-        self.forbidden: str | None = None  # what collectives raise by: code that runs on one rank only
+    rank: int  # 0-based
+    world_size: int
+    cpu_group: dist.ProcessGroup | None  # for agreement beside the step path; None at world size 1
+    _: KW_ONLY
+    data_copies: int = 1  # how many neighbouring ranks see the same data (tp)
+    sample_copies: int = 1  # how many see the same samples, or parts of them (cp x tp)
+    stages: int = 1  # into how many groups of neighbouring ranks they fall that see the same data (pp)
+    forbidden: str | None = field(default=None, init=False)  # code that runs on one rank only, where collectives raise
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -147,3 +146,145 @@ class Ranks:
                 f"a collective was called in {self.forbidden}: the other ranks would never join it. "
                 "Call it on all ranks, or read what you need in a callback without main_process_only."
             )
+
+
+T = TypeVar("T")
+
+
+class _Failure(NamedTuple):
+    message: str  # what one rank tells the others of an error
+    is_damage: bool
+    traceback: str  # empty where the message says it all
+
+
+def on_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> T:
+    """Runs `function` on every rank and returns this rank's result; a failure on any rank is one error on all."""
+    result, failure, cause = _attempt(function)
+    _raise_failures(world, task, world.all_gather_object(failure), cause)
+    return cast(T, result)
+
+
+def from_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> list[T]:
+    """As `on_all_ranks`, but returns the results of all ranks, which must be picklable, in rank order."""
+    result, failure, cause = _attempt(function)
+    outcomes = world.all_gather_object((result, failure))
+    _raise_failures(world, task, [failure for _, failure in outcomes], cause)
+    return [cast(T, result) for result, _ in outcomes]
+
+
+def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
+    """Runs `function` on rank 0 only and returns its result, which must be picklable, on every rank."""
+    return cast(T, from_all_ranks(world, task, lambda: function() if world.is_main else None)[0])
+
+
+def to_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> list[T] | None:
+    """As `from_all_ranks`, but only rank 0 gets the results; None on the others, where they may be many and large."""
+    result, failure, cause = _attempt(function)
+    _raise_failures(world, task, world.all_gather_object(failure), cause)
+    return world.gather_object(result)
+
+
+def dealt_by_main_rank(world: Ranks, task: str, function: Callable[[], Sequence[T]]) -> T:
+    """Runs `function` on rank 0 only and returns to each rank its element of the result, which must be picklable."""
+    result, failure, cause = _attempt(function) if world.is_main else (None, None, None)
+    _raise_failures(world, task, world.all_gather_object(failure), cause)
+    return cast(T, world.scatter_object(result))
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | None]:
+    try:
+        return function(), None, None
+    except Exception as error:
+        if isinstance(error, CheckpointError):
+            return None, _Failure(str(error), isinstance(error, DamagedCheckpointError), ""), error
+        return None, _Failure(f"{type(error).__name__}: {error}", False, traceback.format_exc()), error
+
+
+def _raise_failures(world: Ranks, task: str, told: Sequence[_Failure | None], cause: Exception | None) -> None:
+    failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
+    if not failures:
+        return
+    messages = [failure.message for failure in failures.values()]
+    if len(messages) == world.world_size and len(set(messages)) == 1:
+        text = messages[0]
+    else:
+        text = "; ".join(f"rank {rank}: {failure.message}" for rank, failure in failures.items())
+    kind = DamagedCheckpointError if any(failure.is_damage for failure in failures.values()) else CheckpointError
+    raised = kind(f"Could not {task}: {text}")
+    if cause is None:
+        # All ranks raise at once, and the traceback that a user gets to see may be that of a rank where nothing failed.
+        for rank, failure in failures.items():
+            if failure.traceback:
+                raised.add_note(f"On rank {rank}:\n{failure.traceback}")
+    raise raised from cause
+
+
+# -- What has to be the same on all ranks, compared before it trains something wrong or hangs.
+
+
+_ABSENT = "none"
+
+
+def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, among: int = 0) -> None:
+    """Raises RanksDifferError on every rank if facts differ; a collective, of digests first."""
+    for of_group in differing_facts(ranks, facts, among=among):
+        refuse(told_differences(of_group), advice)
+
+
+def differing_facts(ranks: Ranks, facts: Mapping[str, Any], *, among: int = 0) -> list[dict[int, dict[str, str]]]:
+    """What ranks say that do not all say the same, by rank, for each group of them; a collective."""
+    if ranks.world_size == 1:
+        return []
+    spelled_facts = {name: value if isinstance(value, str) else repr(value) for name, value in facts.items()}
+    digest = hashlib.sha256(repr(sorted(spelled_facts.items())).encode(errors="surrogatepass")).digest()
+    digests = ranks.all_gather_object((among, digest))
+    groups = [group for group, _ in dict.fromkeys(digests)]
+    if len(set(groups)) == len(groups):
+        return []
+    every = ranks.all_gather_object((among, spelled_facts))
+    return [
+        {rank: of_rank for rank, (other, of_rank) in enumerate(every) if other == group}
+        for group in dict.fromkeys(groups)
+        if groups.count(group) > 1
+    ]
+
+
+def told_differences(every: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """For each name whose value differs, the name and each value with its ranks; `every` is by rank."""
+    names = dict.fromkeys(name for facts in every.values() for name in facts)
+    by_name = {name: {rank: facts.get(name, _ABSENT) for rank, facts in every.items()} for name in names}
+    return [f"{name} ({_spelled(values)})" for name, values in by_name.items() if len(set(values.values())) > 1]
+
+
+def refuse(differences: Sequence[str], advice: str) -> None:
+    if differences:
+        raise RanksDifferError(
+            f"not the same on all ranks, though the run takes it for that: {listed(differences, 5)}. {advice}"
+        )
+
+
+def _spelled(values: Mapping[int, str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    spelled = [f"{value[:200]} on {_spelled_ranks(holders)}" for value, holders in list(ranks.items())[:4]]
+    return "; ".join([*spelled, "..."] if len(ranks) > 4 else spelled)
+
+
+def _spelled_ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+
+
+def plain_facts(name: str, value: Any) -> dict[str, str]:
+    """The numbers, strings and such in a nested value, each under its own name; what is none of these is left out."""
+    if isinstance(value, str | bool | int | float | timedelta | None):
+        return {name: repr(value)}
+    if isinstance(value, Mapping):
+        parts = [plain_facts(f"{name}.{key}", item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [plain_facts(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        parts = []
+    return {key: item for part in parts for key, item in part.items()}

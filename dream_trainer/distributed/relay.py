@@ -11,12 +11,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from dream_trainer.compat.pytorch import Store
 from dream_trainer.distributed.signals import STOPPING, Signals
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 LOOK_SECONDS = 0.5  # a wait for data that is longer looks into the store, each time this long has passed
 

@@ -16,16 +16,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, NoReturn
 
-from dream_trainer.compat.pytorch import recorded_collectives
+from dream_trainer.compat.pytorch import Store, recorded_collectives
 from dream_trainer.distributed.failure import first_to_fail, tell_failure
 from dream_trainer.users_code import line_running_in
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
 
 LOOK_SECONDS = 1.0  # how often a rank looks whether it moves
 ASK_SECONDS = 3.0  # how often it asks the store whether another rank stands still
@@ -35,26 +33,21 @@ GRACE_SECONDS = 20.0
 _LINES = 8  # that the report has of ranks, which are hundreds in some jobs
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Ends the job with every rank's stacks when `where`, called from a thread, stays the same for the limit. One for
     each process, since `faulthandler` has one timer."""
 
-    def __init__(
-        self,
-        where: Callable[[], str],
-        limit_seconds: Callable[[], float],
-        *,
-        patient_limit_seconds: float,
-        directory: Path,
-        rank: int = 0,
-        world_size: int = 1,
-        store: Store | None = None,
-    ) -> None:
-        self._where = where
-        self._limit_seconds = limit_seconds
-        self._patient_limit_seconds = patient_limit_seconds
-        self._path = directory.absolute() / f"rank_{rank:05d}.txt"
-        self._rank, self._world_size, self._store = rank, world_size, store
+    where: Callable[[], str]
+    limit_seconds: Callable[[], float]
+    patient_limit_seconds: float
+    directory: Path
+    rank: int = 0
+    world_size: int = 1
+    store: Store | None = None
+
+    def __post_init__(self) -> None:
+        self._path = self.directory.absolute() / f"rank_{self.rank:05d}.txt"
         self._patient_depth = self._patience_changes = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -91,8 +84,8 @@ class Watchdog:
     # -- the thread
 
     def _watch(self) -> None:
-        if self._store is not None:
-            self._store.set_timeout(timedelta(seconds=GATHER_SECONDS))
+        if self.store is not None:
+            self.store.set_timeout(timedelta(seconds=GATHER_SECONDS))
         with self._backstop_file() as file:
             try:
                 self._look_until_closed(file)
@@ -102,14 +95,14 @@ class Watchdog:
     def _look_until_closed(self, file: IO[str]) -> None:
         seen, since, asked = None, 0.0, time.monotonic()
         while not self._closing.is_set():
-            now, where = time.monotonic(), self._where()
-            limit = self._patient_limit_seconds if self._patient_depth else self._limit_seconds()
+            now, where = time.monotonic(), self.where()
+            limit = self.patient_limit_seconds if self._patient_depth else self.limit_seconds()
             if (where, self._patience_changes) != seen:
                 seen, since = (where, self._patience_changes), now
             left = max(since + limit - now, 0.0)
             faulthandler.dump_traceback_later(left + GRACE_SECONDS, file=file, exit=True)
             if now - since > limit:
-                self._end_job(f"rank {self._rank} made no progress for {now - since:.0f} s ({where})", where)
+                self._end_job(f"rank {self.rank} made no progress for {now - since:.0f} s ({where})", where)
             if now - asked > ASK_SECONDS:
                 asked, failure = now, self._told()
                 if failure is not None:
@@ -137,18 +130,18 @@ class Watchdog:
     # -- the end
 
     def _told(self) -> str | None:
-        if self._store is None:
+        if self.store is None:
             return None
         try:
-            return self._store.get("hang").decode() if self._store.check(["hang"]) else None
+            return self.store.get("hang").decode() if self.store.check(["hang"]) else None
         except RuntimeError:  # the store went away with its rank; whoever talks to that rank fails by itself
             return None
 
     def _end_job(self, reason: str, where: str) -> NoReturn:
-        if self._store is not None:
+        if self.store is not None:
             with suppress(RuntimeError):
-                self._store.set("hang", reason)
-        first = first_to_fail(self._store, self._rank)
+                self.store.set("hang", reason)
+        first = first_to_fail(self.store, self.rank)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
@@ -161,60 +154,60 @@ class Watchdog:
             "\nThe rank whose stack differs from the others' is the one they wait for. If this is not a hang, raise "
             "hang_timeout_seconds in DeviceParameters."
         )
-        tell_failure(TimeoutError(reason), report, rank=self._rank, first=first)
+        tell_failure(TimeoutError(reason), report, rank=self.rank, first=first)
         self._leave(first)
 
     def _header(self, reason: str, where: str) -> str:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        place = f"rank {self._rank} of {self._world_size} on {socket.gethostname()}, process {os.getpid()}"
+        place = f"rank {self.rank} of {self.world_size} on {socket.gethostname()}, process {os.getpid()}"
         return f"==== {now}, {place}\n{reason}; this rank is at {where}\n"
 
     def _write_collectives(self) -> None:
         """PyTorch's record of this rank's last collectives; `torchfrtrace` compares the ranks' where NCCL ran them."""
-        records = recorded_collectives() if self._store is not None else None
+        records = recorded_collectives() if self.store is not None else None
         if records is None:
             return
         directory = self._path.parent.parent / "flight_recorder"
         directory.mkdir(exist_ok=True)
-        (directory / f"rank_{self._rank}").write_bytes(records)
+        (directory / f"rank_{self.rank}").write_bytes(records)
 
     def _gather(self) -> list[int]:
         """Says that this rank's stacks are written and waits for the others; returns the ranks that did not say so."""
-        if self._store is None:
+        if self.store is None:
             return []
-        keys = [f"hang/{rank}" for rank in range(self._world_size)]
+        keys = [f"hang/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + GATHER_SECONDS
         try:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            self._store.set(keys[self._rank], "" if frame is None else line_running_in(frame))
-            while not self._store.check(keys) and time.monotonic() < deadline:
+            self.store.set(keys[self.rank], "" if frame is None else line_running_in(frame))
+            while not self.store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         except RuntimeError:  # the rank that hosts the store has left
             return []
 
     def _lines_of_ranks(self) -> str:
         """Which lines of the user's ranks are at, and which are at the same."""
-        if self._store is None:
+        if self.store is None:
             return ""
         ranks: dict[str, list[int]] = {}
-        for rank in range(self._world_size):
+        for rank in range(self.world_size):
             key = f"hang/{rank}"
             with suppress(RuntimeError):
-                if self._store.check([key]):
-                    ranks.setdefault(self._store.get(key).decode(), []).append(rank)
+                if self.store.check([key]):
+                    ranks.setdefault(self.store.get(key).decode(), []).append(rank)
         said = [f"\nrank {_numbers(of_line)} at {line}" for line, of_line in ranks.items() if line]
         return "".join(said[:_LINES])
 
     def _leave(self, first: int) -> NoReturn:
         """Ends the process once the first to fail has spoken, since torchrun ends all when one has ended."""
-        if self._store is not None:
+        if self.store is not None:
             with suppress(RuntimeError):
-                if first == self._rank:
-                    self._store.set("hang/told", "")
+                if first == self.rank:
+                    self.store.set("hang/told", "")
                 else:
-                    self._store.wait(["hang/told"], timedelta(seconds=GATHER_SECONDS / 2))
-                if self._rank == 0:
+                    self.store.wait(["hang/told"], timedelta(seconds=GATHER_SECONDS / 2))
+                if self.rank == 0:
                     time.sleep(1.0)  # it may host the store, which the others are reading
         os._exit(1)
 
@@ -223,7 +216,7 @@ class Watchdog:
         if not missing:
             return written
         return (
-            f"{written} {len(missing)} of {self._world_size} ranks wrote none ({_numbers(missing)}): they are gone, or "
+            f"{written} {len(missing)} of {self.world_size} ranks wrote none ({_numbers(missing)}): they are gone, or "
             f"in native code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
         )
 

@@ -12,7 +12,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from functools import partial
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dream_trainer.checks import refuse
 from dream_trainer.compat.pytorch import (
+    Store,
     all_gather_flat,
     forget_meshes,
+    is_dtensor,
     keep_own_generators,
     set_group_timeout,
     sum_scatter_flat,
@@ -37,18 +40,13 @@ from dream_trainer.config.device_parameters import (
     resolve_mesh,
 )
 from dream_trainer.distributed import job_store
-from dream_trainer.distributed.equality import refuse_differences
-from dream_trainer.distributed.failure import end_job, leave_lost_job
+from dream_trainer.distributed.failure import announce, end_job, leave_lost_job
 from dream_trainer.distributed.heartbeat import Heartbeat
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
-from dream_trainer.distributed.lost_ranks import announce
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 
-if TYPE_CHECKING:
-    from dream_trainer.compat.pytorch import Store
-
-MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MESH_DIMS = MeshShape._fields
 
 # How many worlds of this process use the default process group, and how many it has launched so far.
 _group_users = 0
@@ -213,7 +211,13 @@ class World(Ranks):
             "their own. Train without LocalSGDMixin, or with workers=1.",
         )
         group = self.averaging_group()
-        refuse_what_has_no_rows(values)
+        what = "a DTensor" if is_dtensor(values) else "0-dim" if values.dim() == 0 else ""
+        refuse(
+            what,
+            f"all_gather_with_gradient gathers rows, and these values are {what}. Give it a plain tensor [n, ...]: "
+            "values.full_tensor() of a DTensor, values.unsqueeze(0) of a single number.",
+            ValueError,
+        )
         return values if group is None else rows_of_all(values, group, self)
 
     def _join(self) -> None:
@@ -265,7 +269,7 @@ class World(Ranks):
             _heartbeat.where, _heartbeat.is_training = where, False
 
     def __repr__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in zip(MESH_DIMS, self.mesh_shape, strict=True))
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape._asdict().items())
         return f"World(rank={self.rank} of {self.world_size}, device={self.device}, {mesh})"
 
     def first_step_is_done(self) -> None:
@@ -409,46 +413,37 @@ def close_at_exit(world: World) -> None:
 # rows. Both are one collective on the device, and each is the other's backward, so second gradients are exact too.
 
 
-class _Gather(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, operation: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of_backward = adjoint, operation
+        return operation(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        return linear(gradients[0], *ctx.of_backward), None, None
+
+
+def linear(values: Tensor, operation: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    """`operation(values)`; its backward is `adjoint`, whose backward is `operation` again."""
+    result: Tensor = _Linear.apply(values, operation, adjoint)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, ...] of each rank to [ranks * n, ...] of all."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = own.new_empty((group.size() * len(own), *own.shape[1:]))
-        all_gather_flat(gathered, own.contiguous(), group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _SumScatter.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+    gathered = own.new_empty((group.size() * len(own), *own.shape[1:]))
+    all_gather_flat(gathered, own.contiguous(), group)
+    return gathered
 
 
-class _SumScatter(torch.autograd.Function):
+def _summed(every: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks * n, ...] of each rank to the sum over ranks of this one's [n, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, every: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        summed = every.new_empty((len(every) // group.size(), *every.shape[1:]))
-        sum_scatter_flat(summed, every.contiguous(), group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _Gather.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
-
-
-def refuse_what_has_no_rows(values: Tensor) -> None:
-    """Raises ValueError where `values` cannot be gathered by rows, whatever the number of ranks."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(values, DTensor) or values.dim() == 0:
-        what = "a DTensor" if isinstance(values, DTensor) else "0-dim"
-        raise ValueError(
-            f"all_gather_with_gradient gathers rows, and these values are {what}. Give it a plain tensor [n, ...]: "
-            "values.full_tensor() of a DTensor, values.unsqueeze(0) of a single number."
-        )
+    summed = every.new_empty((len(every) // group.size(), *every.shape[1:]))
+    sum_scatter_flat(summed, every.contiguous(), group)
+    return summed
 
 
 def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tensor:
@@ -459,16 +454,12 @@ def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tenso
         refuse_differences(ranks, {"values to gather": form}, "Only the number of rows may differ.")
     lengths = facts[ranks.rank % ranks.data_copies :: ranks.data_copies, 0].tolist()
     longest = max(lengths)
+    gather, add = partial(_gathered, group=group), partial(_summed, group=group)
     if min(lengths) == longest:
-        return _apply(values, group)
+        return linear(values, gather, add)
     padded = F.pad(values, (0, 0) * (values.dim() - 1) + (0, longest - len(values)))
-    parts = _apply(padded, group).split(longest)
+    parts = linear(padded, gather, add).split(longest)
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-
-
-def _apply(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = _Gather.apply(values, group)  # type: ignore[no-untyped-call]
-    return gathered
 
 
 def make_groups(world_size: int, shape: MeshShape, workers: int) -> tuple[dist.ProcessGroup | None, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.checks import check_name
+from dream_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,3 +210,37 @@ class LoggingCallback(Callback):
     def __init__(self, name: str) -> None:
         check_name("name", name, example="mine")
         self.name = name
+
+
+class AveragingCallback(Callback):
+    """A callback whose averages can stand in for the weights: an interface."""
+
+    export_name: ClassVar[str] = ""
+    sees_shards: ClassVar[bool] = True
+
+    @abstractmethod
+    def averaged(self, model_name: str) -> dict[str, Tensor]:
+        """The averages of one model by parameter name."""
+
+    @abstractmethod
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Inside, the averaged models hold their averages. Called by every rank."""
+
+
+def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) -> AbstractContextManager[None]:
+    """Inside, `model` has the averages called `weights`, such as "ema", instead of its own."""
+    callback_of_name: dict[str, AveragingCallback] = {}
+    counts: Counter[str] = Counter()
+    averaging = [callback for callback in callbacks if isinstance(callback, AveragingCallback) and callback.export_name]
+    for callback in sorted(averaging, key=lambda callback: callback.export_name):
+        name = callback.export_name
+        callback_of_name.setdefault(name, callback)
+        callback_of_name[f"{name}.{counts[name]}"] = callback
+        counts[name] += 1
+    if weights not in callback_of_name:
+        raise CheckpointError(
+            f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback, of which '
+            f"the trainer has {list(callback_of_name) or 'none'}."
+        )
+    callback_of_name[weights].averaged(model)  # raises where it averages others only
+    return callback_of_name[weights].averaged_weights()

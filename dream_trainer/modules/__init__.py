@@ -8,8 +8,11 @@ from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from dream_trainer.parallel.expert_exchange import ExpertExchange as ExpertExchange, split_experts as split_experts
-    from dream_trainer.parallel.gated_experts import GatedExperts as GatedExperts
-    from dream_trainer.parallel.mixture_of_experts import MoE as MoE, SharedExperts as SharedExperts
+    from dream_trainer.parallel.mixture_of_experts import (
+        GatedExperts as GatedExperts,
+        MoE as MoE,
+        SharedExperts as SharedExperts,
+    )
     from dream_trainer.parallel.random_parts import declare_random_layer as declare_random_layer
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

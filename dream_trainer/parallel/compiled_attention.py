@@ -31,7 +31,7 @@ from dream_trainer.compat.compiler import (
 from dream_trainer.compat.pytorch import function_modes, in_backward
 from dream_trainer.errors import DreamTrainerError, StepError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.parallel.attention_takeover import AttentionTakeover, Handler
+from dream_trainer.parallel.context_attention import AttentionTakeover, Handler
 from dream_trainer.parallel.shared_draws import RandomFunction
 
 

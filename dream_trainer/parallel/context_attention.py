@@ -6,19 +6,29 @@ Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
 
 from dream_trainer.checks import refuse
+from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, summed_in_graph
 from dream_trainer.compat.attention import CausalBias, causal_to_the_last_key
+from dream_trainer.compat.operations import name_of_operation
+from dream_trainer.compat.pytorch import all_gather_flat, function_modes, is_dtensor, sum_scatter_flat
+from dream_trainer.distributed.world import linear
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.parallel.sequence_parts import SequenceParts
-from dream_trainer.parallel.shared_draws import PartShapes
+from dream_trainer.parallel.shared_draws import PartShapes, RandomFunction, is_draw
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Masked = Callable[..., Tensor]
@@ -71,9 +81,7 @@ class ContextAttention(ABC):
         """The same for what is of the shared sequence; `attend` is PyTorch's, with all but mask and `is_causal`."""
 
     def _refuse_split_layers(self, query: Tensor) -> None:
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(query, DTensor):
+        if is_dtensor(query):
             raise StepError(
                 "attention was called with DTensors under context_parallel. Have the plan of tensor parallelism give "
                 "local heads (use_local_output=True, ColwiseParallel's default)."
@@ -187,3 +195,189 @@ def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+# -- Inside a step whose sequences are shared by ranks: calls of attention go to ours.
+#
+# A model needs no change, where all that looks at other positions is `scaled_dot_product_attention`. Everything else
+# that does would see this rank's positions alone: the first step's verification finds it (`parallel/verify.py`).
+
+
+Handler = Callable[..., Any]
+
+_COMPILED = (
+    "torch.compile, or flex_attention, which is compiled, inside a step whose sequences are shared by ranks. Under "
+    "context_parallel call scaled_dot_product_attention, uncompiled; for packed rows packed_attention, which may use "
+    "flex_attention."
+)
+
+
+class AttentionTakeover(TorchFunctionMode):
+    """Inside, functions of PyTorch and of ours are replaced by their handlers."""
+
+    def __init__(
+        self,
+        attention: ContextAttention,
+        further: Callable[[ContextAttention], Mapping[Callable[..., Any], Handler]],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        super().__init__()
+        self.attention, self.further, self.warn = attention, further, warn
+        self.compiled: dict[Any, Callable[..., Any]] = {}  # for the lengths of sequences, by whose it is
+        self.runs_compiled = True  # whether blocks that are compiled run so
+        self._handlers = _Handlers(self._first_seen)
+        self._handlers |= further(attention)
+        self._handlers[F.scaled_dot_product_attention] = attention.scaled_dot_product_attention
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_compiling():
+            raise StepError(_COMPILED)
+        return self._handlers[func](*args, **(kwargs or {}))
+
+    def is_on(self) -> bool:
+        """Whether a step is running, and nobody is `aside`."""
+        return self in function_modes()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is replaced, for what calls no attention and very many functions."""
+        if self not in function_modes()[-1:]:
+            yield
+            return
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, blocks that are compiled run as they are."""
+        self.runs_compiled = False
+        try:
+            yield
+        finally:
+            self.runs_compiled = True
+
+    def _first_seen(self, function: Any) -> Handler:
+        """What a function that has no handler is replaced by; each is looked at once."""
+        operation = name_of_operation(function)
+        if operation == ("aten", F.scaled_dot_product_attention.__name__):
+            return self.attention.scaled_dot_product_attention
+        name = operation[1].strip("_") if operation is not None else _name_in_pytorch(function)
+        if is_draw(name) and function is not Tensor.__rand__:  # the reversed `&`
+            return RandomFunction(function, name, self.attention.shapes)
+        return function  # type: ignore[no-any-return]
+
+
+class _Handlers(dict[Any, Handler]):
+    """Of functions, each of which is looked at when it is first called."""
+
+    def __init__(self, first_seen: Callable[[Any], Handler]) -> None:
+        super().__init__()
+        self._first_seen = first_seen
+
+    def __missing__(self, function: Any) -> Handler:
+        handler = self._first_seen(function)
+        if not isinstance(function, FunctionType) or function.__closure__ is None:  # such may be made for each call
+            self[function] = handler
+        return handler
+
+
+def _name_in_pytorch(function: Any) -> str:
+    """The name of a function of PyTorch's, without underscores around it; nothing for any other."""
+    if not isinstance(function, BuiltinFunctionType | FunctionType | MethodDescriptorType | WrapperDescriptorType):
+        return ""
+    is_pytorchs = not isinstance(function, FunctionType) or function.__module__.startswith("torch.")
+    return function.__name__.strip("_") if is_pytorchs else ""
+
+
+# -- Which positions of a sequence each rank has, and the collectives that join or exchange what ranks have of it.
+#
+# For causal work each rank has two chunks: one from the front, where queries see few keys, and one from the end.
+
+
+class SequenceParts:
+    """The parts of sequences that the ranks of a group have."""
+
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
+        self.size, self._rank = size, rank
+        self.n_chunks = 2 * size if is_balanced else size  # chunks of a sequence
+        self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
+        self.chunks = self._chunks_of[rank]  # this rank's chunks, rising
+        self._group = group
+
+    def cut(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's positions of `whole`, whose length along `dim` is a multiple of `n_chunks`."""
+        return self._part(whole, dim, self.chunks)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Where this rank's `length` positions are in the sequence: int64 `[length]`."""
+        return self.cut(torch.arange(length * self.size, device=device), 0)
+
+    def joined(self, part: Tensor, dim: int) -> Tensor:
+        """All ranks' positions, in their order; backward sums over ranks what they have for each position."""
+        return linear(part, partial(self.gather, dim=dim), partial(self.sum_of_own, dim=dim))
+
+    def as_if_alike(self, part: Tensor, dim: int) -> Tensor:
+        """What `joined` would give if all ranks had this one's positions."""
+        own = part.chunk(self.n_chunks // self.size, dim)
+        return torch.cat([chunk for chunk in own for _ in range(self.size)], dim)
+
+    def exchanged(self, by_rank: Tensor) -> Tensor:
+        """`out[j]` is what rank j had for this one; `by_rank` `[size, ...]`, what this rank has for each."""
+        return linear(by_rank, self.exchange, self.exchange)
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        assert self._group is not None
+        parts = self._all_gather(part.contiguous(), self._group)
+        length = part.shape[dim] * self.size // self.n_chunks
+        owners = {chunk: (rank, place) for rank, own in enumerate(self._chunks_of) for place, chunk in enumerate(own)}
+        places = [owners[chunk] for chunk in range(self.n_chunks)]
+        return torch.cat([parts[rank].narrow(dim, place * length, length) for rank, place in places], dim)
+
+    def sum_of_own(self, whole: Tensor, dim: int) -> Tensor:
+        """The sum over ranks of this one's positions of `whole`, without gradients."""
+        assert self._group is not None
+        every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
+        return self._sum_scatter(every, self._group)
+
+    def exchange(self, by_rank: Tensor) -> Tensor:
+        assert self._group is not None
+        return self._all_to_all(by_rank.contiguous(), self._group)
+
+    def in_graphs(self) -> SequenceParts:
+        """The same, with collectives that the compiler knows."""
+        return _PartsInGraphs(self._rank, self.size, self._group, is_balanced=self.n_chunks > self.size)
+
+    def _all_gather(self, part: Tensor, group: ProcessGroup) -> Tensor:
+        parts = part.new_empty((self.size, *part.shape))
+        all_gather_flat(parts.flatten(), part.flatten(), group)
+        return parts
+
+    def _sum_scatter(self, every: Tensor, group: ProcessGroup) -> Tensor:
+        own = torch.empty_like(every[0])
+        sum_scatter_flat(own.flatten(), every.flatten(), group)
+        return own
+
+    def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
+        out = torch.empty_like(by_rank)
+        dist.all_to_all_single(out, by_rank, group=group)
+        return out
+
+    def _part(self, whole: Tensor, dim: int, chunks: tuple[int, ...]) -> Tensor:
+        length = whole.shape[dim] // self.n_chunks
+        return torch.cat([whole.narrow(dim, chunk * length, length) for chunk in chunks], dim)
+
+
+class _PartsInGraphs(SequenceParts):
+    def _all_gather(self, part: Tensor, group: ProcessGroup) -> Tensor:
+        return gathered_in_graph(part.flatten(), self.size, group).view(self.size, *part.shape)
+
+    def _sum_scatter(self, every: Tensor, group: ProcessGroup) -> Tensor:
+        return summed_in_graph(every.flatten(), self.size, group).view(every.shape[1:])
+
+    def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
+        return exchanged_in_graph(by_rank.flatten(), self.size, group).view(by_rank.shape)

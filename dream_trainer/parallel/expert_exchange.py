@@ -5,22 +5,23 @@ All ranks run each layer equally often: sending and giving back are collectives,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from dream_trainer.compat.pytorch import all_gather_flat
+from dream_trainer.compat.pytorch import all_gather_flat, is_dtensor
+from dream_trainer.distributed.world import linear
 from dream_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+from dream_trainer.modules.class_change import Changed, change_class
 
 EXPERT_DIM = "ep"
 
@@ -56,15 +57,11 @@ class ExpertExchange:
 
     def local(self, weight: Tensor) -> Tensor:
         """This rank's experts of a stacked weight, with gradients."""
-        from torch.distributed.tensor import DTensor
-
-        assert isinstance(weight, DTensor)  # since `split_experts`
+        assert is_dtensor(weight)  # since `split_experts`
         return weight.to_local()
 
     def send(self, rows: Tensor, counts: Tensor) -> Visitors:
         """Sends each of `rows`, sorted by expert, to the rank of its expert, of which `counts` has the rows of each."""
-        import torch.distributed as dist
-
         n_rows = len(rows)
         if self._alike is not None:
             rows, counts = self._alike.part(rows), self._alike.part_of_counts(counts)
@@ -72,7 +69,7 @@ class ExpertExchange:
         dist.all_to_all_single(from_ranks, counts, group=self._group)
         to_ranks, from_ranks = counts.view(self._size, -1), from_ranks.view(self._size, -1)
         leaving, coming = torch.stack((to_ranks.sum(1), from_ranks.sum(1))).tolist()
-        received: Tensor = _Exchanged.apply(rows, coming, leaving, self._group)  # type: ignore[no-untyped-call]
+        received = _sent(rows, coming, leaving, self._group)
         experts = torch.arange(1, from_ranks.shape[1] + 1, device=rows.device).repeat(self._size)
         of_rows = experts.repeat_interleave(from_ranks.flatten(), output_size=sum(coming))
         order = of_rows.sort(stable=True).indices
@@ -96,7 +93,7 @@ class Visitors:
     def give_back(self, rows: Tensor) -> Tensor:
         """Sends what came out for `rows`, in their order, to where they came from; a collective."""
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
-        own: Tensor = _Exchanged.apply(by_rank, self._leaving, self._coming, self._group)  # type: ignore[no-untyped-call]
+        own = _sent(by_rank, self._leaving, self._coming, self._group)
         return own if self._alike is None else self._alike.whole(own, self._n_rows)
 
 
@@ -108,8 +105,8 @@ class Alike:
 
     def part(self, rows: Tensor) -> Tensor:
         """This rank's part: of each expert's rows, which are neighbours, each rank has as many."""
-        part: Tensor = _Part.apply(rows, self)  # type: ignore[no-untyped-call]
-        return part
+        # Gradients are of this part alone, and all ranks have the same rows: backward gathers.
+        return linear(rows, self._own_rows, partial(self._all_rows, n_rows=len(rows)))
 
     def part_of_counts(self, counts: Tensor) -> Tensor:
         """How many rows of each expert are in this rank's part, given those of all rows."""
@@ -118,55 +115,34 @@ class Alike:
 
     def whole(self, part: Tensor, n_rows: int) -> Tensor:
         """All `n_rows` rows, of which each rank has its part; a collective."""
-        whole: Tensor = _Whole.apply(part, n_rows, self)  # type: ignore[no-untyped-call]
-        return whole
+        # All ranks have the same gradients, so backward takes this rank's part.
+        return linear(part, partial(self._all_rows, n_rows=n_rows), self._own_rows)
 
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        return rows[self.place :: self.size].contiguous()
 
-class _Part(Function):
-    """Every so many rows. A rank's gradients are of its part alone, and all have the same rows: backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, alike: Alike) -> Tensor:
-        ctx.n_rows, ctx.alike = len(rows), alike
-        return rows[alike.place :: alike.size].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return _Whole.apply(gradients[0], ctx.n_rows, ctx.alike), None  # type: ignore[no-untyped-call]
-
-
-class _Whole(Function):
-    """The parts of all ranks as rows again. All ranks have the same gradients, so backward takes this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, n_rows: int, alike: Alike) -> Tensor:
-        ctx.alike = alike
-        most, of_row = -(-n_rows // alike.size), part.shape[1:]
+    def _all_rows(self, part: Tensor, n_rows: int) -> Tensor:
+        most, of_row = -(-n_rows // self.size), part.shape[1:]
         padded = torch.cat((part, part.new_zeros((most - len(part), *of_row)))) if len(part) < most else part
-        parts = part.new_empty((alike.size * most, *of_row))
-        all_gather_flat(parts, padded, alike.group)
-        return parts.view(alike.size, most, *of_row).transpose(0, 1).flatten(0, 1)[:n_rows]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
-        return _Part.apply(gradients[0], ctx.alike), None, None  # type: ignore[no-untyped-call]
+        parts = part.new_empty((self.size * most, *of_row))
+        all_gather_flat(parts, padded, self.group)
+        return parts.view(self.size, most, *of_row).transpose(0, 1).flatten(0, 1)[:n_rows]
 
 
-class _Exchanged(Function):
-    """Rows by rank; backward is the same the other way, so that gradients have gradients."""
+def _exchanged(rows: Tensor, coming: list[int], leaving: list[int], group: ProcessGroup) -> Tensor:
+    """Rows by rank: so many of each go to it, and so many come from it."""
+    received = rows.new_empty((sum(coming), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), coming, leaving, group=group)
+    return received
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, coming: list[int], leaving: list[int], group: ProcessGroup) -> Tensor:
-        import torch.distributed as dist
 
-        ctx.sizes = leaving, coming, group
-        received = rows.new_empty((sum(coming), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), coming, leaving, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None, None]:
-        return _Exchanged.apply(gradients[0], *ctx.sizes), None, None, None  # type: ignore[no-untyped-call]
+def _sent(rows: Tensor, coming: list[int], leaving: list[int], group: ProcessGroup) -> Tensor:
+    """The same with gradients, which go the other way."""
+    return linear(
+        rows,
+        partial(_exchanged, coming=coming, leaving=leaving, group=group),
+        partial(_exchanged, coming=leaving, leaving=coming, group=group),
+    )
 
 
 def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -259,15 +235,62 @@ def whole_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _whole(weight: nn.Parameter) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(weight, DTensor)
+    assert is_dtensor(weight)
     with torch.no_grad():
         return weight.full_tensor()
 
 
 def is_shared_by_experts(parameter: nn.Parameter) -> bool:
     """Whether ranks have parts of `parameter` by experts."""
-    from torch.distributed.tensor import DTensor
+    return is_dtensor(parameter) and EXPERT_DIM in (parameter.device_mesh.mesh_dim_names or ())
 
-    return isinstance(parameter, DTensor) and EXPERT_DIM in (parameter.device_mesh.mesh_dim_names or ())
+
+# -- Where models' experts lie on the ranks, once `apply_expert_parallel` has split them: over ep, and over fsdp.
+
+
+def modules_of_experts(models: Iterable[nn.Module]) -> dict[nn.Module, list[str]]:
+    """The modules whose own parameters ranks share by experts, with the names of these."""
+    parts = dict.fromkeys(part for model in models for part in model.modules())
+    found = {p: [n for n, w in p.named_parameters(recurse=False) if is_shared_by_experts(w)] for p in parts}
+    return {part: names for part, names in found.items() if names}
+
+
+def divide_rows(models: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Has the ranks of `mesh`, which share layers and so have the same rows, send a part of them each."""
+    for module in modules_of_experts(models):
+        exchange = vars(module)["exchange"]
+        assert isinstance(exchange, ExpertExchange)  # set by `split_experts`
+        exchange.divide_rows(mesh)
+
+
+def keep_out_of_graphs(models: Iterable[nn.Module]) -> None:
+    """Keeps shared experts out of compiled graphs: the sizes of their exchange change in each forward."""
+    for module in modules_of_experts(models):
+        forward = torch.compiler.disable(type(module).forward)
+        change_class(module, Changed, key="out of graphs", forward=forward)
+
+
+def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:
+    """Wraps experts that are to be sharded beyond the ranks that share them, in groups of their own."""
+    from torch.distributed.fsdp import fully_shard
+
+    shards = mesh["dp_shard"].size()
+    if shards == 1:  # left out of `fully_shard`: `step` averages what copies there are
+        return
+    dims = ("dp_replicate", "dp_shard") if mesh["dp_replicate"].size() > 1 else ("dp_shard",)
+    for module in modules_of_experts(models.values()):
+        placement = partial(_placement, shards=shards, owner=type(module).__name__)
+        fully_shard(module, mesh=mesh[dims], shard_placement_fn=placement, **config)
+
+
+def _placement(parameter: nn.Parameter, *, shards: int, owner: str) -> Any:
+    """Along a dimension that can be shared evenly; the first is that of the experts."""
+    from torch.distributed.tensor import Shard
+
+    for dim in range(1, parameter.ndim):
+        if parameter.shape[dim] % shards == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"a weight {list(parameter.shape)} of {owner} cannot be sharded evenly over {shards} ranks, beside its experts "
+        "over expert_parallel. Use a width that they divide, or another dp_shard."
+    )

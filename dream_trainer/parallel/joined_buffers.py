@@ -8,23 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import xxhash
 from torch import Tensor
 
 from dream_trainer.checks import check_choice, check_pattern
 from dream_trainer.compat.pytorch import foreach_copy_, is_persistent, local_tensor, storage_id
-from dream_trainer.distributed.equality import differing_facts, refuse_differences
+from dream_trainer.distributed.ranks import Ranks, differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.mixture_of_experts import MoE
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from dream_trainer.distributed.ranks import Ranks
 
 BufferPolicy = Literal["mean", "rank 0", "as is"]
 
@@ -161,8 +157,6 @@ _SAME_SHAPE = 'A buffer that ranks join keeps one shape on every rank: fill a pa
 
 def _average(buffers: Sequence[tuple[_Buffer, Tensor]], group: dist.ProcessGroup | None) -> None:
     """Averages over the ranks on which buffers count, in one collective; one that counts on none stays as it is."""
-    import torch.distributed as dist
-
     if not buffers:
         return
     values = [torch.view_as_real(value) if value.is_complex() else value for _, value in buffers]
@@ -188,8 +182,6 @@ def _counts(is_counted: tuple[bool, ...], sizes: tuple[int, ...], device: torch.
 
 def _take_first(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Overwrites with the values of the group's first rank, whatever their types, in one collective."""
-    import torch.distributed as dist
-
     if not values:
         return
     flat = torch.cat([value.contiguous().flatten().view(torch.uint8) for value in values])

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from dream_trainer.compat.touched_shards import TouchableShards
     from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.expert_balance import ExpertBalance
     from dream_trainer.parallel.joined_buffers import JoinedBuffers
+    from dream_trainer.parallel.mixture_of_experts import ExpertBalance
 
 _NOTHING = nullcontext()
 _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11

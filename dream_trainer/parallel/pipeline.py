@@ -7,43 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.fully_shard import as_one_backward
-from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent, new_schedule, refresh_copy
-from dream_trainer.compat.pytorch import trained_by, write_count
+from dream_trainer.compat.pipelining import (
+    ScheduledStage,
+    as_tuple,
+    asked_for_what_is_not_there,
+    bytes_sent,
+    new_schedule,
+    refresh_copy,
+)
+from dream_trainer.compat.pytorch import is_dtensor, trained_by, write_count
 from dream_trainer.distributed.seeds import preserved_random_state
-from dream_trainer.errors import ConfigError, DataError, HookError, StepError
+from dream_trainer.distributed.world import World
+from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import without_exchange
-from dream_trainer.parallel.micro_batches import cut, rows_of, shapes_of
-from dream_trainer.parallel.pipeline_stages import view_of
+from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
+from dream_trainer.parallel.pipeline_stages import StageCheck, view_of
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.parallel.shared_draws import numbers_of_place
-from dream_trainer.parallel.stage_check import StageCheck
-from dream_trainer.parallel.stage_refusals import (
-    look_at_first,
-    refuse_calls_with_gradients,
-    refuse_graphs,
-    refuse_inside,
-    refuse_unfrozen,
-)
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dream_trainer.distributed.world import World
 
 Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]
+Schedule = Callable[[bool, bool], None]  # is called with whether this rank has the first stage, and the last
 _KEPT_SCHEDULES = 8
 
 
@@ -68,13 +66,6 @@ class Pipelined(Changed):
         return super().forward(*args, **kwargs)
 
 
-class _Built(NamedTuple):
-    """A schedule for batches of one shape, and this rank's stages."""
-
-    stages: list[ScheduledStage]
-    run: Callable[[bool, bool], None]
-
-
 class _Seen(NamedTuple):
     """Tensors like this rank's parts of those that a stage gets and gives."""
 
@@ -84,32 +75,31 @@ class _Seen(NamedTuple):
     changed: tuple[bool, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """Runs a model whose stages lie on the ranks of a pipeline. Each of them calls each method, with the same batch.
 
     `whole` are models that are whole on each rank. A loss that trains one goes back at once, without a schedule."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stages: Stages,
-        world: World,
-        *,
-        name: str,
-        schedule: str,
-        microbatches: int,
-        most_without_gradients: int,
-        backward_context: AbstractContextManager[Any] | None,
-        output_dtype: torch.dtype | None,
-        aside: Callable[[], AbstractContextManager[Any]],
-        warn: Callable[[str], None],
-        beside: Mapping[nn.Module, Pipeline],
-        splits_backwards: bool,
-        whole: Sequence[nn.Module],
-    ) -> None:
+    model: nn.Module
+    stages: Stages
+    world: World
+    name: str
+    schedule: str
+    microbatches: int
+    most_without_gradients: int
+    backward_context: AbstractContextManager[Any] | None
+    output_dtype: torch.dtype | None
+    aside: Callable[[], AbstractContextManager[Any]]
+    warn: Callable[[str], None]
+    beside: Mapping[nn.Module, Pipeline]
+    splits_backwards: bool
+    whole: Sequence[nn.Module]
+    is_running = False  # whether a call of the model is one of its stage
+
+    def __post_init__(self) -> None:
+        model, stages, world = self.model, self.stages, self.world
         self._messages = StageMessages(world, stages.ranks[-1])
-        self._model, self._world, self._schedule, self._microbatches = model, world, schedule, microbatches
-        self._most_without_gradients = most_without_gradients
         self._ranks, self._last = stages.ranks, len(stages.ranks) - 1
         own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
         self._own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
@@ -120,39 +110,34 @@ class Pipeline:
             for name, part in stage.named_modules()
             if part is not (original := model.get_submodule(name))
         ]
-        self._output_dtype = output_dtype
         self._wrapped = outermost_fsdp_modules(model)
         # A copy has the parameters of its original as they were, and not what is gathered in their place.
         has_own = {id(original) for copied, original in self._copies if list(copied.parameters(recurse=False))}
         self._gathered_first = [module for module in fsdp_modules(model) if id(module) in has_own]
         self._check: StageCheck | None = stages.check
-        self._backward_context, self._aside, self._warn = backward_context, aside, warn
-        self._name, self._beside = name, beside
-        self._splits_backwards, self._whole = splits_backwards, whole
         self._is_compared = False
-        self._built: dict[Any, _Built] = {}
+        self._built: dict[Any, Schedule] = {}
         self._inputs: list[Any] = []
         self._targets: list[Any] = []
         self._shares: list[Weight] = []
         self._losses: list[Tensor] = []
         self._loss_fn: LossFunction | None = None
         self._scaled: Callable[[Tensor], Tensor] | None = None
-        self.is_running = False  # whether a call of the model is one of its stage
         self.bytes_of_a_batch: int | None = None  # sent by this rank, there and back, in the last batch of a new shape
         change_class(model, Pipelined)
         model._pipeline = self  # type: ignore[assignment]
 
     def refuse_inside_another(self) -> None:
         """Refuses what all ranks do together, where this one has come to a loss of another model in stages."""
-        for running in [pipeline for pipeline in self._beside.values() if pipeline.is_running]:
-            refuse_inside(running._name, self._name, self._world.stages)
+        for running in [pipeline for pipeline in self.beside.values() if pipeline.is_running]:
+            refuse_inside(running.name, self.name, self.world.stages)
 
     # -- training
 
     def refuse_unfit(self, inputs: Any, targets: Any) -> None:
         """Refuses a batch for training, on all ranks."""
-        refuse_graphs((inputs, targets), self._name, self._world.stages)
-        rows, n = rows_of(inputs), self._microbatches
+        refuse_graphs((inputs, targets), self.name, self.world.stages)
+        rows, n = rows_of(inputs), self.microbatches
         if rows == 0 or rows % n:
             raise DataError(
                 f"a batch of {rows} samples cannot be cut into microbatches={n} of one size. Use batches of a multiple "
@@ -162,12 +147,12 @@ class Pipeline:
     def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
         """Looks at the first batch, a collective then; RanksDifferError if ranks of the pipeline have others."""
         if not self._is_compared:
-            look_at_first((inputs, targets), targets, weights, self._world, self._microbatches, self._warn)
+            look_at_first((inputs, targets), targets, weights, self.world, self.microbatches, self.warn)
             self._is_compared = True
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
         """Of each micro-batch in training, by its targets."""
-        return [weight(part) for part in cut(targets, self._microbatches, rows_of(inputs))]
+        return [weight(part) for part in cut(targets, self.microbatches, rows_of(inputs))]
 
     def train(
         self,
@@ -180,14 +165,13 @@ class Pipeline:
         reduces: bool,
     ) -> Tensor:
         """Adds up the gradients of a batch; returns its loss, 0-dim float64, the same on all ranks."""
-        n = self._microbatches
-        built = self._built_for(inputs)
-        rows = rows_of(inputs)
+        n = self.microbatches
+        run, rows = self._built_for(inputs), rows_of(inputs)
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
         self._shares = [1 / n] * n if weights is None else weights
         self._loss_fn, self._losses, self._scaled = loss_fn, [], scaled
         with self._running(), as_one_backward(self._wrapped, reduces=reduces):
-            built.run(0 in self._own, self._last in self._own)
+            run(0 in self._own, self._last in self._own)
         loss = torch.stack(self._losses).sum() if self._losses else None
         self._inputs, self._targets, self._losses, self._loss_fn, self._scaled = [], [], [], None, None
         loss = self._messages.shared_loss(loss)
@@ -203,7 +187,7 @@ class Pipeline:
         if stage < self._last:
             parts = self._messages.parts(as_tuple(output))
             if any(now.requires_grad and not then.requires_grad for now, then in zip(parts, like.outputs, strict=True)):
-                refuse_unfrozen(stage, self._name)
+                refuse_unfrozen(stage, self.name)
             return parts
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
@@ -212,17 +196,17 @@ class Pipeline:
 
     def _may_split(self, stage: int, given: Sequence[Tensor]) -> bool:
         """Whether the backward of a micro-batch, from what a stage gave, may be one for inputs and one for weights."""
-        if not self._splits_backwards or stage < self._last:
-            return self._splits_backwards
-        return not trained_by(given[0], [parameter for model in self._whole for parameter in model.parameters()])
+        if not self.splits_backwards or stage < self._last:
+            return self.splits_backwards
+        return not trained_by(given[0], [parameter for model in self.whole for parameter in model.parameters()])
 
     def _output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        output, dtype = self._own[stage](*positional, **named), self._output_dtype
+        output, dtype = self._own[stage](*positional, **named), self.output_dtype
         if stage < self._last or dtype is None:
             return output
         return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
 
-    def _built_for(self, inputs: Any) -> _Built:
+    def _built_for(self, inputs: Any) -> Schedule:
         key = shapes_of(inputs)
         built = self._built.pop(key, None)
         if built is None:
@@ -232,21 +216,21 @@ class Pipeline:
         self._built[key] = built
         return built
 
-    def _build(self, inputs: Any) -> _Built:
+    def _build(self, inputs: Any) -> Schedule:
         if self._check is not None:
-            with self._aside():
-                self._check.run(cut(inputs, self._microbatches, rows_of(inputs))[0], self._warn)
+            with self.aside():
+                self._check.run(cut(inputs, self.microbatches, rows_of(inputs))[0], self.warn)
             self._check = None
         seen: dict[int, _Seen] = {}
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
         # Ranks that share experts may have shapes of their own, and then not all of them are here.
-        first = cut(inputs, self._microbatches, rows_of(inputs))[:1]
+        first = cut(inputs, self.microbatches, rows_of(inputs))[:1]
         ahead = map_tensors(torch.clone, first)  # a stage may change what it is given
         with (
-            as_before(self._model),
-            preserved_random_state(self._world.device),
+            as_before(self.model),
+            preserved_random_state(self.world.device),
             torch.enable_grad(),
-            without_exchange(self._model),
+            without_exchange(self.model),
             self._running(),
         ):
             for _ in self._forward(ahead, seen):
@@ -258,26 +242,26 @@ class Pipeline:
                 place=(number, len(self._ranks)),
                 inputs=like.inputs,
                 outputs=like.outputs,
-                device=self._world.device,
+                device=self.world.device,
                 group=self._messages.group,
-                backward_context=self._backward_context,
+                backward_context=self.backward_context,
                 may_split=partial(self._may_split, number),
             )
             for number, like in seen.items()
         ]
-        self.bytes_of_a_batch = self._microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
+        self.bytes_of_a_batch = self.microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
         try:
-            with self._aside():
-                return _Built(stages, new_schedule(self._schedule, stages, self._microbatches))
+            with self.aside():
+                return new_schedule(self.schedule, stages, self.microbatches)
         except ValueError as error:
             raise ConfigError(
-                f"schedule={self._schedule!r} cannot run microbatches={self._microbatches} through {len(self._ranks)} "
+                f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self._ranks)} "
                 f"stages on {max(self._ranks) + 1} ranks: {error}"
             ) from error
 
     def _bytes_of(self, stage: int, seen: _Seen) -> int:
         """What a stage sends of a micro-batch: outputs to the next one, and gradients of its inputs back."""
-        here, total = self._world.stage_rank, 0
+        here, total = self.world.stage_rank, 0
         if stage < self._last and self._ranks[stage + 1] != here:
             total += sum(bytes_sent(tensor)[0] for tensor in seen.outputs)
         if stage > 0 and self._ranks[stage - 1] != here:
@@ -291,7 +275,7 @@ class Pipeline:
     ) -> Tensor:
         """The loss of a batch of any size, as `train` returns it, without gradients."""
         rows = rows_of(inputs)
-        parts = min(self._most_without_gradients, rows)
+        parts = min(self.most_without_gradients, rows)
         target_parts = cut(targets, parts, rows)
         sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
         shares: list[Weight] = list(sizes) if weight is None else [weight(part) for part in target_parts]
@@ -304,11 +288,11 @@ class Pipeline:
     def call(self, inputs: Any) -> Any:
         """The outputs of the whole model, on each rank of the pipeline."""
         self.refuse_inside_another()
-        refuse_calls_with_gradients(self._world.stages)
-        self._world.refuse_if_forbidden()
+        refuse_calls_with_gradients(self.world.stages)
+        self.world.refuse_if_forbidden()
         rows = rows_of(inputs)
         with self._running():
-            parts = cut(inputs, min(self._most_without_gradients, rows), rows) if rows else [inputs]
+            parts = cut(inputs, min(self.most_without_gradients, rows), rows) if rows else [inputs]
             outputs = list(self._forward(parts))
         joined = concatenated(outputs, _refuse_uneven) if len(outputs) > 1 else None
         return self._messages.shared_outputs(outputs[0] if len(outputs) == 1 else joined)
@@ -322,7 +306,7 @@ class Pipeline:
                 args, kwargs = positional, named
                 if number > 0:
                     before = self._ranks[number - 1]
-                    is_here = before == self._world.stage_rank
+                    is_here = before == self.world.stage_rank
                     args, kwargs = stayed.pop((number, place)) if is_here else self._messages.receive(before), {}
                     if seen is not None:
                         args = tuple([value.clone() for value in args])
@@ -331,7 +315,7 @@ class Pipeline:
                     seen[number] = self._like(number, args, output)
                 if number == self._last:
                     yield output
-                elif self._ranks[number + 1] == self._world.stage_rank:
+                elif self._ranks[number + 1] == self.world.stage_rank:
                     stayed[number + 1, place] = as_tuple(output)
                 else:
                     sent += self._messages.send(as_tuple(output), self._ranks[number + 1])
@@ -349,7 +333,7 @@ class Pipeline:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Inside, the model is its stage, and draws random numbers of its own: other layers must not get the same."""
-        with numbers_of_place(b"stage", self._world.stage_rank, self._world.device):
+        with numbers_of_place(b"stage", self.world.stage_rank, self.world.device):
             for module in self._gathered_first:
                 module.unshard()
             for copied, original in self._copies:
@@ -366,12 +350,10 @@ def _without_values(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _checked(loss: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise StepError(f"loss_fn gave {what}, and forward_backward needs a scalar tensor: the mean of a micro-batch.")
-    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).reshape(())
+    return (loss.full_tensor() if is_dtensor(loss) else loss).reshape(())
 
 
 def _mean(total: Tensor, weights: list[Weight]) -> Tensor:
@@ -432,8 +414,6 @@ class StageMessages:
 
     def send(self, tensors: tuple[Tensor, ...], rank: int) -> list[Message]:
         """Sends a stage what it does not know the shape of; the messages are to be waited for."""
-        import torch.distributed as dist
-
         header = [len(tensors)]
         for tensor, part in zip(tensors, self.parts(tensors), strict=True):
             header += [_DTYPES.index(part.dtype), int(tensor.requires_grad), layout_of(tensor), part.ndim, *part.shape]
@@ -450,8 +430,6 @@ class StageMessages:
         return sent
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
-        import torch.distributed as dist
-
         source = dist.get_global_rank(self.group, rank)
         numbers = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
         dist.recv(numbers, source, group=self.group)
@@ -467,8 +445,6 @@ class StageMessages:
 
     def shared_loss(self, loss: Tensor | None) -> Tensor:
         """The last stage's, 0-dim float64, on all ranks; the others give None."""
-        import torch.distributed as dist
-
         if loss is None:
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
         dist.broadcast(loss, dist.get_global_rank(self.group, self._last), group=self.group)
@@ -476,8 +452,6 @@ class StageMessages:
 
     def shared_outputs(self, outputs: Any) -> Any:
         """The last stage's, on all ranks; those of others do not count."""
-        import torch.distributed as dist
-
         source = dist.get_global_rank(self.group, self._last)
         layouts = [layout_of(leaf) for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
         parts = map_tensors(lambda tensor: self.parts((tensor,))[0], outputs)
@@ -494,9 +468,7 @@ class StageMessages:
 
 
 def layout_of(tensor: Tensor) -> int:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return PLAIN
     (placement,) = tensor.placements
     if placement.is_replicate():
@@ -507,4 +479,112 @@ def layout_of(tensor: Tensor) -> int:
     raise HookError(
         f"a stage gave a DTensor with the placement {placement}, which is still to be summed over the ranks of a "
         "layer. Have the plan of tensor parallelism reduce it: output_layouts=Replicate() or Shard(dim)."
+    )
+
+
+# -- What a model in stages cannot be given, or called for, in the words of its user.
+
+
+_UNWEIGHTED = (
+    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches, "
+    "which have unequal numbers of labels, count alike, which is no mean over labels as one process's is. Pass "
+    "weight=lambda targets: (targets != -100).sum(), and have loss_fn give the mean over as many."
+)
+
+
+def _have_unequal_labels(targets: Any, microbatches: int) -> bool:
+    """Whether micro-batches have unequal numbers of -100 among integers, the label that PyTorch's losses ignore."""
+    tensors = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
+    integers = [leaf for leaf in tensors if leaf.ndim and len(leaf) % microbatches == 0]
+    ignored = [(leaf == -100).unflatten(0, (microbatches, -1)).flatten(1).sum(1) for leaf in integers]
+    return any(bool((counts != counts[0]).any()) for counts in ignored)
+
+
+def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Callable[[Any, int], Any]:
+    """`step`, which says why where it asks a part of a model for something that other stages hold."""
+
+    def run(batch: Any, batch_idx: int) -> Any:
+        try:
+            return step(batch, batch_idx)
+        except AttributeError as error:
+            if not asked_for_what_is_not_there(error):
+                raise
+            raise StepError(
+                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}, where each "
+                "rank has the layers of its own stages, and None in place of others. Ask `is not None` first, or leave "
+                "it to the model's forward."
+            ) from error
+
+    return run
+
+
+def refuse_graphs(batch: Any, name: str, stages: int) -> None:
+    """Raises StepError if something in a batch has a graph, which would go on behind the first stage, or the last."""
+    if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
+        raise StepError(
+            f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "
+            f"do, under pipeline_parallel={stages}, where gradients go from stage to stage alone. Put both models into "
+            "one module, or detach() what this loss is not to train."
+        )
+
+
+def look_at_first(
+    batch: Any,
+    targets: Any,
+    weights: Sequence[Tensor | float] | None,
+    world: World,
+    microbatches: int,
+    warn: Callable[[str], None],
+) -> None:
+    """Refuses a first batch that ranks of the pipeline differ in; a collective. Warns of labels without weights."""
+    _refuse_different_batches(batch, weights, world)
+    if weights is None and _have_unequal_labels(targets, microbatches):
+        warn(_UNWEIGHTED)
+
+
+def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:
+    """Raises RanksDifferError if ranks of a pipeline have other batches, or other weights of the same; a collective."""
+    numbers = None if weights is None else [torch.tensor(float(weight)) for weight in weights]
+    of_stages = world.all_gather(torch.tensor([digest(batch), digest(numbers)])).view(world.stages, -1, 2)
+    has_others, weighs_others = (of_stages != of_stages[:1]).flatten(0, 1).any(dim=0).tolist()
+    if has_others:
+        raise RanksDifferError(
+            "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare "
+            "outputs with targets of others. Have the loader read what does not depend on the rank; dataset and "
+            "sampler are dealt to dp_rank of dp_size by the trainer."
+        )
+    if weighs_others:
+        raise RanksDifferError(
+            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, and "
+            "stages would be scaled otherwise than each other. Pass the same weight= to forward_backward on all of "
+            "them, a function of targets alone."
+        )
+
+
+def refuse_calls_with_gradients(stages: int) -> None:
+    """Raises StepError where gradients are enabled, and nobody would have the graph."""
+    if torch.is_grad_enabled():
+        raise StepError(
+            f"the model was called under pipeline_parallel={stages}, with gradients, where each rank has some of its "
+            "layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
+            "elsewhere call the model under torch.no_grad(), on all ranks."
+        )
+
+
+def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
+    """Raises StepError: where `running`, a model in stages, is computed, `name` was called, which is another one."""
+    raise StepError(
+        f"{name}, which is cut into stages by pipeline_parallel={stages}, was called in a loss or layer of {running}, "
+        "which only some ranks compute. For a loss that goes through both put both into one module, or keep "
+        f"{name} whole on each rank: have pipeline_stages return None for it. Else call it before, under "
+        "torch.no_grad(), and hand its outputs on as targets."
+    )
+
+
+def refuse_unfrozen(stage: int, name: str) -> NoReturn:
+    """Refuses a stage that gives what needs a gradient, where the next one has made no room to send it back."""
+    raise StepError(
+        f"what stage {stage} of {name} gives needs gradients, and did not in the first batch of this shape: layers "
+        "before it were unfrozen since. In a pipeline unfreeze them before the first batch, or train them from the "
+        "start at a rate of 0 and raise that."
     )

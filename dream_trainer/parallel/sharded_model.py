@@ -9,27 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.pytorch import (
     OfTensors,
     all_gather_flat,
     foreach_copy_,
+    is_dtensor,
     local_tensor,
     share_hooks,
     with_local,
     write_count,
 )
 from dream_trainer.errors import StepError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dream_trainer.own_time import OwnTime
+from dream_trainer.own_time import OwnTime
 
 _stepped_as_shard = OfTensors[bool]()  # whole parameters
 _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
@@ -283,9 +281,7 @@ class _InStep:
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether an optimizer steps shards of this parameter, which may be whole at the moment."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor) or bool(_stepped_as_shard.get(parameter))
+    return is_dtensor(parameter) or bool(_stepped_as_shard.get(parameter))
 
 
 def shardable_bytes(model: nn.Module) -> int:

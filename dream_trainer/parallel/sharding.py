@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import gathered_twins, local_tensor, shard_dim, sharded_parameters, whole_parameters
+from dream_trainer.compat.pytorch import (
+    gathered_twins,
+    is_dtensor,
+    local_tensor,
+    shard_dim,
+    sharded_parameters,
+    whole_parameters,
+)
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts, whole_experts
@@ -114,27 +122,19 @@ def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_o
 
 
 def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    names = {id(module): name for name, module in model.named_modules()}
-    owner: dict[int, str] = {}
-    inside = set()
-    for block in blocks:
-        for parameter in block.parameters():
-            other = owner.setdefault(id(parameter), names.get(id(block), type(block).__name__))
-            if other != names.get(id(block), type(block).__name__):
+    """A parameter lies in one block, or outside of all."""
+    names = {module: name for name, module in model.named_modules()}
+    members = {part for block in blocks for part in block.modules()}
+    outside = [p for part in model.modules() if part not in members for p in part.parameters(recurse=False)]
+    in_blocks = [(f"block {names.get(block, own_class(block).__name__)!r}", [*block.parameters()]) for block in blocks]
+    homes: dict[nn.Parameter, str] = {}
+    for home, parameters in (*in_blocks, ("the root", outside)):
+        for parameter in parameters:
+            if homes.setdefault(parameter, home) != home:
+                name = next(name for name, other in model.named_parameters() if other is parameter)
                 raise ConfigError(
-                    f"blocks {other!r} and {names.get(id(block))!r} share a parameter, which two shards cannot. "
-                    "Override model_blocks so that one block holds both, or leaves both out."
-                )
-            inside.add(id(parameter))
-    members = {id(part) for block in blocks for part in block.modules()}
-    for name, module in model.named_modules():
-        if id(module) in members:
-            continue
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in inside:
-                raise ConfigError(
-                    f"parameter {name}.{parameter_name} outside the blocks is tied to one inside block "
-                    f"{owner[id(parameter)]!r}. Override model_blocks so that the root holds both."
+                    f"{name} is in {homes[parameter]} and in {home}, which are sharded apart and cannot share it. "
+                    "Override model_blocks so that one block has both places, or the root."
                 )
 
 
@@ -160,20 +160,25 @@ def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
             module.register_parameter(alias, parameter_now)
 
 
+def dim_of_part(parameter: object, mesh_dim: str) -> int | None:
+    """Along which dimension ranks of `mesh_dim` split it; -1 if each has all of it; None if it is on no such mesh."""
+    names = (parameter.device_mesh.mesh_dim_names or ()) if is_dtensor(parameter) else ()
+    if not is_dtensor(parameter) or mesh_dim not in names:
+        return None
+    dim = shard_dim(parameter.placements[names.index(mesh_dim)])
+    return -1 if dim is None else dim
+
+
 def layout(parameter: nn.Parameter) -> object:
     """How a parameter is placed on its mesh; None for a plain one."""
-    from torch.distributed.tensor import DTensor
-
-    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+    return (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
 
 
 def move_what_is_whole(model: nn.Module, device: torch.device) -> None:
     """Moves buffers and unsharded parameters to `device`, where an offloaded model computes."""
-    from torch.distributed.tensor import DTensor
-
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if not isinstance(parameter, DTensor):
+            if not is_dtensor(parameter):
                 parameter.data = parameter.data.to(device)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -259,10 +264,62 @@ def local_indices(tensor: DTensor, dim: int) -> Tensor:
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a gradient, laid out as the parameter; sums that tensor parallelism left are made."""
-    from torch.distributed.tensor import DTensor
-
     gradient = parameter.grad
     assert gradient is not None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_tensor(gradient)
+
+
+# -- What is known of a model that was cut into pipeline stages, and of the parameters that several of them share.
+
+
+@dataclass(frozen=True)
+class Tie:
+    names: tuple[str, ...]  # all names in the whole model; checkpoints have the first
+    ranks: tuple[int, ...]  # those that have a copy, in the order of their first name
+    own_name: str | None  # what the copy of this rank is called in its part of the model; None without one
+
+
+_ties: WeakKeyDictionary[nn.Module, Sequence[Tie]] = WeakKeyDictionary()
+
+
+def is_held(name: str, names: Collection[str]) -> bool:
+    """Whether `names` has `name`, or a part around it."""
+    return any(name == held or name.startswith(f"{held}.") for held in names)
+
+
+def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence[int], own_rank: int) -> list[Tie]:
+    """The parameters of `model`, which is still whole, that more than one rank will have."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    ties = []
+    for of_one in names.values():
+        holders: dict[int, str] = {}
+        for name in of_one:
+            rank = next(rank for rank, held in zip(ranks, stages, strict=True) if is_held(name, held))
+            holders.setdefault(rank, name)
+        if len(holders) > 1:
+            ties.append(Tie(tuple(of_one), tuple(holders), holders.get(own_rank)))
+    return ties
+
+
+def remember_ties(model: nn.Module, ties: Sequence[Tie]) -> None:
+    """From now on `names_in_whole` knows what `model`, a part, calls otherwise than the whole does."""
+    _ties[model] = ties
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether this rank has the layers of some stages alone of `model`; else all."""
+    return model in _ties
+
+
+def ties_in(model: nn.Module) -> Sequence[Tie]:
+    """What `remember_ties` was told, in an order that all ranks share; empty but of stages."""
+    return _ties.get(model, ())
+
+
+def names_in_whole(model: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """All names in the whole model of what others have copies of, by that which `model` has; empty but of stages."""
+    return {tie.own_name: tie.names for tie in ties_in(model) if tie.own_name is not None}

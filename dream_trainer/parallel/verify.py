@@ -11,12 +11,14 @@ import copy
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd import Function
@@ -24,20 +26,27 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.compat.pytorch import default_generator_of, shard_dim, without_hooks
+from dream_trainer.compat.pytorch import (
+    default_generator_of,
+    is_dtensor,
+    local_tensor,
+    shard_dim,
+    with_local,
+    without_hooks,
+)
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
 from dream_trainer.modules.forward_state import ForwardState, as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts
-from dream_trainer.parallel.sharding import fsdp_modules
+from dream_trainer.parallel.sharding import dim_of_part, fsdp_modules
 from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.attention_takeover import AttentionTakeover
+    from dream_trainer.parallel.context_attention import AttentionTakeover
 
 _TF32 = 2.0**-10  # between a number and the next, where float32 products of a GPU may be made of fewer digits
 _SMALL = 0.05  # of a model's largest gradient: what smaller ones are measured by, as those that should be 0
@@ -65,25 +74,23 @@ def is_verifiable(devices: DeviceParameters) -> bool:
     return devices.verify and is_shared and devices.pipeline_parallel == 1 and devices.float8 == "none"
 
 
+@dataclass(eq=False, repr=False)
 class Verification:
     """Compares each model once, before its first forward in a training step."""
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
-        devices: DeviceParameters,
-        world: World,
-        warn_once: Callable[[str, str], None],
-        is_in_step: Callable[[], bool],
-        takeover: Callable[[], AttentionTakeover | None],
-    ) -> None:
-        self._models, self._blocks_of, self._devices, self._world = models, blocks_of, devices, world
-        self._warn_once, self._is_in_step, self._takeover = warn_once, is_in_step, takeover
+    models: Mapping[str, nn.Module]
+    blocks_of: Callable[[nn.Module], Sequence[nn.Module]]
+    devices: DeviceParameters
+    world: World
+    warn_once: Callable[[str, str], None]
+    is_in_step: Callable[[], bool]
+    takeover: Callable[[], AttentionTakeover | None]
+
+    def __post_init__(self) -> None:
         self._wholes: dict[str, nn.Module] = {}
         self._waiting: dict[str, RemovableHandle] = {}
         self._attributes: dict[str, dict[str, dict[str, Any]]] = {}
-        for name, model in models.items():
+        for name, model in self.models.items():
             try:
                 self._wholes[name] = copied_without_values(model)
             except (RuntimeError, TypeError) as error:
@@ -91,18 +98,18 @@ class Verification:
 
     def begin(self) -> None:
         """Waits for the first forward of each model; they are parallelised by now."""
-        for name, model in self._models.items():
+        for name, model in self.models.items():
             if name in self._wholes:
                 self._attributes[name] = {place: dict(vars(module)) for place, module in model.named_modules()}
                 hook = partial(self._before_forward, name)
                 self._waiting[name] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _before_forward(self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        takeover = self._takeover()
-        if not self._is_in_step() or (takeover is not None and not takeover.is_on()):
+        takeover = self.takeover()
+        if not self.is_in_step() or (takeover is not None and not takeover.is_on()):
             return
         self._waiting.pop(name).remove()
-        began, device = time.perf_counter(), self._world.device
+        began, device = time.perf_counter(), self.world.device
         with self._plainly(model), preserved_random_state(device), as_before(model):
             misses = self._compare(name, model, args, kwargs)
         for module in fsdp_modules(model):
@@ -116,24 +123,29 @@ class Verification:
         """Differences of block outputs in the order in which blocks run, of the model's output, and of gradients."""
         whole = self._wholes.pop(name)
         names = {module: place for place, module in model.named_modules()}
-        blocks = [names[block] for block in self._blocks_of(model) if block is not model]
+        blocks = [names[block] for block in self.blocks_of(model) if block is not model]
         own, others = dict(model.named_modules()), dict(whole.named_modules())
         told = {f"self.{name}.{block}": block for block in blocks} | {f"the output of self.{name}": ""}
-        parts = _Outputs({place: own[block] for place, block in told.items()})
-        of_parameters = _Gradients(model, self._world.device)
+        parts: dict[str, list[Any]] = {place: [] for place in told}
+        of_parameters = _Gradients(model, self.world.device)
         self._give_what_was_set_since(name, model, whole)
-        run = _WholeRun(model, whole, blocks, of_parameters, self._world.device)
+        run = _WholeRun(model, whole, blocks, of_parameters, self.world.device)
         own_args, own_kwargs = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
-        device = self._world.device
+        device = self.world.device
         seed_device(0, device)
         seeds, of_device = WatchedSeeds(0), _state_of(device)
-        with parts.noted(), of_parameters.of_running_modules():
+
+        def keep(place: str, output: Any) -> None:  # a copy, as the next block may write into it
+            parts[place].append(map_tensors(lambda tensor: tensor.detach().clone(), output))
+
+        own_blocks = {place: own[block] for place, block in told.items()}
+        with _looked_at(own_blocks, keep), of_parameters.of_running_modules():
             given = model(*own_args, **own_kwargs)  # may take out of what it is given, or write
         has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
         misses = {_DRAWS: Miss(float(has_drawn), torch.inf, 0.0, 0.0)}
 
         def look(place: str, output: Any) -> None:
-            own_output = parts.of[place].pop(0) if parts.of.get(place) else ()
+            own_output = parts[place].pop(0) if parts[place] else ()
             for part, expected in zip(leaves(own_output), leaves(output), strict=False):
                 miss = self._miss(part, expected)
                 if miss is not None:
@@ -142,10 +154,10 @@ class Verification:
         whole_args, whole_kwargs = map_tensors(
             lambda tensor: self._of_whole_sequence(tensor).detach().clone(), (args, kwargs)
         )
-        wholes = _Outputs({place: others[block] for place, block in told.items()}, look)
+        whole_blocks = {place: others[block] for place, block in told.items()}
         seed_device(0, device)
         try:
-            with self._aside(), wholes.noted(), _without_draws(whole, model):
+            with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, model):
                 expected = run(whole_args, whole_kwargs)
         except _WRONG as error:
             self._cannot(name, self._why_it_failed(error))
@@ -159,7 +171,7 @@ class Verification:
     @contextmanager
     def _plainly(self, model: nn.Module) -> Iterator[None]:
         """Inside, nothing is compiled, and all modules but batch norms are in evaluation mode."""
-        takeover = self._takeover()
+        takeover = self.takeover()
         uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
         # Without its module, which takes seconds to load, nothing is compiled.
         is_loaded = "torch._dynamo" in sys.modules
@@ -168,7 +180,7 @@ class Verification:
             yield
 
     def _aside(self) -> Any:
-        takeover = self._takeover()
+        takeover = self.takeover()
         return nullcontext() if takeover is None else takeover.aside()
 
     def _with_cotangents(self, given: Any, expected: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -189,17 +201,15 @@ class Verification:
         self, name: str, run: _WholeRun, outputs: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> Iterator[tuple[str, Miss]]:
         """Differences of parameter gradients, which are summed over ranks that share sequences or experts."""
-        import torch.distributed as dist
-
         if not outputs:
             return
         gradients = run.gradients
         own_outputs, own_cotangents, whole_outputs, whole_cotangents = zip(*outputs, strict=True)
-        with without_autocast(self._devices, run.device) or nullcontext():
+        with without_autocast(self.devices, run.device) or nullcontext():
             try:
                 gradients.from_outputs(own_outputs, own_cotangents)
             except RuntimeError as error:  # torch.utils.checkpoint that is reentrant, or whose second run is another
-                devices = self._devices
+                devices = self.devices
                 if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
                     raise StepError(
                         f"under context_parallel={devices.context_parallel} the gradients of self.{name} may be of "
@@ -213,7 +223,7 @@ class Verification:
             except RuntimeError as error:  # as where whole sequences do not fit
                 self._cannot(name, f"its gradients cannot be computed in one piece ({type(error).__name__}: {error})")
                 return
-        world, shape = self._world, self._world.mesh_shape
+        world, shape = self.world, self.world.mesh_shape
         assert world.mesh is not None  # ranks share something
         own, whole = gradients.sketches()
         is_expert = torch.tensor([is_shared_by_experts(p) for p in gradients.parameters.values()], device=own.device)
@@ -251,7 +261,7 @@ class Verification:
                     vars(module)[key] = copy.copy(value)
 
     def _why_it_failed(self, error: Exception) -> str:
-        takeover = self._takeover()
+        takeover = self.takeover()
         lengths = (
             ""
             if takeover is None
@@ -260,7 +270,7 @@ class Verification:
         return f"it fails in one piece{lengths} ({type(error).__name__}: {error})"
 
     def _cannot(self, name: str, why: str) -> None:
-        self._warn_once(
+        self.warn_once(
             f"verification of self.{name}",
             f"whether ranks compute self.{name} as one process does was not verified: {why}. Compare the first loss "
             "and gradient norm with those of one process, and leave this out with verify=False.",
@@ -268,7 +278,7 @@ class Verification:
 
     def _of_whole_sequence(self, tensor: Tensor) -> Tensor:
         """The whole tensor of a part; if the tensor was computed from what `cut_batch` gave, by its shape."""
-        takeover = self._takeover()
+        takeover = self.takeover()
         if takeover is None:
             return tensor
         attention = takeover.attention
@@ -308,7 +318,7 @@ class Verification:
         shares = (missed / sizes.clamp(min=usual)).nan_to_num(nan=torch.inf).flatten()
         worst = int(shares.argmax())
         # In half precision, where experts are chosen by a near tie now and then, not by the worst of all.
-        is_exact = half_dtype(self._devices) is None
+        is_exact = half_dtype(self.devices) is None
         share = shares[worst] if is_exact else shares.square().mean().sqrt()
         return Miss(float(share), rounding, part.flatten()[worst].item(), expected.flatten()[worst].item())
 
@@ -317,7 +327,7 @@ class Verification:
         if whole.ndim != len(shape):
             return None
         longer = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
-        world, takeover = self._world, self._takeover()
+        world, takeover = self.world, self.takeover()
         if not longer and takeover is None:
             return whole
         if len(longer) != 1 or world.mesh is None:
@@ -345,7 +355,7 @@ class Verification:
         return whole.narrow(dim, world.mesh["tp"].get_local_rank() * own, own)
 
     def _rounding(self, part: Tensor) -> float:
-        half = half_dtype(self._devices)
+        half = half_dtype(self.devices)
         eps = max(torch.finfo(part.dtype).eps, 0.0 if half is None else torch.finfo(half).eps)
         if part.dtype == torch.float32 and part.device.type != "cpu":
             eps = max(eps, _TF32)
@@ -364,18 +374,16 @@ class Verification:
             return
         if wrong:
             self._refuse(name, wrong, worst)
-        if self._world.is_main:
+        if self.world.is_main:
             largest = max(miss.error for miss in worst.values())
             show(
-                f"{name} computes on {self._world.world_size} ranks what one process does, within "
+                f"{name} computes on {self.world.world_size} ranks what one process does, within "
                 f"{largest:.1e} of its size; verified in {seconds:.1f} s",
                 sys.stderr,
             )
 
     def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:
-        import torch.distributed as dist
-
-        world = self._world
+        world = self.world
         assert world.mesh is not None  # ranks share something
         worst = torch.tensor(misses, dtype=torch.float64, device=world.device)
         groups = [world.mesh[dim].get_group() for dim in ("cp", "tp") if world.mesh[dim].size() > 1]
@@ -390,7 +398,7 @@ class Verification:
         outputs = [place for place in wrong if not place.startswith("the gradient")]
         # A wrong gradient goes on to what is before it, so the last is where it came up, or next to it.
         place = outputs[0] if outputs else wrong[-1]
-        miss, devices = misses[place], self._devices
+        miss, devices = misses[place], self.devices
         sizes = {
             "context_parallel": devices.context_parallel,
             "expert_parallel": devices.expert_parallel,
@@ -423,29 +431,22 @@ _CAUSES_OF_GRADIENTS = {
 }
 
 
-class _Outputs:
-    """Outputs of modules, in the order in which these ran."""
+@contextmanager
+def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Inside, the hooks of these handles are called."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
 
-    def __init__(self, places: Mapping[str, nn.Module], look: Callable[[str, Any], None] | None = None) -> None:
-        self.of: dict[str, list[Any]] = {}
-        self._places, self._look = places, look or self._keep
 
-    def _keep(self, place: str, output: Any) -> None:
-        copied = map_tensors(lambda tensor: tensor.detach().clone(), output)  # the next block may write into it
-        self.of.setdefault(place, []).append(copied)
+def _looked_at(places: Mapping[str, nn.Module], look: Callable[[str, Any], None]) -> AbstractContextManager[None]:
+    """Inside, `look` is called with the place and the output of each of these modules that runs."""
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Records outputs inside of the block."""
-        handles = [module.register_forward_hook(partial(self._note, place)) for place, module in self._places.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def note(place: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        look(place, output)
 
-    def _note(self, place: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._look(place, output)
+    return removed_after(module.register_forward_hook(partial(note, place)) for place, module in places.items())
 
 
 class _Gradients:
@@ -465,21 +466,15 @@ class _Gradients:
         self._own: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}
 
-    @contextmanager
-    def of_running_modules(self) -> Iterator[None]:
+    def of_running_modules(self) -> AbstractContextManager[None]:
         """Records parameters as they are when their modules run, which is unsharded."""
         units = {module: place for place, module in self._model.named_modules()}
         wrapped = set(fsdp_modules(self._model))
-        handles = [
+        return removed_after(
             module.register_forward_pre_hook(partial(self._note, place))
             for module, place in units.items()
             if module is self._model or module in wrapped
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        )
 
     def _note(self, place: str, module: nn.Module, _args: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):  # of units inside until they run
@@ -490,40 +485,24 @@ class _Gradients:
     def from_outputs(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Computes this rank's gradients; `grad` stays as it is."""
         parameters = list(self._running.values())
-        with without_hooks(parameters):
-            handles = [p.register_hook(partial(self._take_own, path)) for path, p in self._running.items()]
-            try:
-                torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
-            finally:
-                for handle in handles:
-                    handle.remove()
+        taking = (p.register_hook(partial(self._take_own, path)) for path, p in self._running.items())
+        with without_hooks(parameters), removed_after(taking):
+            torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
 
     def _take_own(self, path: str, gradient: Tensor) -> Tensor:
         """Returns a gradient of 0, which takes no memory."""
-        from torch.distributed.tensor import DTensor
-
-        parameter = self._running[path]
-        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-            self._own[path] = self._sketch(path, gradient, [torch.arange(size) for size in gradient.shape])
-            return gradient.new_zeros(()).expand(gradient.shape)
-        gradient = gradient.redistribute(placements=parameter.placements)
-        local, places = gradient.to_local(), [torch.arange(size) for size in gradient.shape]
-        for mesh_dim, placement in enumerate(parameter.placements):
-            dim = shard_dim(placement)
-            if dim is not None:
-                parts = places[dim].chunk(parameter.device_mesh.size(mesh_dim))
-                rank = parameter.device_mesh.get_local_rank(mesh_dim)
-                places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
+        parameter, places = self._running[path], [torch.arange(size) for size in gradient.shape]
+        if is_dtensor(gradient) and is_dtensor(parameter):
+            gradient = gradient.redistribute(placements=parameter.placements)
+            for mesh_dim, placement in enumerate(parameter.placements):
+                dim = shard_dim(placement)
+                if dim is not None:
+                    parts = places[dim].chunk(parameter.device_mesh.size(mesh_dim))
+                    rank = parameter.device_mesh.get_local_rank(mesh_dim)
+                    places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
+        local = local_tensor(gradient)
         self._own[path] = self._sketch(path, local, places)
-        nothing = local.new_zeros(()).expand(local.shape)
-        return DTensor.from_local(
-            nothing,
-            gradient.device_mesh,
-            gradient.placements,
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
-        )
+        return with_local(gradient, local.new_zeros(()).expand(local.shape))
 
     def add_whole(self, path: str, gradient: Tensor) -> None:
         """Adds to the expected gradient of the parameter at `path`."""
@@ -561,15 +540,8 @@ class _Gradients:
 
     def are_split(self, mesh_dim: str) -> Tensor:
         """Whether ranks along `mesh_dim` have parts of each parameter."""
-        from torch.distributed.tensor import DTensor
-
-        def is_split(parameter: Tensor | None) -> bool:
-            if not isinstance(parameter, DTensor):
-                return False
-            of_dims = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False))
-            return mesh_dim in of_dims and shard_dim(of_dims[mesh_dim]) is not None
-
-        return torch.tensor([is_split(self._running.get(path)) for path in self.parameters], device=self._device)
+        dims = [dim_of_part(self._running.get(path), mesh_dim) for path in self.parameters]
+        return torch.tensor([dim not in (None, -1) for dim in dims], device=self._device)
 
 
 class _WholeRun:
@@ -622,14 +594,14 @@ class _WholeRun:
     def _gathered(self, name: str) -> Tensor:
         """A whole parameter; a collective if ranks have parts of it."""
         parameter = self._parameters[name]
-        gather = partial(self._whole_value, parameter)
+
+        def gather() -> Tensor:
+            return _plain(parameter.detach()).to(self.device)
+
         if not parameter.requires_grad:
             return gather()
         found: Tensor = _Gathered.apply(self.anchor, gather, partial(self.gradients.add_whole, name))  # type: ignore[no-untyped-call]
         return found
-
-    def _whole_value(self, parameter: Tensor) -> Tensor:
-        return _plain(parameter.detach()).to(self.device)
 
 
 class _WithoutHooks(nn.Module):
@@ -684,9 +656,7 @@ def copied_without_values(model: nn.Module) -> nn.Module:
 
 def _plain(tensor: Tensor) -> Tensor:
     """A whole tensor; a collective if ranks have parts of it."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def _state_of(device: torch.device) -> Tensor:

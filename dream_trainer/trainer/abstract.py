@@ -15,25 +15,25 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import Callback, TimedCallback
 from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.loggers.records import Records
+from dream_trainer.modules.class_change import unwrap
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.precision import autocast, under_autocast
+from dream_trainer.parallel.sharding import frozen, gathered
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.event_table import event_table, notify
 from dream_trainer.trainer.limits import Limits, set_limits
 from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.registry import Scheduler
-from dream_trainer.trainer.run_recorder import RunRecorder
+from dream_trainer.trainer.run_record import RunRecorder
 from dream_trainer.trainer.runtime import Runtime, build_runtime
 from dream_trainer.trainer.session import close
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.user_class.class_checks import check_assignment, check_trainer
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
 
 C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")
@@ -320,8 +320,6 @@ class AbstractTrainer(MixinHooks):
 
         `fully_shard` does not wrap: it changes the class in place, and names stay as they were.
         """
-        from dream_trainer.modules.class_change import unwrap
-
         return unwrap(model)
 
     def get_callback(self, cls: type[C]) -> C:
@@ -406,8 +404,6 @@ class AbstractTrainer(MixinHooks):
 
     def frozen(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
-        from dream_trainer.parallel.sharding import frozen
-
         return frozen(*models)
 
     def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -416,8 +412,6 @@ class AbstractTrainer(MixinHooks):
         To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
         gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
         """
-        from dream_trainer.parallel.sharding import gathered
-
         self.world.refuse_if_forbidden()
         return _both(self._runtime.parallel.whole(), gathered(*models))
 

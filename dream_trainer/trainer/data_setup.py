@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
@@ -15,7 +16,7 @@ from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.stream import ShardStream, TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
-from dream_trainer.distributed.equality import refuse_differences
+from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 def connect_data(runtime: Runtime) -> None:
     """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and planned steps."""
-    from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
-
     loaders = runtime.hooks.configure_dataloaders()
     if not isinstance(loaders, tuple) or len(loaders) != 2:
         raise HookError(

@@ -15,7 +15,7 @@ from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.modules.precision import half_dtype, reduce_dtype
 from dream_trainer.modules.recompute import Recomputed
-from dream_trainer.parallel.expert_sharding import modules_of_experts
+from dream_trainer.parallel.expert_exchange import modules_of_experts
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.trainer.event_table import describe_events
@@ -66,7 +66,7 @@ def mesh_lines(runtime: Runtime) -> list[str]:
     traffic = step_traffic(runtime)
     rows = ["| Dimension | Ranks | With this rank | Links | What crosses them | A rank sends in a step |"]
     rows += ["| --- | --- | --- | --- | --- | --- |"]
-    for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True):
+    for name, size in world.mesh_shape._asdict().items():
         if size > 1:
             ranks = world.mesh[name].mesh.tolist()
             links, crossing = world.links(ranks), _crossing(runtime, name)
@@ -91,7 +91,7 @@ def _places(runtime: Runtime, world: World) -> list[str]:
     """A row for each of the first ranks: its host, and its place on each dimension of several."""
     assert world.mesh is not None  # there are several ranks
     experts = runtime.config.device_parameters.expert_parallel
-    shown = [name for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1]
+    shown = [name for name, size in world.mesh_shape._asdict().items() if size > 1]
     heads = ["Rank", *["Host"] * (world.n_hosts > 1), *shown, *["ep"] * (experts > 1)]
     rows: list[list[Any]] = [heads, ["---"] * len(heads)]
     for rank in range(min(world.world_size, _SHOWN_RANKS)):

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.trainer.base import BaseTrainer
-from dream_trainer.trainer.mixins.activation_checkpointing import (
-    ActivationCheckpointingMixin,
-)
+from dream_trainer.trainer.mixins.activation_checkpointing import ActivationCheckpointingMixin
 from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin
 from dream_trainer.trainer.mixins.compile import CompileMixin
 from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dream_trainer.data.sample_count import SampleCount, count_tokens
 from dream_trainer.errors import HookError
 from dream_trainer.nested import to_device
+from dream_trainer.parallel.sharding import repeated_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,8 +44,6 @@ class Hooks:
 
         Default: the children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
         """
-        from dream_trainer.parallel.sharding import repeated_blocks
-
         return repeated_blocks(model)
 
     def buffer_policies(self) -> Mapping[str, BufferPolicy]:

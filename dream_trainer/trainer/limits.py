@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT
 from dream_trainer.config.trainer_config import change_training_parameters
-from dream_trainer.distributed.equality import refuse_differences
+from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.optim.learning_rates import set_token_origin
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.errors import HookError
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.user_class.overrides import bound, definers
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
@@ -379,34 +378,13 @@ def unlogged(step: str, result: Mapping[str, Any]) -> str | None:
     return None
 
 
-class _TakenKeyError(HookError):
-    """Two mixins keep their state under the key that is its argument."""
-
-
 class MixinStates(dict[str, Any]):
     """A dict to which `|` adds only keys that are not there yet."""
 
     def __or__(self, other: Mapping[str, Any]) -> MixinStates:  # type: ignore[override]
         for key in self.keys() & other.keys():
-            raise _TakenKeyError(key)
-        return MixinStates({**self, **other})
-
-
-def mixin_states(hooks: MixinHooks) -> dict[str, Any]:
-    """What `_mixin_state` gives; a collective, since loggers communicate there."""
-    try:
-        return dict(hooks._mixin_state())
-    except _TakenKeyError as error:
-        key = error.args[0]
-    owner = ""
-    # From the last one on, each with those behind it.
-    for part in reversed(definers(type(hooks), "_mixin_state")):
-        try:
-            if key in bound(hooks, "_mixin_state", part)():
-                owner = owner or part.__name__
-        except _TakenKeyError:
             raise HookError(
-                f"{part.__name__} and {owner} both keep their state under the key {key!r} of _mixin_state: one would "
-                "replace the other. Give one of them another key."
-            ) from None
-    return {}
+                f"two mixins keep their state under the key {key!r} of _mixin_state: one would replace the other. Give "
+                "one of them another key."
+            )
+        return MixinStates({**self, **other})

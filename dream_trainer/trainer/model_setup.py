@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.compat.pytorch import is_dtensor
+from dream_trainer.distributed.world import lay_expert_mesh
 from dream_trainer.errors import HookError
 from dream_trainer.meta.realize import Plan
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import sharding_policy
+from dream_trainer.parallel.expert_exchange import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
 from dream_trainer.parallel.sharded_model import shardable_bytes
 from dream_trainer.parallel.sharding import keeping_tied_and_frozen
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
@@ -60,12 +63,10 @@ def split_layers(runtime: Runtime, build: Build) -> None:
     ranks, models = runtime.config.device_parameters.tensor_parallel, runtime.registry.models()
     if ranks == 1:
         return
-    from torch.distributed.tensor import DTensor
-
     with keeping_tied_and_frozen(models):
         runtime.hooks.apply_tensor_parallel(parameter_mesh(runtime)["tp"])
     build.marks.put_back(models)
-    if not any(isinstance(parameter, DTensor) for model in models.values() for parameter in model.parameters()):
+    if not any(is_dtensor(parameter) for model in models.values() for parameter in model.parameters()):
         names = " or ".join(f"self.{name}" for name in models)
         raise HookError(
             f"{type(runtime.hooks).__name__}.apply_tensor_parallel split no parameter of {names}: each of the {ranks} "
@@ -78,14 +79,6 @@ def split_mixtures(runtime: Runtime, build: Build) -> None:
     ranks, models = runtime.config.device_parameters.expert_parallel, runtime.registry.models()
     if ranks == 1:
         return
-    from dream_trainer.distributed.world import lay_expert_mesh
-    from dream_trainer.parallel.expert_sharding import (
-        divide_rows,
-        keep_out_of_graphs,
-        modules_of_experts,
-        shard_experts,
-    )
-
     mesh = lay_expert_mesh(runtime.world, ranks)
     with keeping_tied_and_frozen(models):
         runtime.hooks.apply_expert_parallel(mesh["ep"])

@@ -12,7 +12,7 @@ from dream_trainer.data.sample_count import whole_number
 from dream_trainer.data.stream import Window
 from dream_trainer.errors import DataError
 from dream_trainer.trainer.coordinator import Coordinator
-from dream_trainer.trainer.window_state import WindowState
+from dream_trainer.trainer.counters import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.saving import Saving

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.checks import listed
 from dream_trainer.data.loader import loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
-from dream_trainer.distributed.equality import plain_facts, refuse, refuse_differences, told_differences
+from dream_trainer.distributed.ranks import plain_facts, refuse, refuse_differences, told_differences
 from dream_trainer.errors import RanksDifferError
 
 if TYPE_CHECKING:
@@ -20,19 +21,9 @@ if TYPE_CHECKING:
     from dream_trainer.distributed.ranks import Ranks
     from dream_trainer.trainer.runtime import Runtime
 
-_MAY_DIFFER = (
-    "device",
-    "start_timeout_seconds",
-    "step_timeout_seconds",
-    "hang_timeout_seconds",
-    "host_timeout_seconds",
-    "directory",
-    "init_from",
-    "init_renames",
-    "loggers",
-    "wandb",
-    "mlflow",
-    "trackio",
+_MAY_DIFFER = frozenset(
+    "device start_timeout_seconds step_timeout_seconds hang_timeout_seconds host_timeout_seconds directory init_from "
+    "init_renames loggers wandb mlflow trackio".split()
 )
 
 _IN_ONE_ORDER = (
@@ -224,10 +215,9 @@ def warn_of_different_buffers(runtime: Runtime) -> None:
         return
     names = buffers.different(runtime.world)
     if names:
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         runtime.warn_once(
             _DIFFERENT_BUFFERS,
-            f"buffers differ between data-parallel ranks: {', '.join(names[:10])}{more}. Each rank validates with its "
+            f"buffers differ between data-parallel ranks: {listed(names, 10)}. Each rank validates with its "
             "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
             f'buffer_policies(), such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
             'integers, or "as is" to leave them.',

@@ -180,8 +180,7 @@ def _refuse_hidden_modules(name: str, container: Any) -> None:
             kind = "nn.ModuleDict" if isinstance(container, dict) else "nn.ModuleList"
             raise HookError(
                 f"self.{name} is a plain {type(container).__name__} that holds a module ({type(item).__name__}): the "
-                "trainer would "
-                f"neither shard nor save it. Use {kind}."
+                f"trainer would neither shard nor save it. Use {kind}."
             )
 
 
@@ -191,8 +190,7 @@ def refuse_private_models(attributes: Mapping[str, Any]) -> None:
         if name.startswith("_") and isinstance(value, nn.Module) and not is_metric(value) and _has_state(value):
             raise HookError(
                 f"self.{name} holds a module ({type(value).__name__}): under a private name the trainer would neither "
-                "shard nor save "
-                f"it. Call it self.{name.lstrip('_')}."
+                f"shard nor save it. Call it self.{name.lstrip('_')}."
             )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from dream_trainer.checkpoint.digests import refuse_other_weights
 from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.metric_state import load_metric_state
-from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import (
+    ModelForm,
     load_model_extra_state,
     load_rank_buffers,
     model_extra_state,
@@ -29,9 +30,8 @@ from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, RANK_PREF
 from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
-from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything, set_random_state
-from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
@@ -49,7 +49,8 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
 
     `begins` says what goes along from another run's checkpoint. At another layout ranks are seeded again."""
     path, world, branch = manifest.path, runtime.world, begins or ALL_KEPT
-    shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
+    load = partial(on_all_ranks, world, f"load {path}")
+    shared: dict[str, Any] = load(lambda: read_shared(path))
     if branch.data == "keep":
         refuse_other_run(runtime, shared, path, is_own=begins is None)
     runtime.rates.refuse(shared, branch)
@@ -94,24 +95,19 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
     of_another_run = ["workers.", "local_sgd."] if begins is not None else []
     of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
     with naming_what_changed(manifest, runtime):
-        tensors = on_all_ranks(world, f"load {path}", prepare)
+        tensors = load(prepare)
         replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
         optional = (CALLBACK_PREFIX, RANK_PREFIX, *of_optimizers, *of_another_run, *replaced)
         load_tensors(path, tensors, world=world, optional_prefix=optional)
-    on_all_ranks(world, f"load {path}", lambda: [finish() for finish in finishing])
-    on_all_ranks(world, f"load {path}", lambda: _restore_shared(runtime, shared, tensor_metadata(path), begins))
+    load(lambda: [finish() for finish in finishing])
+    load(lambda: _restore_shared(runtime, shared, tensor_metadata(path), begins))
     if branch.counters == "keep":
         form.restore(models, model_form, world)
-    mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
-    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
+    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(world.mesh_shape._asdict())
     data = shared.get("data")
-    on_all_ranks(
-        world,
-        f"load {path}",
-        lambda: _restore_rank(runtime, manifest, data, branch, reshaped, same_layout=same_layout),
-    )
+    load(lambda: _restore_rank(runtime, manifest, data, branch, reshaped, same_layout=same_layout))
     if branch.counters == "keep":
-        on_all_ranks(world, f"load {path}", lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
+        load(lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
 
 
 def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:

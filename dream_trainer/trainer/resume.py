@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from dream_trainer.checkpoint.files import recover_replaced
 from dream_trainer.checkpoint.manifest import (
     Manifest,
+    find_checkpoint,
     finished_directories,
     list_checkpoints,
+    newest_checkpoint,
     read_manifest,
     verify_checkpoint,
 )
@@ -20,8 +22,7 @@ from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
 from dream_trainer.config.serialize import difference, to_dict, with_later_fields
-from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_main_rank
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dream_trainer.stores.store_path import absolute, as_path
 from dream_trainer.trainer.data_setup import global_batch_size
@@ -41,7 +42,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     if world.is_main:
         recover_replaced(root)
     asked = parameters.resume
-    newest = world.broadcast_object(_newest_of(root) if world.is_main else None)
+    newest = world.broadcast_object(newest_checkpoint(root) if world.is_main else None)
     if isinstance(asked, str) and asked not in ("auto", "latest", "best"):
         return _branch(asked, root, parameters.branch, newest, world, load)
     parent = newest.parent if newest else None
@@ -58,7 +59,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     if asked == "best":
         path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
     else:
-        path = _chosen(root, world, lambda checkpoints: _path_of_step(checkpoints, root, int(asked)))
+        path = from_main_rank(world, "choose what to resume", lambda: find_checkpoint(root, int(asked)))
     load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
     return True
 
@@ -129,11 +130,6 @@ def _newest(checkpoints: list[Manifest]) -> Manifest:
     return checkpoints[-1]
 
 
-def _newest_of(root: Path) -> Manifest | None:
-    own = list_checkpoints(root)
-    return own[-1] if own else None
-
-
 def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:
     """Loads the newest complete checkpoint, and warns of the damaged ones that it skips."""
     candidates = world.broadcast_object(finished_directories(root) if world.is_main else [])
@@ -156,11 +152,7 @@ def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> 
 
 
 def _chosen(root: Path, world: Ranks, choose: Callable[[list[Manifest]], Path]) -> Path:
-    chosen = on_all_ranks(
-        world, "choose what to resume", lambda: choose(list_checkpoints(root)) if world.is_main else None
-    )
-    path: Path = world.broadcast_object(chosen)
-    return path
+    return from_main_rank(world, "choose what to resume", lambda: choose(list_checkpoints(root)))
 
 
 def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: CheckpointParameters) -> Path:
@@ -172,13 +164,6 @@ def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: Checkpoin
             "A checkpoint has the metrics of a validation at its own step."
         )
     return best.path
-
-
-def _path_of_step(checkpoints: list[Manifest], root: Path, step: int) -> Path:
-    by_step = {manifest.step: manifest.path for manifest in checkpoints}
-    if step not in by_step:
-        raise CheckpointError(f"{root} has no whole checkpoint of step {step}. There are {sorted(by_step)}.")
-    return by_step[step]
 
 
 def _refuse_used_directory(root: Path, world: Ranks) -> None:

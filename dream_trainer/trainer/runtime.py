@@ -18,18 +18,17 @@ from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.coordinator import Coordinator
-from dream_trainer.trainer.counters import Counters
+from dream_trainer.trainer.counters import Counters, WindowState
 from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.unloaded_base import UnloadedBases
-from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.attention_takeover import AttentionTakeover
+    from dream_trainer.parallel.context_attention import AttentionTakeover
     from dream_trainer.trainer.prefetcher import Prefetcher
     from dream_trainer.trainer.step.accumulation import Accumulation
     from dream_trainer.trainer.step.optimizer_step import OptimizerStep
@@ -80,7 +79,7 @@ class RunOrigin:
 
 
 class RunsRecord(Protocol):
-    """What the loop asks of trainer/run_recorder.py."""
+    """What the loop asks of trainer/run_record.py."""
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]: ...
 

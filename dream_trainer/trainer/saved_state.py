@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.metric_state import metric_state
-from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import (
+    ModelForm,
     model_buffers,
     model_configs,
     model_extra_state,
@@ -31,16 +31,14 @@ from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_st
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
-from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import random_state
-from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.data_setup import global_batch_size
-from dream_trainer.trainer.mixin_hooks import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 
 if TYPE_CHECKING:
-    from dream_trainer.checkpoint.staging import HostCopies
+    from dream_trainer.checkpoint.snapshot_writer import HostCopies
     from dream_trainer.distributed.world import World
     from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.runtime import Runtime
@@ -59,7 +57,7 @@ def snapshot(
     left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = runtime.rounds.tensors_to_save(own)
-    mixins = mixin_states(runtime.hooks)
+    mixins = dict(runtime.hooks._mixin_state())
     extra_state = _extra_state(runtime)
     adapters, model_form = whole_adapters(models, world), form.state(models, world)
 
@@ -111,7 +109,7 @@ def snapshot(
         description={
             "epoch": runtime.progress.current_epoch,
             "samples_seen": runtime.progress.samples_seen,
-            "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
+            "mesh_shape": world.mesh_shape._asdict(),
             "config": to_dict(runtime.config),
             "metrics": dict(metrics),
             "parent": runtime.origin.parent,
@@ -210,7 +208,10 @@ def _digests(runtime: Runtime, mixins: Mapping[str, Any], given: Mapping[str, An
 
 def check(runtime: Runtime, *, saves: bool) -> None:
     """Finds state that cannot be saved before the first step, and not after hours of training; a collective."""
-    state = _given_state(runtime) | {"mixins": mixin_states(runtime.hooks), "rank": runtime.hooks.rank_state_dict()}
+    state = _given_state(runtime) | {
+        "mixins": dict(runtime.hooks._mixin_state()),
+        "rank": runtime.hooks.rank_state_dict(),
+    }
     typed_json.dumps(state)
     if saves:
         _tensors(runtime)

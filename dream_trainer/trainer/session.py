@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dream_trainer.cleanup import call_each, followed_by, in_a_line
 from dream_trainer.compat.pytorch import enable_flight_recorder
 from dream_trainer.config.trainer_config import let_go
-from dream_trainer.distributed.lost_ranks import is_lost_connection
+from dream_trainer.distributed.failure import is_lost_connection
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
@@ -90,10 +90,7 @@ def go_on(runtime: Runtime) -> None:
     if session.has_failed or signals.broke_a_wait:
         feed, progress = runtime.data.feed, runtime.progress
         feed.seek(
-            progress.data,
-            feed.rank_state,
-            is_pass_over=progress.is_pass_over,
-            state=feed.state_at(progress.data),
+            progress.data, feed.rank_state, is_pass_over=progress.is_pass_over, state=feed.state_at(progress.data)
         )
     session.has_failed = signals.broke_a_wait = False
 

@@ -22,12 +22,13 @@ from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.event_table import notify
 from dream_trainer.trainer.mixin_hooks import unlogged
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
+from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 if TYPE_CHECKING:
     from dream_trainer.data.validation_data import ValidationBatches
     from dream_trainer.trainer.coordinator import Coordinator
     from dream_trainer.trainer.runtime import Runtime
-    from dream_trainer.trainer.validation_metrics import ValidationMetrics
+
 
 _NOTHING = object()
 
@@ -157,10 +158,7 @@ def _keep_company(
 
 
 def in_step(
-    runtime: Runtime,
-    batches: ValidationBatches,
-    max_batches: int | None,
-    coordinator: Coordinator | None = None,
+    runtime: Runtime, batches: ValidationBatches, max_batches: int | None, coordinator: Coordinator | None = None
 ) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, then padding; an exchange before each batch, so that no rank waits in a forward for data."""
     source, batch = iter(batches), None
@@ -201,8 +199,7 @@ def _any_batch(runtime: Runtime, batches: ValidationBatches) -> Any:
     batch = batches.any_batch()
     if batch is None:
         raise DataError(
-            f"rank {runtime.world.rank} has no validation batch while others do, and the sharded forward "
-            "needs all ranks. "
-            "Give every rank at least one batch, or use a DistributedDataLoader."
+            f"rank {runtime.world.rank} has no validation batch while others do, and the sharded forward needs all "
+            "ranks. Give every rank at least one batch, or use a DistributedDataLoader."
         )
     return batch

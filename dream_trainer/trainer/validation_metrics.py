@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +20,14 @@ from dream_trainer.modules.metrics import computed, copied, updates
 from dream_trainer.trainer.registry import is_metric
 
 
+@dataclass(eq=False)
 class ValidationMetrics:
-    def __init__(
-        self,
-        metrics: Callable[[], dict[str, Any]],
-        attributes: dict[str, Any],
-        world: Ranks,
-        say_once: Callable[[str, str], None],
-    ) -> None:
-        self._metrics = metrics
-        self._attributes = attributes
-        self._world = world
-        self._say_once = say_once
+    metrics: Callable[[], dict[str, Any]]
+    attributes: dict[str, Any]
+    world: Ranks
+    say_once: Callable[[str, str], None]
+
+    def __post_init__(self) -> None:
         # How often this rank has updated each metric by the end of the last validation.
         self._updates: dict[str, int] = {}
         # Those that some rank has ever updated between, so that they are training's; as they were when this validation
@@ -38,13 +35,13 @@ class ValidationMetrics:
         self._of_training: dict[str, int] = {}
 
     def _counts(self) -> dict[str, int]:
-        return {name: updates(metric) for name, metric in self._metrics().items()}
+        return {name: updates(metric) for name, metric in self.metrics().items()}
 
     @contextmanager
     def validation(self) -> Iterator[None]:
         counts = self._counts()
         updated_here = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
-        updated = set().union(*self._world.all_gather_object(updated_here)) if counts else set()
+        updated = set().union(*self.world.all_gather_object(updated_here)) if counts else set()
         updated |= self._of_training.keys() & counts.keys()
         self._of_training = {name: counts[name] for name in updated}
         try:
@@ -62,31 +59,31 @@ class ValidationMetrics:
         }
 
     def start_loader(self) -> None:
-        for name, metric in self._metrics().items():
+        for name, metric in self.metrics().items():
             if name not in self._of_training:
                 metric.reset()
 
     @contextmanager
     def padding(self) -> Iterator[None]:
         """Metrics see copies of themselves inside, so that a padding batch counts for nothing."""
-        originals = {name: value for name, value in self._attributes.items() if _holds_metric(value)}
+        originals = {name: value for name, value in self.attributes.items() if _holds_metric(value)}
         try:
-            self._attributes.update(copied(originals, self._metrics().values()))
+            self.attributes.update(copied(originals, self.metrics().values()))
             yield
         finally:
-            self._attributes.update(originals)
+            self.attributes.update(originals)
 
     def values(self) -> dict[str, float]:
         """What the metrics have come to over all ranks since `start_loader`; a collective."""
         numbers: dict[str, float] = {}
         seen: set[str] = set()
-        for name, metric in self._metrics().items():
+        for name, metric in self.metrics().items():
             if name in self._of_training:
                 self._refuse_if_shared(name, metric)
                 continue
-            values = computed(name, metric, self._world)
+            values = computed(name, metric, self.world)
             for key in seen.intersection(values):
-                self._say_once(
+                self.say_once(
                     f"metrics {key}",
                     f"two metrics are called {key!r}, of which the one assigned later is logged. Give each collection "
                     "a prefix of its own.",
@@ -97,7 +94,7 @@ class ValidationMetrics:
                 if math.prod(shape) == 1:
                     numbers[key] = float(item)
                 else:
-                    self._say_once(
+                    self.say_once(
                         f"metric {key}",
                         f"metric {key!r} computes a tensor of shape {shape}, which is not logged: only single numbers "
                         "are. Log what you want of it in post_val_epoch, or have it computed as one number.",
@@ -105,7 +102,7 @@ class ValidationMetrics:
         return numbers
 
     def _refuse_if_shared(self, name: str, metric: Any) -> None:
-        if any(self._world.all_gather_object(updates(metric) != self._of_training[name])):
+        if any(self.world.all_gather_object(updates(metric) != self._of_training[name])):
             raise HookError(
                 f"metric {name!r} is updated in training and in validation, so that neither's value would be its own. "
                 "Give each its own metric."

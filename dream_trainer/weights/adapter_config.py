@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 
 from dream_trainer.compat.peft import Adapters, with_defaults
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.weights.adapter_record import adapters_from, adapters_of
 from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint.model_state import model_parameters, model_tensors
 from dream_trainer.compat.peft import Adapters, LowRank, base_names, describe_adapters, peft_model
 from dream_trainer.compat.pytorch import OfTensors
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.modules.class_change import own_class
-from dream_trainer.parallel.cut_models import is_cut, names_in_whole
+from dream_trainer.parallel.sharding import is_cut, names_in_whole
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:

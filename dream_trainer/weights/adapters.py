@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint.files import local_path
 from dream_trainer.compat.peft import Adapters, base_names, may_start_from_the_base, peft_model, trained_copies
 from dream_trainer.compat.pytorch import local_tensor
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.adapter_config import refuse_other_config
 from dream_trainer.weights.adapter_record import whole_adapters

@@ -18,8 +18,7 @@ from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.model_state import model_tensors
 from dream_trainer.checks import refuse
 from dream_trainer.compat.peft import Adapters
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import adapters_from, whole_adapters

@@ -8,11 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.checkpoint.lookup import find_checkpoint
-from dream_trainer.checkpoint.manifest import Manifest, read_manifest
+from dream_trainer.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from dream_trainer.checks import refuse
-from dream_trainer.distributed.outcomes import from_main_rank
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_main_rank
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.export import export_checkpoint

@@ -18,11 +18,9 @@ from dream_trainer.checkpoint.model_state import EXTRA_STATE, stored_in_place
 from dream_trainer.checks import listed
 from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
-from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.parallel.cut_models import names_in_whole
-from dream_trainer.parallel.sharding import local_indices
+from dream_trainer.parallel.sharding import local_indices, names_in_whole
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.reading import Box, WeightFiles, renamer

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.api import (
+    CheckpointParameters,
     ConfigError,
     Manifest,
     Ranks,
-    Retention,
     best_checkpoint,
     kept,
     list_checkpoints,
@@ -26,7 +26,7 @@ from tests.checkpoint.states import DESCRIPTION, killed_at, save
 
 NAN = math.nan
 METRICS = (5.0, 1.0, 4.0, NAN, 3.0, 2.0)
-POLICY = Retention(keep_last=2, keep_best=1, metric="val/loss", mode="min")
+POLICY = CheckpointParameters(keep_last=2, keep_best=1, best_metric="val/loss", best_mode="min")
 
 
 def save_with(root: Path, step: int, value: Any = None) -> Path:
@@ -64,17 +64,17 @@ def steps(root: Path) -> set[int]:
 @pytest.mark.parametrize(
     ("retention", "expected"),
     [
-        (Retention(keep_last=1), {6}),
-        (Retention(keep_last=100), {1, 2, 3, 4, 5, 6}),
-        (Retention(keep_every_n_steps=4), {4, 6}),
-        (Retention(keep_every_n_steps=2, keep_last=2), {2, 4, 5, 6}),
-        (Retention(keep_best=1, metric="val/loss"), {2, 6}),
-        (Retention(keep_best=2, metric="val/loss", mode="max"), {1, 3, 6}),
-        (Retention(keep_best=1, metric="val/other"), {1, 2, 3, 4, 5, 6}),
+        (CheckpointParameters(keep_last=1), {6}),
+        (CheckpointParameters(keep_last=100), {1, 2, 3, 4, 5, 6}),
+        (CheckpointParameters(keep_every_n_steps=4), {4, 6}),
+        (CheckpointParameters(keep_every_n_steps=2, keep_last=2), {2, 4, 5, 6}),
+        (CheckpointParameters(keep_best=1, best_metric="val/loss"), {2, 6}),
+        (CheckpointParameters(keep_best=2, best_metric="val/loss", best_mode="max"), {1, 3, 6}),
+        (CheckpointParameters(keep_best=1, best_metric="val/other", best_mode="min"), {1, 2, 3, 4, 5, 6}),
         (POLICY, {2, 5, 6}),
     ],
 )
-def test_what_any_rule_names_is_kept_and_the_newest_always(retention: Retention, expected: set[int]) -> None:
+def test_what_any_rule_names_is_kept_and_the_newest_always(retention: CheckpointParameters, expected: set[int]) -> None:
     assert kept(manifests(*METRICS), retention) == expected
     assert kept(manifests(*METRICS)[::-1], retention) == expected
 
@@ -106,12 +106,12 @@ def test_the_best_is_a_number_and_the_earlier_of_equals(values: tuple[Any, ...],
         ({"keep_last": 0}, "keep_last=0 is too small"),
         ({"keep_every_n_steps": 1.5}, r"keep_every_n_steps=1\.5"),
         ({"keep_best": 1}, "does not say by which metric"),
-        ({"mode": "smallest"}, "mode='smallest'"),
+        ({"best_mode": "smallest"}, "best_mode='smallest'"),
     ],
 )
 def test_a_policy_that_cannot_work_is_named(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Retention(**arguments)
+        CheckpointParameters(**arguments)
 
 
 # -- on the disk
@@ -141,7 +141,7 @@ def test_what_is_not_whole_neither_counts_nor_is_removed(tmp_path: Path) -> None
     others = ["step_00000009", ".aside-0123abcd-step_00000007", "notes", ".step_00000008.tmp-mine"]
     for name in others:
         (tmp_path / name).mkdir()
-    assert [path.name for path in retire(tmp_path, Retention(keep_last=2))] == ["step_00000001"]
+    assert [path.name for path in retire(tmp_path, CheckpointParameters(keep_last=2))] == ["step_00000001"]
     assert steps(tmp_path) == {2, 3}
     assert {path.name for path in tmp_path.iterdir()} == {*others, *(f"step_{step:08d}" for step in (2, 3, 4, 5))}
 
@@ -151,7 +151,7 @@ def test_the_only_whole_checkpoint_stays_though_newer_ones_are_damaged(tmp_path:
     for step in (1, 2):
         save_with(tmp_path, step)
     (tmp_path / "step_00000002" / "manifest.json").write_bytes(b"")
-    for retention in (Retention(keep_last=1), Retention(keep_every_n_steps=2), POLICY):
+    for retention in (CheckpointParameters(keep_last=1), CheckpointParameters(keep_every_n_steps=2), POLICY):
         assert retire(tmp_path, retention) == []
     assert steps(tmp_path) == {1}
 

@@ -18,7 +18,6 @@ from tests.api import (
     Manifest,
     Moment,
     Ranks,
-    Retention,
     Saver,
     Saving,
     Snapshot,
@@ -69,7 +68,7 @@ class Counter:
         self.saver = Saver(
             self.parameters,
             self.world,
-            SnapshotWriter(directory, Retention.of(self.parameters), self.world, copies),
+            SnapshotWriter(directory, self.parameters, self.world, copies),
             settle=lambda: Moment(self.step, self.has_pending_work),
             snapshot=self.snapshot,
             warm=lambda _: lambda: self.warmed.append(self.step),

@@ -63,5 +63,5 @@ def test_blocks_are_the_outermost_repeated_children_and_not_the_experts_inside()
 def test_a_parameter_tied_across_blocks_is_refused_with_both_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    with pytest.raises(ConfigError, match=r"'0' and '1' share a parameter.*model_blocks"):
+    with pytest.raises(ConfigError, match=r"in block '0' and in block '1'.*model_blocks"):
         shard_by_blocks(model, list(model), {}, {})

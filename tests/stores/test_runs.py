@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.checkpoint import sender
+from dream_trainer.checkpoint import remote_run
 from tests.api import CheckpointError, NewFile, Ownership, Ranks, StorePath, list_checkpoints, verify_checkpoint
 from tests.stores.jobs import Fit, Wide, config, train, weights
 from tests.stores.servers import SECRET, Server
@@ -124,7 +124,7 @@ def test_what_could_not_be_sent_is_sent_first_by_the_next_start(
             if self.global_step == 3:
                 s3.stop()
 
-    monkeypatch.setattr(sender, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(remote_run, "PATIENCE_SECONDS", 1.0)
     with pytest.raises(CheckpointError, match="the same command sends them first"):
         train(url, 6, trainer=Watched)
     assert {"step_00000004", "step_00000006"} <= set(waiting())

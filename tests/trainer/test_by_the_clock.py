@@ -33,7 +33,7 @@ class Timed(Validates, Spread):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.minutes += self.world.rank in self.slow_ranks
-        self.patience.append(self._runtime.session.watchdog._limit_seconds())
+        self.patience.append(self._runtime.session.watchdog.limit_seconds())
         if self.world.world_size > 1:
             self.timeouts.append(timeouts(self.world))
         return super().training_step(batch, batch_idx)

@@ -163,7 +163,7 @@ def test_a_step_or_a_path_is_resumed_instead_of_the_newest(form: str) -> None:
 
 def test_a_step_that_was_not_saved_is_an_error_that_lists_those_that_were() -> None:
     run(save_every_n_steps=2)
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 3. There are \[2, 4, 6\]"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 3. There are steps \[2, 4, 6\]"):
         run(resume=3)
 
 

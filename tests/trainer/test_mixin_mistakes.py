@@ -22,9 +22,9 @@ class KeepsToo(dt.AbstractTrainer):
         return super()._mixin_state() | {"mine": 2}
 
 
-def test_two_mixins_with_one_key_are_both_named() -> None:
+def test_two_mixins_with_one_key_are_an_error() -> None:
     trainer = type("Trainer", (Saves, Keeps, KeepsToo), {})(make_config())
-    with pytest.raises(HookError, match="^Keeps and KeepsToo both keep their state under the key 'mine' of _mixin_sta"):
+    with pytest.raises(HookError, match="^two mixins keep their state under the key 'mine' of _mixin_state"):
         fit(trainer)
     assert (trainer.global_step, trainer.seen) == (0, [])
 

@@ -104,8 +104,8 @@ class ReadsValues(Model):
 
 UNAWARE = (
     r"stage 0 of 2 of Unaware \(position, embedding, .*\) cannot run: TypeError: 'NoneType' object is not callable, at "
-    r"\S+test_pipeline_mistakes.py:\d+ `return self.head\(self.norm\(x\)\)`. It is given a tensor of shape \[2, 6\], "
-    r"and asks for head, which stage 1 holds, and asks for norm, which stage 1 holds. Of what .* `if self.head is not N"
+    r"\S+test_pipeline_mistakes.py:\d+ `return self.head\(self.norm\(x\)\)`. It is given a tensor of shape \[2, 6\]\. "
+    r"Of what .* `if self.embedding is not N"
 )
 
 

@@ -100,11 +100,11 @@ def test_a_hang_in_what_one_rank_runs_alone_is_reported_with_its_callback() -> N
         main_process_only = True
 
         def post_train_step(self, trainer: Any) -> None:
-            inside.append(trainer._runtime.session.watchdog._where())
+            inside.append(trainer._runtime.session.watchdog.where())
 
     class Looked(Alone):
         def post_train_step(self) -> None:
-            outside.append(self._runtime.session.watchdog._where())
+            outside.append(self._runtime.session.watchdog.where())
 
     inside: list[str] = []
     outside: list[str] = []

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from dream_trainer.checkpoint.loading import load_tensors
-from dream_trainer.checkpoint.retention import Retention
-from dream_trainer.checkpoint.sender import Sender
+from dream_trainer.checkpoint.remote_run import Sender
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.compat.pytorch import HashStore
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.stores.store_path import StorePath
 from tests.stores.seaweed import working_store
@@ -57,7 +57,13 @@ class Bench:
         root = StorePath(f"s3://{BUCKET}/run/checkpoints")
         self._remote = root
         self._sender = Sender(
-            root, Retention(), rank=0, world_size=1, notes=HashStore(), ownership=None, after_each=lambda: None
+            root,
+            CheckpointParameters(),
+            rank=0,
+            world_size=1,
+            notes=HashStore(),
+            ownership=None,
+            after_each=lambda: None,
         )
         self._step = 0
         self._shard = directory / "shard"

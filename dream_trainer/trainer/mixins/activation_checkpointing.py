@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import ClassVar
 
 from dream_trainer.config.parallel_parameters import (
     ActivationCheckpointingConfigMixin,
@@ -19,9 +19,6 @@ class ActivationCheckpointingMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = ActivationCheckpointingConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def apply_activation_checkpointing(self) -> None:
         """Makes the blocks of every trained model recompute their activations.
 
@@ -31,8 +28,8 @@ class ActivationCheckpointingMixin(AbstractTrainer):
             ConfigError: No trained model has repeated blocks.
         """
         super().apply_activation_checkpointing()
-        parameters: ActivationCheckpointingParameters = self.config.activation_checkpointing_parameters
-        mode = self.config.device_parameters.activation_checkpointing
+        parameters: ActivationCheckpointingParameters = self._runtime.config.activation_checkpointing_parameters
+        mode = self._runtime.config.device_parameters.activation_checkpointing
         trained = set(self._runtime.registry.trainable_models())
         blocks_of = {name: self.model_blocks(model) for name, model in self.named_models().items() if model in trained}
         self._look_at_models_without_blocks([name for name, blocks in blocks_of.items() if not blocks], len(blocks_of))

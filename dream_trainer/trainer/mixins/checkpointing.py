@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -24,14 +24,11 @@ from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
-from dream_trainer.checkpoint.model_form import ModelForm
-from dream_trainer.checkpoint.model_state import model_configs
+from dream_trainer.checkpoint.model_state import ModelForm, model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
-from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
-from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
-from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.checkpoint_parameters import (
     ALL_KEPT,
@@ -40,11 +37,10 @@ from dream_trainer.config.checkpoint_parameters import (
     CheckpointParameters,
     Mode,
 )
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.distributed.world import MESH_DIMS, on_host, ranks_of_host
+from dream_trainer.distributed.ranks import Ranks, on_all_ranks
+from dream_trainer.distributed.world import on_host, ranks_of_host
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.events.averages import averages_to_export
+from dream_trainer.events.callback import averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
@@ -67,9 +63,6 @@ class CheckpointMixin(AbstractTrainer):
     _config_class: ClassVar[type | None] = CheckpointConfigMixin
     _saves_checkpoints: ClassVar[bool] = True
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     @property
     def checkpoint_dir(self) -> Path:
         """Where this run's checkpoints are, or a link to that place; of an object store, where they wait to be sent."""
@@ -81,7 +74,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _elsewhere(self) -> Path | None:
         """The directory of this run below `checkpoint_parameters.directory`, on a disk or in an object store."""
-        directory = self.config.checkpoint_parameters.directory
+        directory = self._runtime.config.checkpoint_parameters.directory
         if directory is None:
             return None
         return as_path(directory).expanduser() / self.project / self.group / self.experiment
@@ -187,14 +180,14 @@ class CheckpointMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
+        parameters = self.__parameters()
         if parameters.best_metric is not None:
             refuse_other_places(parameters.best_metric, self._runtime.data.validation, named_by="best_metric")
-        retention, elsewhere = Retention.of(parameters), self._elsewhere()
+        elsewhere = self._elsewhere()
         copies = HostCopies(self.world.device) if parameters.async_save else None
         beside = self.world.beside()
         writer = SnapshotWriter(
-            self.checkpoint_dir, retention, beside, copies, self._local_checkpoints(parameters, beside)
+            self.checkpoint_dir, parameters, beside, copies, self._local_checkpoints(parameters, beside)
         )
         self.__form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
@@ -210,38 +203,46 @@ class CheckpointMixin(AbstractTrainer):
             patience=self._runtime.session.patience,
             say_once=self.warn_once,
             clock=time.monotonic,
-            only_when_called=self.config.training_parameters.fast_dev_run,
+            only_when_called=self._runtime.config.training_parameters.fast_dev_run,
         )
         self._runtime.optimizer_step.before_update = saver.before_update
-        if self.config.training_parameters.fast_dev_run:
+        if self._runtime.config.training_parameters.fast_dev_run:
             return
         saver.claim(self.run_dir)
         if isinstance(elsewhere, StorePath):
-            saver.send_to(RemoteRun(elsewhere, self.run_dir, retention, self.world, self.world.connect_to_store))
+            saver.send_to(RemoteRun(elsewhere, self.run_dir, parameters, self.world, self.world.connect_to_store))
         elif elsewhere is not None or self.checkpoint_dir.is_symlink():
             # A run in another `runs_dir` may have the same.
             saver.claim(linked_checkpoints(self.checkpoint_dir, elsewhere, self.world))
 
+    def __parameters(self) -> CheckpointParameters:
+        """Those of the config, with the `best_mode` that metrics know."""
+        parameters: CheckpointParameters = self._runtime.config.checkpoint_parameters
+        if parameters.best_metric is None:
+            return parameters
+        known = higher_is_better(self.named_metrics(), parameters.best_metric)
+        return replace(parameters, best_mode=parameters.known_best_mode(known))
+
     def _local_checkpoints(self, parameters: CheckpointParameters, beside: Ranks) -> LocalCheckpoints | None:
-        if parameters.local_directory is None or self.config.training_parameters.fast_dev_run:
+        if parameters.local_directory is None or self._runtime.config.training_parameters.fast_dev_run:
             return None
         world = self.world
         return LocalCheckpoints(
             Path(parameters.local_directory).expanduser().absolute(),
             experiment=self.experiment,
             root=absolute(self._checkpoints_root()),
-            mesh_shape=dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
+            mesh_shape=world.mesh_shape._asdict(),
             ranks=ranks_of_host(world, world.host_number),
             world=world,
             beside=beside,
-            host=on_host(world, beside, timeout_seconds=self.config.device_parameters.start_timeout_seconds),
+            host=on_host(world, beside, timeout_seconds=self._runtime.config.device_parameters.start_timeout_seconds),
         )
 
     def _resume(self) -> None:
         super()._resume()
         self.__form.note(self.named_models())
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
-        if self.config.training_parameters.fast_dev_run:
+        parameters = self.__parameters()
+        if self._runtime.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self._runtime, saves=parameters.saves)
         local = self._runtime.saver.local
@@ -309,7 +310,7 @@ class CheckpointMixin(AbstractTrainer):
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
-        changed = changed_fields(manifest, self.config)
+        changed = changed_fields(manifest, self._runtime.config)
         if changed:
             but = ", but for those of optimizers: learning rates and the like are the checkpoint's"
             logger.warning(
@@ -342,7 +343,7 @@ class CheckpointMixin(AbstractTrainer):
     # -- state
 
     def _best_modes(self) -> dict[str, Mode]:
-        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self.named_metrics())
+        parameters = self.__parameters()
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
         return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
@@ -360,14 +361,6 @@ def _settled(runtime: Runtime) -> Moment:
     runtime.hooks.settle()
     runtime.coordinator.check_order()
     return Moment(runtime.progress.global_step, has_pending_work=runtime.progress.owed is not None)
-
-
-def with_known_mode(parameters: CheckpointParameters, metrics: Mapping[str, Any]) -> CheckpointParameters:
-    """These parameters with the `best_mode` that `metrics` know."""
-    if parameters.best_metric is None:
-        return parameters
-    known = higher_is_better(metrics, parameters.best_metric)
-    return replace(parameters, best_mode=parameters.known_best_mode(known))
 
 
 def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:

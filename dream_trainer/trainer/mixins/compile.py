@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 
-from dream_trainer.compat.async_collectives import waited
+from dream_trainer.compat.async_collectives import options_of_overlap, waited, why_memory_is_not_shared
 from dream_trainer.config.parallel_parameters import CompileConfigMixin, CompileParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.block_state import BlockState, Moves
@@ -14,12 +17,6 @@ from dream_trainer.modules.class_change import Changed, change_class, own_class
 from dream_trainer.modules.recompute import Recomputed
 from dream_trainer.parallel.joined_buffers import unread_in_training
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch.distributed as dist
-    import torch.nn as nn
 
 
 class Traced(Changed):
@@ -65,12 +62,10 @@ class CompileMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = CompileConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        if self.config.compile_parameters.async_tensor_parallel and not self.config.device_parameters.compile:
+        config = self._runtime.config
+        if config.compile_parameters.async_tensor_parallel and not config.device_parameters.compile:
             raise ConfigError(
                 "compile_parameters.async_tensor_parallel=True overlaps nothing without compiled blocks. Set "
                 "device_parameters.compile=True too, or leave it False."
@@ -84,8 +79,8 @@ class CompileMixin(AbstractTrainer):
                 another.
         """
         super().apply_compile()
-        parameters: CompileParameters = self.config.compile_parameters
-        devices = self.config.device_parameters
+        parameters: CompileParameters = self._runtime.config.compile_parameters
+        devices = self._runtime.config.device_parameters
         is_split, is_shared = devices.tensor_parallel > 1, devices.context_parallel > 1
         options = None
         if is_split and parameters.async_tensor_parallel and self.world.mesh is not None:
@@ -117,14 +112,12 @@ class CompileMixin(AbstractTrainer):
                 )
 
     def _options_of_overlap(self, group: dist.ProcessGroup) -> dict[str, Any]:
-        from dream_trainer.compat.async_collectives import options_of_overlap, why_memory_is_not_shared
-
         if (why_not := why_memory_is_not_shared(group, self.world.device)) is not None:
             raise ConfigError(
                 f"compile_parameters.async_tensor_parallel=True: {why_not}. It needs GPUs that read each other's "
                 "memory, as those that NVLink connects do. Use False elsewhere."
             )
-        return options_of_overlap(self.config.compile_parameters.mode)
+        return options_of_overlap(self._runtime.config.compile_parameters.mode)
 
 
 def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,15 +54,12 @@ class ContextParallelMixin(AbstractTrainer):
     _config_class: ClassVar[type | None] = ContextParallelConfigMixin
     _cuts_sequences: ClassVar[bool] = True
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.mesh_shape.cp == 1:
             return
         from dream_trainer.data.packing.shared_rows import handlers
-        from dream_trainer.parallel.attention_takeover import AttentionTakeover
+        from dream_trainer.parallel.context_attention import AttentionTakeover
 
         attention = _attention(self._runtime)
         self.__sequence_cut = SequenceCut(attention, self.world)
@@ -112,8 +109,7 @@ def _step_seed(runtime: Runtime, batch_idx: int) -> int:
 
 
 def _attention(runtime: Runtime) -> ContextAttention:
-    from dream_trainer.parallel.context_attention import GatheredAttention, UlyssesAttention
-    from dream_trainer.parallel.sequence_parts import SequenceParts
+    from dream_trainer.parallel.context_attention import GatheredAttention, SequenceParts, UlyssesAttention
 
     mesh = runtime.world.mesh
     assert mesh is not None  # several ranks share sequences

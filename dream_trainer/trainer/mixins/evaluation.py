@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,9 +27,6 @@ class EvalMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = EvalConfigMixin
     _names_validation_loaders: ClassVar[bool] = True
-
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -66,7 +63,8 @@ class EvalMixin(AbstractTrainer):
                 raise HookError(f"{type(self).__name__} does not override validation_step, which evaluate() runs.")
             is_own_data, limit = dataloader is None, None
             if is_own_data:
-                batches, limit = self._runtime.data.validation, self.config.training_parameters.val_steps_per_epoch
+                batches = self._runtime.data.validation
+                limit = self._runtime.config.training_parameters.val_steps_per_epoch
                 if not batches:
                     raise HookError(
                         "there is no validation loader. Pass evaluate(dataloader), or return one from "
@@ -116,7 +114,7 @@ class EvalMixin(AbstractTrainer):
 
     def _batches_of(self, dataloader: Any) -> Any:
         return validation_batches(
-            dataloader, dp_rank=self.world.dp_rank, dp_size=self.world.dp_size, seed=self.config.seed
+            dataloader, dp_rank=self.world.dp_rank, dp_size=self.world.dp_size, seed=self._runtime.config.seed
         )
 
     # -- around a validation and each loader
@@ -124,7 +122,7 @@ class EvalMixin(AbstractTrainer):
     def _finish_setup(self) -> None:
         super()._finish_setup()
         self.__validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
-        parameters: EvalParameters = self.config.eval_parameters
+        parameters: EvalParameters = self._runtime.config.eval_parameters
         modes = self._best_modes()
         for name, mode in parameters.best_metrics.items():
             if modes[name] != mode and parameters != EvalParameters():  # nobody asked for the default's
@@ -150,7 +148,7 @@ class EvalMixin(AbstractTrainer):
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
-        parameters = self.config.eval_parameters
+        parameters = self._runtime.config.eval_parameters
         missing = sorted(parameters.best_metrics.keys() - metrics.keys())
         if missing and parameters != EvalParameters():  # nobody asked for the default's
             self.warn_once(
@@ -163,7 +161,7 @@ class EvalMixin(AbstractTrainer):
 
     def _best_modes(self) -> dict[str, Mode]:
         known = super()._best_modes()  # the one by which checkpoints are kept is the first
-        return known | dict(self.config.eval_parameters.best_metrics) | known
+        return known | dict(self._runtime.config.eval_parameters.best_metrics) | known
 
     def _mixin_state(self) -> dict[str, Any]:
         state = {"best": dict(self.best), "best_steps": dict(self.__best_steps)}

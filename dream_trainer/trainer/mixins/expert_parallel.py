@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.errors import HookError
+from dream_trainer.parallel.expert_exchange import split_experts
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ExpertParallelMixin(AbstractTrainer):
@@ -24,9 +22,6 @@ class ExpertParallelMixin(AbstractTrainer):
         ```
     """
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
         """Splits the experts of every `MoE` of the models over `mesh`.
 
@@ -34,10 +29,8 @@ class ExpertParallelMixin(AbstractTrainer):
             HookError: There is none.
         """
         super().apply_expert_parallel(mesh)
-        from dream_trainer.parallel.expert_exchange import split_experts
-
         mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
-        has_whole_models = self.config.device_parameters.pipeline_parallel == 1  # of its stages one may have none
+        has_whole_models = self.world.stages == 1  # of a pipeline's stages one may have none
         if not mixtures and has_whole_models:
             raise HookError(
                 f"expert_parallel={mesh.size()}, and no model of {type(self).__name__} has a layer of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dream_trainer.config.parallel_parameters import Float8ConfigMixin, Float8Parameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
@@ -21,17 +21,14 @@ class Float8Mixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = Float8ConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        recipe = self.config.device_parameters.float8
+        recipe = self._runtime.config.device_parameters.float8
         if recipe == "none":
             return
         if find_spec("torchao") is None:
             raise ConfigError(f"float8={recipe!r} needs torchao, which is not installed. Run pip install torchao.")
-        if recipe != "tensorwise" and self.config.float8_parameters.all_gather:
+        if recipe != "tensorwise" and self._runtime.config.float8_parameters.all_gather:
             raise ConfigError(
                 f"float8_parameters.all_gather=True with float8={recipe!r}: shards are gathered with one scale for "
                 'each weight. Use float8="tensorwise", or all_gather=False.'
@@ -49,7 +46,7 @@ class Float8Mixin(AbstractTrainer):
         from dream_trainer.modules.float8_linears import compute_in_float8, gather_in_float8, has_products
 
         super().apply_float8()
-        recipe, parameters = self.config.device_parameters.float8, self.config.float8_parameters
+        recipe, parameters = self._runtime.config.device_parameters.float8, self._runtime.config.float8_parameters
         if not parameters.emulate and not has_products(self.world.device):
             raise ConfigError(
                 f"float8={recipe!r} on {self.world.device}: it has no products of float8, as GPUs since Ada and Hopper "

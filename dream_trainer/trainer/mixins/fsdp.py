@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
+from torch import nn
+
+from dream_trainer.compat.async_collectives import why_memory_is_not_shared
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
-from dream_trainer.parallel.cut_models import is_cut
-from dream_trainer.parallel.sharding import shard_by_blocks
+from dream_trainer.parallel.sharding import is_cut, shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.model_setup import is_whole_in_steps
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class FSDPMixin(AbstractTrainer):
@@ -20,9 +19,6 @@ class FSDPMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = FSDPConfigMixin
     _shards_parameters: ClassVar[bool] = True
-
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
 
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
         """Wraps each block of every model with parameters, then the model, in `fully_shard`; frozen models too.
@@ -39,20 +35,19 @@ class FSDPMixin(AbstractTrainer):
         small = [model for model in models if is_whole_in_steps(runtime, model)]
         for model in small:
             runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
-        blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
+        blocks = {"reshard_after_forward": self._runtime.config.fsdp_parameters.reshard_after_forward} | config
         for model in models:
             if model in small:
                 continue
             shard_by_blocks(model, self.model_blocks(model), blocks, config, is_cut=is_cut(model))
-            if self.config.fsdp_parameters.separate_reduce_group:
+            if self._runtime.config.fsdp_parameters.separate_reduce_group:
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups
 
                 self.world.further_groups += reduce_in_own_groups(model)
-            if self.config.fsdp_parameters.symmetric_memory:
+            if self._runtime.config.fsdp_parameters.symmetric_memory:
                 self._gather_in_symmetric_memory(model)
 
     def _gather_in_symmetric_memory(self, model: nn.Module) -> None:
-        from dream_trainer.compat.async_collectives import why_memory_is_not_shared
         from dream_trainer.compat.fully_shard import gather_in_symmetric_memory
 
         mesh = self.world.parameter_mesh

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -50,20 +52,17 @@ class LocalSGDMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = LocalSGDConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         _refuse_tensors_of_callbacks(self._runtime)
-        self._runtime.workers = self.config.local_sgd_parameters.workers
+        self._runtime.workers = self._runtime.config.local_sgd_parameters.workers
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.workers > 1:
             _refuse_what_crosses_workers(self._runtime)
         self._runtime.rounds = Rounds(
-            self.config.local_sgd_parameters,
+            self._runtime.config.local_sgd_parameters,
             self.world,
             self._runtime.registry,
             self._runtime.parallel,
@@ -84,8 +83,8 @@ class LocalSGDMixin(AbstractTrainer):
             self.warn_once(
                 "a round",
                 f"training ends at step {self.global_step}, in the middle of a round of "
-                f"{self.config.local_sgd_parameters.every_n_steps} steps. Validations, checkpoints and exports have "
-                "the average of the workers, but the models of this process have the weights of its own worker.",
+                f"{self._runtime.rounds.steps} steps. Validations, checkpoints and exports have the average of the "
+                "workers, but the models of this process have the weights of its own worker.",
             )
 
     @contextmanager
@@ -147,18 +146,17 @@ def _refuse_what_crosses_workers(runtime: Runtime) -> None:
 _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."
 
 
+@dataclass(eq=False)
 class Rounds(NoRounds):
-    def __init__(
-        self,
-        parameters: LocalSGDParameters,
-        world: World,
-        registry: Registry,
-        parallel: ParallelModels,
-        progress: Counters,
-        changing_weights: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._world, self._registry, self._parallel = world, registry, parallel
-        self._progress, self._changing_weights = progress, changing_weights
+    parameters: LocalSGDParameters
+    world: World
+    registry: Registry
+    parallel: ParallelModels
+    progress: Counters
+    changing_weights: Callable[[], AbstractContextManager[None]]
+
+    def __post_init__(self) -> None:
+        parameters = self.parameters
         self.steps = parameters.every_n_steps
         self._began_at: int | None = None
         self._start: dict[str, Tensor] = {}  # this rank's part of each tensor at the round's beginning, by its name
@@ -171,14 +169,14 @@ class Rounds(NoRounds):
     @property
     def is_running(self) -> bool:
         """Whether workers have taken steps of their own since their parameters were averaged."""
-        return self._began_at is not None and self._progress.global_step > self._began_at
+        return self._began_at is not None and self.progress.global_step > self._began_at
 
     @torch.no_grad()
     def begin_if_due(self) -> None:
         """A window begins; if no round is running, this is its first."""
         if self._began_at is not None:
             return
-        self._began_at = self._progress.global_step
+        self._began_at = self.progress.global_step
         averaged = self._averaged()
         self._make_room(averaged)
         foreach_copy_(list(self._start.values()), _parts(averaged))
@@ -186,7 +184,7 @@ class Rounds(NoRounds):
     @torch.no_grad()
     def end_if_due(self) -> None:
         """A window is complete; where it is a round's last, the workers become one model; a collective then."""
-        if not self.is_running or self._progress.global_step % self.steps:
+        if not self.is_running or self.progress.global_step % self.steps:
             return
         averaged = self._averaged()
         if averaged.keys() != self._start.keys():
@@ -196,7 +194,7 @@ class Rounds(NoRounds):
                 "of every_n_steps."
             )
         assert self._outer is not None  # since the round began
-        with self._changing_weights():
+        with self.changing_weights():
             parts = _parts(averaged)
             starts = self._start.values()
             for tensor, start, difference in zip(averaged.values(), starts, self._mean_differences(parts), strict=True):
@@ -215,18 +213,18 @@ class Rounds(NoRounds):
         if not self._is_apart():
             yield
             return
-        with torch.no_grad(), self._changing_weights():
+        with torch.no_grad(), self.changing_weights():
             parts = _parts(self._averaged())
             own = [part.clone() for part in parts]
             foreach_copy_(parts, self._averages(parts))
         try:
             yield
         finally:
-            with torch.no_grad(), self._changing_weights():
+            with torch.no_grad(), self.changing_weights():
                 foreach_copy_(_parts(self._averaged()), own)
 
     def _is_apart(self) -> bool:
-        return self.is_running and self._world.workers > 1
+        return self.is_running and self.world.workers > 1
 
     # -- checkpoints: the model's names have the average; in a round, each worker's own weights lie beside it
 
@@ -271,19 +269,19 @@ class Rounds(NoRounds):
         self._began_at = state.get("began_at")
 
     def _own_name(self, name: str) -> str:
-        return f"workers.{self._world.worker}.{name}"
+        return f"workers.{self.world.worker}.{name}"
 
     # -- the parts
 
     def _averaged(self) -> dict[str, Tensor]:
         """What workers have of their own and average, by its name in checkpoints."""
-        models = self._registry.models()
-        groups = [group for optimizer in self._registry.optimizers().values() for group in optimizer.param_groups]
+        models = self.registry.models()
+        groups = [group for optimizer in self.registry.optimizers().values() for group in optimizer.param_groups]
         owned = {id(parameter) for group in groups for parameter in group["params"]}
         averaged: dict[str, Tensor] = {name: p for name, p in model_parameters(models).items() if id(p) in owned}
-        if self._world.workers == 1:
+        if self.world.workers == 1:
             return averaged
-        buffers = self._parallel.buffers
+        buffers = self.parallel.buffers
         joined = set() if buffers is None else buffers.averaged_storages()
         return averaged | {name: b for name, b in model_buffers(models).items() if storage_id(b) in joined}
 
@@ -317,14 +315,12 @@ class Rounds(NoRounds):
     def _mean_differences(self, parts: list[Tensor]) -> list[Tensor]:
         """How far the workers went from the round's beginning to `parts`, on average and backwards; a collective."""
         differences = [start - part for start, part in zip(self._start.values(), parts, strict=True)]
-        if self._world.workers == 1:
+        if self.world.workers == 1:
             return differences
-        import torch.distributed as dist
-
         for _, bucket in in_buckets(differences, lambda tensor: tensor.dtype, lambda tensor: tensor.nbytes):
             flat = torch.cat([difference.flatten() for difference in bucket])
-            dist.all_reduce(flat, group=self._world.across_workers)
-            flat /= self._world.workers
+            dist.all_reduce(flat, group=self.world.across_workers)
+            flat /= self.world.workers
             means = flat.split([difference.numel() for difference in bucket])
             foreach_copy_(bucket, [mean.view(d.shape) for mean, d in zip(means, bucket, strict=True)])
         return differences

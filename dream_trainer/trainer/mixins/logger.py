@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -38,12 +38,9 @@ class LoggerMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = LoggerConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        parameters: LoggerParameters = self.config.logger_parameters
+        parameters: LoggerParameters = self._runtime.config.logger_parameters
         check_loggers(parameters)
         self.__run_log = RunLog(
             parameters,
@@ -89,7 +86,7 @@ class LoggerMixin(AbstractTrainer):
 
     def configure_loggers(self) -> list[Logger]:
         """The loggers, by `logger_parameters.loggers`. Called on rank 0 only; an override may add to `super()`'s."""
-        parameters: LoggerParameters = self.config.logger_parameters
+        parameters: LoggerParameters = self._runtime.config.logger_parameters
         return [logger.configured(parameters) for logger in check_loggers(parameters)]
 
     # -- what the log asks
@@ -124,7 +121,7 @@ class LoggerMixin(AbstractTrainer):
     def _finish_setup(self) -> None:
         super()._finish_setup()
         loggers = self.configure_loggers() if self.world.is_main else []
-        strict = self.config.logger_parameters.strict
+        strict = self._runtime.config.logger_parameters.strict
         self.__run_log.connect(self.world, LoggerGroup(loggers, self.warn_once, strict=strict))
 
     @override

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
-from dream_trainer.parallel.cut_models import is_cut
-from dream_trainer.parallel.sharding import fsdp_modules
+from dream_trainer.optim.groups import remember_whole
+from dream_trainer.parallel.joined_buffers import batch_norms
+from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_ties, ties_of
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.data_setup import refuse_short_batches
+from dream_trainer.trainer.step.tied_gradients import connect_copies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,8 +60,6 @@ class PipelineParallelMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = PipelineParallelConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
     __pipelines: Mapping[nn.Module, Pipeline] = MappingProxyType({})
 
     def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -82,15 +83,11 @@ class PipelineParallelMixin(AbstractTrainer):
         """
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
-        from dream_trainer.optim.groups import remember_whole
-        from dream_trainer.parallel.cut_models import remember_ties, ties_of
-        from dream_trainer.parallel.joined_buffers import batch_norms
         from dream_trainer.parallel.pipeline import Stages
-        from dream_trainer.parallel.pipeline_stages import keep_only, number_lists, stages_of_models
-        from dream_trainer.parallel.stage_check import StageCheck
+        from dream_trainer.parallel.pipeline_stages import StageCheck, keep_only, number_lists, stages_of_models
 
         self._refuse_beside_a_pipeline(mesh.size())
-        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
+        parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
         ranks = ranks_of_stages(parameters.schedule, mesh.size(), parameters.stages_of_each_rank)
         here = self.world.stage_rank
         cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
@@ -120,10 +117,8 @@ class PipelineParallelMixin(AbstractTrainer):
         if self.world.stages == 1:
             return
         from dream_trainer.parallel.pipeline import Pipeline
-        from dream_trainer.trainer.data_setup import refuse_short_batches
-        from dream_trainer.trainer.step.tied_gradients import connect_copies
 
-        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
+        parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
         microbatches = parameters.microbatches or 2 * self.world.stages
         if microbatches < self.world.stages:
             raise ConfigError(
@@ -141,9 +136,10 @@ class PipelineParallelMixin(AbstractTrainer):
         self._runtime.accumulation.goes_back_here = self.world.stage_rank == last
         self._runtime.accumulation.trains_whole_models = any(map(self.get_optimizers_by_model, whole))
         pipelines: dict[nn.Module, Pipeline] = {}
+        devices: DeviceParameters = self._runtime.config.device_parameters
         for name, model in models.items():
             if is_cut(model):
-                is_cast = half_dtype(self.config.device_parameters) is not None and bool(fsdp_modules(model))
+                is_cast = half_dtype(devices) is not None and bool(fsdp_modules(model))
                 pipelines[model] = Pipeline(
                     model,
                     self._runtime.parallel.stages[model],
@@ -152,13 +148,13 @@ class PipelineParallelMixin(AbstractTrainer):
                     schedule=parameters.schedule,
                     microbatches=microbatches,
                     # Ranks that share experts run them as often, and may have batches of other sizes.
-                    most_without_gradients=1 if self.config.device_parameters.expert_parallel > 1 else microbatches,
-                    backward_context=without_autocast(self.config.device_parameters, self.world.device),
+                    most_without_gradients=1 if devices.expert_parallel > 1 else microbatches,
+                    backward_context=without_autocast(devices, self.world.device),
                     output_dtype=torch.float32 if is_cast else None,
                     aside=self._outside_forward,
                     warn=lambda message: self.warn_once(message, message),
                     beside=pipelines,
-                    splits_backwards=_may_split(self.config.device_parameters),
+                    splits_backwards=_may_split(devices),
                     whole=whole if parameters.computes_weights_apart else [],
                 )
         self.__pipelines = pipelines
@@ -178,7 +174,7 @@ class PipelineParallelMixin(AbstractTrainer):
         step = super()._wrap_step(step)
         if self.world.stages == 1:
             return step
-        from dream_trainer.parallel.stage_refusals import naming_what_is_elsewhere
+        from dream_trainer.parallel.pipeline import naming_what_is_elsewhere
 
         return naming_what_is_elsewhere(step, self.world.stages)
 

@@ -24,14 +24,9 @@ from dream_trainer.modules.precision import half_dtype, norms_in_float32
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
-from dream_trainer.parallel.cut_models import is_cut
-from dream_trainer.parallel.expert_balance import ExpertBalance
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
-from dream_trainer.parallel.sharding import (
-    move_what_is_whole,
-    refuse_unsupported,
-    shard_by_blocks,
-)
+from dream_trainer.parallel.mixture_of_experts import ExpertBalance
+from dream_trainer.parallel.sharding import is_cut, move_what_is_whole, refuse_unsupported, shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
@@ -286,10 +281,6 @@ def _configure_optimizers(runtime: Runtime, build: Build) -> None:
     runtime.rates.note_options()
 
 
-def _connect_data(runtime: Runtime, build: Build) -> None:
-    connect_data(runtime)
-
-
 def _configure_schedulers(runtime: Runtime, build: Build) -> None:
     runtime.hooks.configure_schedulers()
     refuse_different_optimizers(runtime)
@@ -322,11 +313,7 @@ SETUP: tuple[SetupStage, ...] = (
         "first of what changes modules: what other ranks hold is gone before anything is done to it",
         cut_into_stages,
     ),
-    SetupStage(
-        "tensor parallel",
-        "before what wraps modules: it names layers as the model's author did",
-        split_layers,
-    ),
+    SetupStage("tensor parallel", "before what wraps modules: it names layers as the model's author did", split_layers),
     SetupStage(
         "float8", "over layers that are split already, whose parts have the sizes that count", multiply_in_float8
     ),
@@ -348,15 +335,15 @@ SETUP: tuple[SetupStage, ...] = (
     ),
     SetupStage("materialise", "each rank replays one full tensor at a time and keeps its own part", _materialise),
     SetupStage(
-        "load_pretrained",
-        "over initialised weights, so that a partial load leaves nothing undefined",
-        _load_pretrained,
+        "load_pretrained", "over initialised weights, so that a partial load leaves nothing undefined", _load_pretrained
     ),
-    SetupStage("configure_dataloaders", "before optimizers and schedulers, which may need total_steps", _connect_data),
     SetupStage(
-        "configure_optimizers",
-        "over real, sharded parameters, which they will update in place",
-        _configure_optimizers,
+        "configure_dataloaders",
+        "before optimizers and schedulers, which may need total_steps",
+        lambda runtime, _: connect_data(runtime),
+    ),
+    SetupStage(
+        "configure_optimizers", "over real, sharded parameters, which they will update in place", _configure_optimizers
     ),
     SetupStage("configure_schedulers", "over the optimizers, with total_steps known", _configure_schedulers),
     SetupStage("configure_metrics", "before a resume, which may restore them", _configure_metrics),

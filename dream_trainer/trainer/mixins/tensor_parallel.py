@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
+from dream_trainer.checks import listed
 from dream_trainer.config.parallel_parameters import TensorParallelConfigMixin
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -27,36 +28,33 @@ class TensorParallelMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = TensorParallelConfigMixin
 
-    if TYPE_CHECKING:
-        config = cast(Any, ...)  # see AbstractTrainer
-
     def _finish_setup(self) -> None:
         super()._finish_setup()
         ranks, models = self.world.mesh_shape.tp, self.named_models()
         if ranks == 1:
             return
+        from dream_trainer.parallel.equal_parts import compare_first_gradients
         from dream_trainer.parallel.random_parts import undeclared_dropouts
-        from dream_trainer.parallel.whole_gradients import compare_first_gradients
 
         compare_first_gradients(self.named_optimizers().values(), models, self.world)
         if undeclared := undeclared_dropouts(models):
-            more = f" and {len(undeclared) - 3} more" if len(undeclared) > 3 else ""
             self.warn_once(
                 "undeclared dropouts",
-                f"{', '.join(undeclared[:3])}{more}: apply_tensor_parallel does not say whether the tensor_parallel="
+                f"{listed(undeclared, 3)}: apply_tensor_parallel does not say whether the tensor_parallel="
                 f"{ranks} ranks have these layers' input whole or a part each, so that each drops the same places. Say "
                 "it with dream_trainer.modules.declare_random_layer(module, mesh, Shard(dim) or Replicate()).",
             )
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
-        if self.config.device_parameters.tensor_parallel == 1:
+        devices = self._runtime.config.device_parameters
+        if devices.tensor_parallel == 1:
             return step
-        if not self.config.device_parameters.compile:  # compiled blocks would be compiled with what compares them
+        if not devices.compile:  # compiled blocks would be compiled with what compares them
             from dream_trainer.parallel.equal_parts import EqualParts, once_for_each_shape
 
             step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
-        if not self.config.tensor_parallel_parameters.loss_parallel:
+        if not self._runtime.config.tensor_parallel_parameters.loss_parallel:
             return step
         from torch.distributed.tensor.parallel import loss_parallel
 

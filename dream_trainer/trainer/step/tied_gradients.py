@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dream_trainer.compat.pytorch import local_tensor, with_local, write_count
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.parallel.cut_models import Tie, is_cut, ties_in
+from dream_trainer.parallel.sharding import Tie, is_cut, ties_in
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -172,46 +172,34 @@ def _may_change_arguments(decorated: Any) -> bool:
     return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
 
 
-def refuse_unused_parallelism(cls: type[MixinHooks], devices: DeviceParameters) -> None:
-    def refuse(hook: str, field: str, is_wanted: bool, advice: str) -> None:
-        if is_wanted and getattr(cls, hook) is getattr(Hooks, hook):
-            value = vars(devices)[field]
-            raise ConfigError(f"{field}={value!r}, but {cls.__name__} does not override {hook}. {advice}")
-
-    refuse(
+_BRING = "Add {0} to its bases and {1} to its config's, which bring a default."
+_HOOKS_OF_DEVICES = {  # by the field of DeviceParameters that asks for each, with what to do about it
+    "context_parallel": (
         "cut_batch",
-        "context_parallel",
-        devices.context_parallel > 1,
-        "Cut each batch along its sequences there, or set context_parallel=1."
-        + ("" if cls._cuts_sequences else " It takes ContextParallelMixin among the trainer's bases."),
-    )
-    add = "Add {0} to its bases and {1} to its config's, which bring a default."
-    refuse(
+        "Cut each batch along its sequences there. It takes ContextParallelMixin among the trainer's bases.",
+    ),
+    "pipeline_parallel": (
         "apply_pipeline_parallel",
-        "pipeline_parallel",
-        devices.pipeline_parallel > 1,
-        add.format("PipelineParallelMixin", "PipelineParallelConfigMixin"),
-    )
-    refuse(
-        "apply_tensor_parallel",
-        "tensor_parallel",
-        devices.tensor_parallel > 1,
-        "Split each model's layers over the mesh there with parallelize_module, or set tensor_parallel=1.",
-    )
-    refuse("apply_float8", "float8", devices.float8 != "none", add.format("Float8Mixin", "Float8ConfigMixin"))
-    refuse(
-        "apply_expert_parallel",
-        "expert_parallel",
-        devices.expert_parallel > 1,
-        "Add ExpertParallelMixin to its bases, which brings a default.",
-    )
-    refuse(
+        _BRING.format("PipelineParallelMixin", "PipelineParallelConfigMixin"),
+    ),
+    "tensor_parallel": ("apply_tensor_parallel", "Split each model's layers there with parallelize_module."),
+    "float8": ("apply_float8", _BRING.format("Float8Mixin", "Float8ConfigMixin")),
+    "expert_parallel": ("apply_expert_parallel", "Add ExpertParallelMixin to its bases, which brings a default."),
+    "activation_checkpointing": (
         "apply_activation_checkpointing",
-        "activation_checkpointing",
-        devices.activation_checkpointing != "none",
-        add.format("ActivationCheckpointingMixin", "ActivationCheckpointingConfigMixin"),
-    )
-    refuse("apply_compile", "compile", devices.compile, add.format("CompileMixin", "CompileConfigMixin"))
+        _BRING.format("ActivationCheckpointingMixin", "ActivationCheckpointingConfigMixin"),
+    ),
+    "compile": ("apply_compile", _BRING.format("CompileMixin", "CompileConfigMixin")),
+}
+
+
+def refuse_unused_parallelism(cls: type[MixinHooks], devices: DeviceParameters) -> None:
+    for field, (hook, advice) in _HOOKS_OF_DEVICES.items():
+        value, default = vars(devices)[field], getattr(type(devices), field)
+        if value != default and getattr(cls, hook) is getattr(Hooks, hook):
+            raise ConfigError(
+                f"{field}={value!r}, but {cls.__name__} does not override {hook}. {advice} Or leave it at {default!r}."
+            )
 
 
 _SETUP_HOOKS = (
