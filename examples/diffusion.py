@@ -144,7 +144,7 @@ def main() -> None:
         training_parameters=dt.TrainingParameters(n_epochs=60, global_batch_size=64, val_every_n_steps=50),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=20),
         logger_parameters=dt.LoggerParameters(log_every_n_steps=50),
-        callbacks=dt.CallbackCollection([dt.EMA(0.995)]),
+        callbacks=[dt.EMA(0.995)],
     )
     with Diffusion(parse(config)) as trainer:
         trainer.fit()

@@ -129,7 +129,7 @@ def main() -> None:
         ),
         checkpoint_parameters=dt.CheckpointParameters(save_frozen=False),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/loss", "val/margin", "val/likelier"))]),
+        callbacks=[Progress(metrics=("train/loss", "val/margin", "val/likelier"))],
     )
     config = parse(config)
     pretrain(config.base, config.pretraining_steps)

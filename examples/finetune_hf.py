@@ -38,7 +38,6 @@ from transformers import (
 )
 
 from dream_trainer import (
-    CallbackCollection,
     DreamTrainer,
     DreamTrainerConfig,
     EarlyStopping,
@@ -222,9 +221,10 @@ def default_config() -> FinetuneConfig:
             n_epochs=10, global_batch_size=32, train_batch_size=16, val_batch_size=64
         ),
         logger_parameters=LoggerParameters(loggers=("jsonl",)),
-        callbacks=CallbackCollection(
-            [Progress(metrics=("train/loss", "val/accuracy")), EarlyStopping("val/accuracy", mode="max", patience=3)]
-        ),
+        callbacks=[
+            Progress(metrics=("train/loss", "val/accuracy")),
+            EarlyStopping("val/accuracy", mode="max", patience=3),
+        ],
     )
 
 

@@ -153,7 +153,7 @@ def main() -> None:
             n_epochs=8, global_batch_size=32, gradient_clip_val=0.5, val_every_n_steps=5
         ),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/return", "val/return"))]),
+        callbacks=[Progress(metrics=("train/return", "val/return"))],
     )
     with PPO(parse(config)) as trainer:
         trainer.fit()

@@ -110,7 +110,7 @@ def train(run: str, values: dict[str, Any], epochs: int, report: Report) -> floa
         eval_parameters=dt.EvalParameters(best_metrics={"val/accuracy": "max"}),
         checkpoint_parameters=dt.CheckpointParameters(keep_last=1),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([report]),
+        callbacks=[report],
         **values,
     )
     with Digits(config) as trainer:

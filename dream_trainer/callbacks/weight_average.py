@@ -507,7 +507,7 @@ class EMA(WeightAverage):
     Example:
         ```python
         ema = EMA(0.999)
-        config = DreamTrainerConfig(..., callbacks=CallbackCollection([ema]))
+        config = DreamTrainerConfig(..., callbacks=[ema])
         trainer.fit()
         with ema.averaged_weights():
             torch.save(trainer.model.state_dict(), "averaged.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -20,6 +21,7 @@ from dream_trainer.config.parameter_class import (
 )
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 from dream_trainer.events.collection import CallbackCollection
 
 RUNS_VARIABLE = "DREAM_TRAINER_RUNS"
@@ -52,8 +54,8 @@ class BaseTrainerConfig:
     """Limits, batch sizes, clipping and the validation schedule."""
     device_parameters: DeviceParameters = field(default_factory=DeviceParameters)
     """Device and parallelism; the default fits one process and any `torchrun`."""
-    callbacks: CallbackCollection = field(default_factory=CallbackCollection)
-    """Watchers of the run, in order; set in code, not on the command line."""
+    callbacks: CallbackCollection | Sequence[Callback] = field(default_factory=CallbackCollection)
+    """Watchers of the run, in order; a list becomes a CallbackCollection. Set in code, not on the command line."""
     seed: Annotated[int, _check_seed] = 42
     """Decides initial weights, sample order and random layers; any integer from 0 on."""
     runs_dir: Directory | None = None
@@ -67,6 +69,8 @@ class BaseTrainerConfig:
         self.validate()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "callbacks" and isinstance(value, list | tuple):
+            value = CallbackCollection(value)
         in_use = vars(self).get(_USERS, ())
         if in_use and vars(self).get(name) is not value and any(map(is_ours, declaring(type(self), name))):
             raise ConfigError(
@@ -133,7 +137,10 @@ def check_config(config: Any) -> None:
 
 def _check_base(config: BaseTrainerConfig) -> None:
     check_fields(config, BaseTrainerConfig)
-    check_instance("callbacks", config.callbacks, CallbackCollection)
+    refuse(
+        not isinstance(config.callbacks, CallbackCollection),
+        f"callbacks={config.callbacks!r} is of type {type(config.callbacks).__name__}. Use a list: callbacks=[...].",
+    )
     if config.runs_dir is None:
         check_directory(RUNS_VARIABLE, str(runs_directory()))
 

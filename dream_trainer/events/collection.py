@@ -29,14 +29,14 @@ class CallbackCollection:
     def __init__(self, callbacks: Iterable[Callback] = (), defaults: Iterable[Callback] | None = None) -> None:
         for given in (callbacks, defaults):
             if isinstance(given, Callback):
-                raise TypeError(f"CallbackCollection got {given!r}. Use a list: CallbackCollection([...]).")
+                raise TypeError(f"CallbackCollection got {given!r}. Use a list: callbacks=[...].")
         members: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
         self._callbacks: list[Callback] = members
         self._defaults: list[Callback] = [SanityChecks()] if defaults is None else list(defaults)
         for callback in (*members, *self._defaults):
             if isinstance(callback, type) and issubclass(callback, Callback):
                 name = callback.__name__
-                raise TypeError(f"{name} is a class, not a callback. Write {name}() in CallbackCollection([...]).")
+                raise TypeError(f"{name} is a class, not a callback. Write {name}() in the list.")
             if not isinstance(callback, Callback):
                 raise TypeError(f"{callback!r} is not a Callback. Derive its class from dream_trainer.Callback.")
             if not isinstance(callback.order, int):

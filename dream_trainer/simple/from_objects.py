@@ -32,7 +32,6 @@ from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.errors import CheckpointError, DataError
 from dream_trainer.events.callback import Callback
-from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.nested import concatenated, leaves
 from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters
@@ -182,7 +181,7 @@ class Trainer:
             eval_parameters=EvalParameters(best_metrics={self._metric: self._mode} if self._metric else {}),
             checkpoint_parameters=checkpoints or _default_checkpoints(name, self._metric, self._mode),
             logger_parameters=loggers or LoggerParameters(loggers=("jsonl",) if name else ()),
-            callbacks=CallbackCollection([self._epochs, *(one for one in callbacks if isinstance(one, Callback))]),
+            callbacks=[self._epochs, *(one for one in callbacks if isinstance(one, Callback))],
         )
         self.dream = ObjectsTrainer(config, given)
         self._closing = weakref.finalize(self, _close_and_remove, self.dream, scratch)

@@ -242,7 +242,9 @@ class AbstractTrainer(MixinHooks):
     @property
     def callbacks(self) -> CallbackCollection:
         """The callbacks, as configured."""
-        return self.config.callbacks
+        callbacks = self.config.callbacks
+        assert isinstance(callbacks, CallbackCollection)  # a config makes one of a list
+        return callbacks
 
     @property
     def project(self) -> str:

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from dream_trainer import (
-    CallbackCollection,
     CheckpointParameters,
     DreamTrainer,
     DreamTrainerConfig,
@@ -79,7 +78,7 @@ def main(arguments=None):
             keep_last=1, keep_best=1, best_metric="val/accuracy", best_mode="max"
         ),
         logger_parameters=LoggerParameters(loggers=("csv",), log_every_n_steps=1),
-        callbacks=CallbackCollection([EarlyStopping("val/loss", patience=3), LearningRate(), Progress()]),
+        callbacks=[EarlyStopping("val/loss", patience=3), LearningRate(), Progress()],
     )
     with Digits(parse(config, arguments)) as trainer:
         trainer.fit()

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from dream_trainer import (
-    CallbackCollection,
     CheckpointParameters,
     DreamTrainer,
     DreamTrainerConfig,
@@ -158,7 +157,7 @@ def default_config() -> GPTTrainerConfig:
         checkpoint_parameters=CheckpointParameters(save_every_n_steps=50),
         # The progress display shows the numbers; the console logger would show them again.
         logger_parameters=LoggerParameters(loggers=("jsonl",)),
-        callbacks=CallbackCollection([ModelSummary(depth=1), TrainerSummary(), Progress()]),
+        callbacks=[ModelSummary(depth=1), TrainerSummary(), Progress()],
     )
 
 

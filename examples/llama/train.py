@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader
 from weights import FROM_HF, config_from_hf, to_hf
 
 from dream_trainer import (
-    CallbackCollection,
     CheckpointParameters,
     DreamTrainer,
     DreamTrainerConfig,
@@ -203,7 +202,7 @@ def default_config(model: str) -> LlamaTrainerConfig:
         ),
         # The progress display shows the numbers; the console logger would show them again.
         logger_parameters=LoggerParameters(loggers=("jsonl",)),
-        callbacks=CallbackCollection([ModelSummary(depth=1), TrainerSummary(), Progress()]),
+        callbacks=[ModelSummary(depth=1), TrainerSummary(), Progress()],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_seed_zero_is_a_seed() -> None:
         ({"training_parameters": {"n_epochs": 3}}, r"Use TrainingParameters\("),
         ({"device_parameters": TrainingParameters()}, r"Use DeviceParameters\("),
         ({"runs_dir": "s3://bucket/runs"}, "runs_dir='s3://bucket/runs' is not in a file system"),
-        ({"callbacks": []}, r"of type list\. Use CallbackCollection\("),
+        ({"callbacks": Callback()}, r"of type Callback\. Use a list: callbacks=\["),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
@@ -99,11 +99,24 @@ def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
 
 @pytest.mark.pitfall(67)
 @pytest.mark.parametrize(
-    ("given", "message"), [(Callback(), r"Use a list: CallbackCollection\(\[\.\.\.\]\)"), ([1], "1 is not")]
+    ("given", "message"), [(Callback(), r"Use a list"), ([1], "1 is not"), ([Callback], r"Write Callback\(\)")]
 )
 def test_callbacks_are_a_list_of_callbacks(given: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         CallbackCollection(given)
+    if isinstance(given, list):
+        with pytest.raises(TypeError, match=message):
+            BaseTrainerConfig(**NAMES, callbacks=given)
+
+
+def test_a_list_of_callbacks_becomes_a_collection_when_it_is_given_and_when_it_is_assigned() -> None:
+    first, second = Callback(), Callback()
+    config = BaseTrainerConfig(**NAMES, callbacks=[first])
+    assert isinstance(config.callbacks, CallbackCollection)
+    assert list(config.callbacks) == list(replace(config, seed=1).callbacks) == [first]
+    config.callbacks = (second, first)
+    assert isinstance(config.callbacks, CallbackCollection)
+    assert list(config.callbacks) == [second, first]
 
 
 @pytest.mark.pitfall(67)

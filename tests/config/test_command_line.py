@@ -16,7 +16,6 @@ import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
 from dream_trainer.config.command_line import OF_MOST_RUNS, parse
 from dream_trainer.events.callback import Callback
-from dream_trainer.events.collection import CallbackCollection
 
 
 @dataclass
@@ -31,7 +30,7 @@ def given() -> LineConfig:
         group="g",
         experiment="e",
         training_parameters=TrainingParameters(n_epochs=2, train_batch_size=8),
-        callbacks=CallbackCollection([Callback()]),
+        callbacks=[Callback()],
     )
 
 

@@ -18,7 +18,6 @@ from dream_trainer.config import load_config, parse, to_dict
 from dream_trainer.config.config_files import read_plain
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
-from dream_trainer.events.collection import CallbackCollection
 
 COSINE = dt.ScheduleParameters(name="cosine")
 
@@ -34,7 +33,7 @@ NAMES = {"project": "p", "group": "g", "experiment": "e"}
 
 
 def given() -> FileConfig:
-    return FileConfig(**NAMES, callbacks=CallbackCollection([Callback()]))  # type: ignore[arg-type]
+    return FileConfig(**NAMES, callbacks=[Callback()])  # type: ignore[arg-type]
 
 
 def write(name: str, text: str) -> str:
@@ -83,7 +82,7 @@ def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
         experiment="first",
         learning_rate=0.7,
         runs_dir="there",
-        callbacks=CallbackCollection([Callback()]),
+        callbacks=[Callback()],
         checkpoint_parameters=dt.CheckpointParameters(resume=4, keep_last=2),
     )
     theirs.run_dir.mkdir(parents=True)

@@ -28,7 +28,6 @@ from dream_trainer.config.logger_parameters import WandbParameters
 from dream_trainer.config.serialize import with_later_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
-from dream_trainer.events.collection import CallbackCollection
 
 
 class Colour(Enum):
@@ -76,7 +75,7 @@ def test_a_config_survives_json() -> None:
 
 
 def test_callbacks_are_recorded_by_class_and_plain_fields_and_stay_at_their_default_on_the_way_back() -> None:
-    data = to_dict(rich(callbacks=CallbackCollection([Watcher(3), Watcher(5)])))
+    data = to_dict(rich(callbacks=[Watcher(3), Watcher(5)]))
     assert [(entry["class"].rsplit(".", 1)[-1], entry["every"]) for entry in data["callbacks"]] == [
         ("Watcher", 3),
         ("Watcher", 5),
@@ -162,17 +161,17 @@ class CountsMore(Counts):
 @pytest.mark.pitfall(56)
 def test_of_a_callback_only_what_the_user_configured_is_part_of_the_record() -> None:
     callback = CountsMore(unit="s", function=math.sqrt)
-    before = to_dict(rich(callbacks=CallbackCollection([callback])))
+    before = to_dict(rich(callbacks=[callback]))
     (record,) = before["callbacks"]
     assert record == {"class": f"{__name__}.CountsMore", "more": True, "unit": "s", "limits": [1, 2]}
     callback.seen, callback._due = 7, 2.5
-    assert difference(before, to_dict(rich(callbacks=CallbackCollection([callback])))) == []
+    assert difference(before, to_dict(rich(callbacks=[callback]))) == []
 
 
 @pytest.mark.pitfall(56)
 def test_the_record_of_a_callback_survives_json_and_one_more_shifts_no_other() -> None:
-    old = json.loads(json.dumps(to_dict(rich(callbacks=CallbackCollection([Counts("s"), Counts("s")])))))
-    new = to_dict(rich(callbacks=CallbackCollection([Watcher(3), Counts("s"), Counts("ms", (1, 3))])))
+    old = json.loads(json.dumps(to_dict(rich(callbacks=[Counts("s"), Counts("s")]))))
+    new = to_dict(rich(callbacks=[Watcher(3), Counts("s"), Counts("ms", (1, 3))]))
     assert difference(old, new) == [
         "callbacks.Counts 2.unit: 's' -> 'ms'",
         "callbacks.Counts 2.limits: [1, 2] -> [1, 3]",

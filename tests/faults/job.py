@@ -219,7 +219,7 @@ def make_trainer(job: Job, diary: Diary, validations: Validations) -> Trainer:
         group="faults",
         experiment="run",
         seed=42,
-        callbacks=dt.CallbackCollection([diary, validations]),
+        callbacks=[diary, validations],
         device_parameters=dt.DeviceParameters(**{"device": "cpu", **job.devices}),
         training_parameters=dt.TrainingParameters(
             max_steps=job.n_steps,

@@ -68,7 +68,7 @@ def train(directory: str, steps: int, accumulation: int, options: dict[str, Any]
     config = run_config(
         cls=Config,
         seed=options.get("seed", 5),
-        callbacks=dt.CallbackCollection([MixtureWeights({CHANGED_AFTER: {"docs": 1, "code": 1}})]),
+        callbacks=[MixtureWeights({CHANGED_AFTER: {"docs": 1, "code": 1}})],
         training_parameters=dt.TrainingParameters(
             n_epochs=None, max_steps=steps, gradient_accumulation_steps=accumulation
         ),

@@ -290,7 +290,7 @@ def make_config(
         experiment,
         Config,
         seed=seed,
-        callbacks=dt.CallbackCollection([History(), *callbacks]),
+        callbacks=[History(), *callbacks],
         training_parameters=dt.TrainingParameters(**(defaults | training)),
         checkpoint_parameters=checkpoint or dt.CheckpointParameters(save_every_n_epochs=None),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=log_every),

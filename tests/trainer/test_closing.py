@@ -140,7 +140,7 @@ def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others
         def on_exception(self, trainer: Any, exc: BaseException) -> None:
             heard.append(exc)
 
-    config = replace(ending().config, callbacks=dt.CallbackCollection([Fails(), Hears()]))
+    config = replace(ending().config, callbacks=[Fails(), Hears()])
     trainer = Ends(config, batches(5))
     trainer.fails_in = "step"
     with pytest.raises(KeyError, match="the cause") as raised, trainer:

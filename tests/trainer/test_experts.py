@@ -97,7 +97,7 @@ def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
             experiment,
             training={"max_steps": steps},
             checkpoints=checkpoints,
-            callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+            callbacks=[EMA(decay=0.5)],
         )
         with Trained(config) as trainer:
             trainer.fit()

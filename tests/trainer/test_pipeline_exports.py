@@ -41,7 +41,7 @@ def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
         config = replace(
             config_of(case, experiment, max_steps=max_steps),
             checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_frozen=False),
-            callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+            callbacks=[EMA(decay=0.5)],
         )
         with Loaded(config) as trainer:
             trainer.fit()

@@ -246,7 +246,7 @@ def hop(case: Case, max_steps: int, directory: str) -> dict[str, Any]:
     config = replace(
         config_of(case, "hops", max_steps=max_steps),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-        callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+        callbacks=[EMA(decay=0.5)],
     )
     with Several(config) as trainer:
         trainer.fit()

@@ -42,7 +42,7 @@ def train(cases: list[Case], experiment: str, steps: int) -> list[dict[str, Any]
         config = replace(
             config_of(case, experiment, max_steps=steps),
             checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=experiment != "case"),
-            callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+            callbacks=[EMA(decay=0.5)],
         )
         with Trained(config) as trainer:
             trainer.fit()

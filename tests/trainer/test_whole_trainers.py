@@ -73,7 +73,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
         config = config_of(replace(case, steps=STEPS), n_epochs=2, nonfinite="retry")
         config = replace(
             config,
-            callbacks=dt.CallbackCollection([dt.EMA(0.5)]),
+            callbacks=[dt.EMA(0.5)],
             checkpoint_parameters=dt.CheckpointParameters(
                 save_every_n_epochs=None, save_at_end=False, best_metric="val/loss", save_on_best=True
             ),

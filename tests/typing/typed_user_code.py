@@ -261,7 +261,7 @@ def run() -> None:
         device_parameters=DeviceParameters.fsdp(),
         checkpoint_parameters=CheckpointParameters(save_every_n_steps=100),
         logger_parameters=LoggerParameters(log_every_n_steps=5),
-        callbacks=CallbackCollection([Progress(), Throughput(), EMA(decay=0.99), Late(), Hourly(), Seconds("epoch")]),
+        callbacks=[Progress(), Throughput(), EMA(decay=0.99), Late(), Hourly(), Seconds("epoch")],
     )
     with MyTrainer(config) as trainer:
         assert_type(trainer, MyTrainer)
