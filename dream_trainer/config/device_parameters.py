@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from dream_trainer.checks import divisors, refuse, spell
 from dream_trainer.config.combinations import refuse_combinations
@@ -90,29 +90,34 @@ class DeviceParameters:
         refuse_combinations(vars(self))
 
     @classmethod
-    def single_device(cls) -> Self:
-        """One process and one device; more ranks are an error. `dp_replicate=1, dp_shard=1`."""
-        return cls(dp_replicate=1, dp_shard=1)
+    def single_device(cls, **fields: Any) -> Self:
+        """One process and one device; more ranks are an error. `dp_replicate=1, dp_shard=1`, and `fields`."""
+        return cls(dp_replicate=1, dp_shard=1, **fields)
 
     @classmethod
-    def ddp(cls) -> Self:
-        """Every rank has the whole model; gradients are averaged. `dp_replicate="auto", dp_shard=1`."""
-        return cls(dp_replicate="auto", dp_shard=1)
+    def ddp(cls, **fields: Any) -> Self:
+        """Every rank has the whole model; gradients are averaged. `dp_replicate="auto", dp_shard=1`, and `fields`."""
+        return cls(dp_replicate="auto", dp_shard=1, **fields)
 
     @classmethod
-    def fsdp(cls) -> Self:
-        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"`."""
-        return cls(dp_replicate=1, dp_shard="auto")
+    def fsdp(cls, **fields: Any) -> Self:
+        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"`, and `fields`.
+
+        Example:
+            `DeviceParameters.fsdp(precision="bf16", compile=True)`
+        """
+        return cls(dp_replicate=1, dp_shard="auto", **fields)
 
     @classmethod
-    def hsdp(cls, dp_shard: int = 8) -> Self:
+    def hsdp(cls, dp_shard: int = 8, **fields: Any) -> Self:
         """Groups of ranks share a copy of the model each (FSDPMixin); gradients are averaged between the groups.
 
         Args:
             dp_shard: Ranks of a group; it must divide the number of data-parallel ranks. 8 is the number of GPUs in a
                 common host.
+            **fields: Further fields of DeviceParameters.
         """
-        return cls(dp_replicate="auto", dp_shard=dp_shard)
+        return cls(dp_replicate="auto", dp_shard=dp_shard, **fields)
 
 
 class MeshShape(NamedTuple):

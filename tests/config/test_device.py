@@ -42,6 +42,12 @@ def test_presets_do_what_their_names_say() -> None:
     assert shape(DeviceParameters.ddp(), 4, fsdp=False) == (4, 1)
     assert shape(DeviceParameters.hsdp(dp_shard=2), 8) == (4, 2)
     assert shape(DeviceParameters.hsdp(), 16) == (2, 8)
+    given = DeviceParameters.fsdp(precision="bf16", compile=True)
+    assert given == DeviceParameters(dp_replicate=1, dp_shard="auto", precision="bf16", compile=True)
+    with pytest.raises(TypeError, match="dp_shard"):
+        DeviceParameters.fsdp(dp_shard=2)
+    with pytest.raises(ConfigError, match="precisio"):
+        DeviceParameters.ddp(precisio="bf16")
     assert shape(DeviceParameters.single_device(), 1) == (1, 1)
 
 
