@@ -217,6 +217,7 @@ class AveragingCallback(Callback):
 
     export_name: ClassVar[str] = ""
     sees_shards: ClassVar[bool] = True
+    validate: bool  # whether validations measure the averages
 
     @abstractmethod
     def averaged(self, model_name: str) -> dict[str, Tensor]:
@@ -225,6 +226,10 @@ class AveragingCallback(Callback):
     @abstractmethod
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside, the averaged models hold their averages. Called by every rank."""
+
+    @abstractmethod
+    def load_as_weights(self, checkpoint: Path) -> bool:
+        """Loads a checkpoint's averages into the models too; returns whether it has any. Called by every rank."""
 
 
 def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) -> AbstractContextManager[None]:

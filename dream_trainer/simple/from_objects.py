@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dream_trainer.best_value import mode_of
 from dream_trainer.callbacks.weight_average import WeightAverage
-from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType
@@ -38,7 +37,6 @@ from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters
 from dream_trainer.optim.optimizer_parameters import OptimizerName, OptimizerParameters
 from dream_trainer.simple.model_calls import Loss, LossFunction, LossName, Metrics, ModelCalls, Step, shapes
 from dream_trainer.simple.objects_trainer import Epochs, Given, ObjectsConfig, ObjectsTrainer, Row, Scheduler, in_words
-from dream_trainer.weights.load import load_weights
 
 EpochFunction = Callable[["Trainer", int, Row], None]
 _UNNAMED = itertools.count()
@@ -277,13 +275,9 @@ class Trainer:
             CheckpointError: There is none.
         """
         dream, metric = self.dream, self._metric
-        dream.launch_and_resume()
-        found = best_checkpoint(dream.checkpoints(), metric, self._mode)
-        if found is None:
-            raise CheckpointError(
-                f"no checkpoint has a value of {metric or 'a metric'}. load_best() needs name=, val= and a validation "
-                "that was saved: checkpoints=CheckpointParameters(save_on_best=True, keep_best=1, best_metric=...)."
-            )
+        if not metric:
+            raise CheckpointError("load_best() needs name=, val= and a validation that was saved.")
+        found = dream.best_checkpoint(metric, self._mode)
         averages = [one for one in dream.callbacks if isinstance(one, WeightAverage) and one.validate]
         validated = {str(one["class"]) for one in found.config["callbacks"] if one.get("validate") is True}
         lost = {name.rpartition(".")[2] for name in validated} - {type(average).__name__ for average in averages}
@@ -297,13 +291,7 @@ class Trainer:
                 f"load_best() takes the weights of step {found.step}, with {metric} {value:.6g}, and the best was "
                 f"{self.best}: {why}. Save each best with save_on_best=True and keep_best=1, and give its callbacks.",
             )
-        tensors = self.model.state_dict(keep_vars=True).items()
-        frozen = {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
-        with dream.changing_weights():
-            load_weights(self.model, found.path, optional=frozen, world=dream.world)
-        for average in averages:
-            average.load_as_weights(found.path)
-        return found.path
+        return dream.load_best(metric, self._mode)
 
     def save(self, path: str | Path, *, weights: str | None = None, overwrite: bool = True) -> None:
         """Writes weights, whole, to a directory in Hugging Face's layout, or a .safetensors or .pt file.

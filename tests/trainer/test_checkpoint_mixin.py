@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,3 +288,36 @@ def test_a_save_asked_for_by_one_rank_is_made_by_all_and_resumed_by_all() -> Non
     assert one["saved"] == [3]  # the step it was asked for in
     assert one["again"] == (["step_00000003"], [STEPS], True)
     assert one["third"] == ([f"step_{STEPS:08d}"], [], [])
+
+
+class BestInTheMiddle(Saves):
+    """Whose second epoch of three has the best validation."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"distance": float(abs(self.global_step - 2 * self.steps_per_epoch))}
+
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        vars(self).setdefault("validated", {})[metrics["val/distance"]] = weights(self.model)
+
+
+def best_and_last(directory: str) -> tuple[bool, bool, bool]:
+    """Whether the best weights are those of the best validation, whether they are the last, and whether fit goes on."""
+    os.chdir(directory)
+    options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
+    with BestInTheMiddle(make_config(training={"n_epochs": 3}, **options)) as trainer:
+        with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance\. Set Check"):
+            trainer.load_best()
+        trainer.fit()
+        best, last = vars(trainer)["validated"][0.0], weights(trainer.model)
+        path = trainer.load_best()
+        assert path == trainer.best_checkpoint().path
+        found = weights(trainer.model)
+        trainer.fit_epoch()
+        moved = weights(trainer.model)
+    same = [all(torch.equal(found[name], one[name]) for name in found) for one in (best, last, moved)]
+    return same[0], same[1], same[2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_weights_of_the_best_validation_are_loaded_and_trained_on(ranks: int, tmp_path: Path) -> None:
+    assert run_world(best_and_last, ranks, str(tmp_path)) == [(True, False, False)] * ranks

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 
-from dream_trainer.best_value import refuse_other_places
+from dream_trainer.best_value import mode_of, refuse_other_places
 from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.loading import read_shared
@@ -26,6 +26,7 @@ from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
 from dream_trainer.checkpoint.model_state import ModelForm, model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
+from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
@@ -40,7 +41,7 @@ from dream_trainer.config.checkpoint_parameters import (
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.distributed.world import on_host, ranks_of_host
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.events.callback import averages_to_export
+from dream_trainer.events.callback import AveragingCallback, averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
@@ -118,6 +119,62 @@ class CheckpointMixin(AbstractTrainer):
         self._runtime.saver.finish()
         with self._runtime.parallel.as_shards():
             self._load(verify_checkpoint(source, world=self.world))
+
+    def best_checkpoint(self, metric: str | None = None, mode: Mode | None = None) -> Manifest:
+        """The checkpoint of the best validation.
+
+        Args:
+            metric: By which; None: `best_metric` of CheckpointParameters.
+            mode: Whether its "min" or "max" is best; None: as `best_mode`, or as the metric's name says.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        start(self._runtime)
+        parameters = self.__parameters()
+        metric = metric or parameters.best_metric
+        if metric == parameters.best_metric:
+            mode = mode or parameters.known_best_mode()
+        elif metric is not None:
+            known = higher_is_better(self.named_metrics(), metric)
+            mode = mode_of(metric, mode, higher_is_better=known, named_by="metric", set_by="mode")
+        found = None if metric is None else best_checkpoint(self.checkpoints(), metric, mode or "min")
+        if found is None:
+            raise CheckpointError(
+                f"no checkpoint has a value of {metric or 'a metric'}. Set CheckpointParameters(save_on_best=True, "
+                'keep_best=1, best_metric="val/loss"), and validate.'
+            )
+        return found
+
+    def load_best(self, metric: str | None = None, mode: Mode | None = None) -> Path:
+        """Puts the weights of the best validation's checkpoint into the models; between windows, called by every rank.
+
+        If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
+        again from it. A later `fit` goes on from these weights, with the optimizers, schedules and counters of the last
+        step. Frozen weights that no checkpoint has (`save_frozen=False`) stay as they are.
+
+        Args:
+            metric: As of `best_checkpoint`.
+            mode: As of `best_checkpoint`.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: There is none.
+            StepError: An accumulation window is open.
+        """
+        path = self.best_checkpoint(metric, mode).path
+        self._runtime.refuse_inside_window("load_best")
+        with self.changing_weights():
+            for name, model in self.named_models().items():
+                tensors = model.state_dict(keep_vars=True).items()
+                frozen = {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
+                load_weights(model, path, model_name=name, optional=frozen, world=self.world)
+        for callback in self.callbacks:
+            if isinstance(callback, AveragingCallback) and callback.validate:
+                callback.load_as_weights(path)
+        return path
 
     def export(
         self,
