@@ -12,7 +12,7 @@ import sklearn.utils  # noqa: F401 (sets an environment variable when first impo
 import torch
 
 from tests.docs.pages import PAGES, ROOT, blocks, name
-from tests.examples.launch import run_script
+from tests.examples.launch import imported, run_script
 
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 
@@ -66,3 +66,14 @@ def test_the_first_trainer_of_a_page_learns_the_same_on_two_ranks(
     assert len(alone) == count
     torch.testing.assert_close(torch.tensor(together).double(), torch.tensor(alone).double(), rtol=rtol, atol=0)
     assert alone[-1] < left * alone[0]
+
+
+@pytest.mark.parametrize("page", ["first-steps", "fine-tuning"])
+def test_a_notebook_has_the_cells_of_its_page(page: str) -> None:
+    """Which run above; `python tools/notebooks.py` writes them."""
+    path = ROOT / f"examples/notebooks/{page}.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code == [block.code.strip("\n") for block in blocks(ROOT / f"docs/{page}.md") if block.language == "python"]
+    with imported("tools.notebooks") as tool:
+        assert path.read_text() == tool.notebook(page)
