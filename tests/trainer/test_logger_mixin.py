@@ -319,15 +319,20 @@ def test_a_strict_run_ends_with_the_loggers_exception() -> None:
 
 @pytest.mark.pitfall(52)
 @pytest.mark.parametrize(
-    ("name", "package"),
-    [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("tensorboard", "google_crc32c"), ("images", "PIL")],
+    ("name", "module", "package"),
+    [
+        ("wandb", "wandb", "wandb"),
+        ("tensorboard", "tensorboard", "tensorboard"),
+        ("tensorboard", "google_crc32c", "google-crc32c"),
+        ("images", "PIL", "pillow"),
+    ],
 )
-def test_a_package_that_is_missing_is_named_with_its_extra_when_the_trainer_is_built(
-    name: Any, package: str, monkeypatch: pytest.MonkeyPatch
+def test_a_package_that_is_missing_is_named_as_pip_knows_it_when_the_trainer_is_built(
+    name: Any, module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, module, None)
     config = make_config(loggers=(name,))
-    with pytest.raises(ConfigError, match=rf"dream-trainer\[{name}\]"):
+    with pytest.raises(ConfigError, match=rf"pip install {package},"):
         Algorithm(config)
 
 

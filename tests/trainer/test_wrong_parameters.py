@@ -31,7 +31,7 @@ def test_an_older_pytorch_is_told_of(name: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_fields_are_changed_in_a_copy() -> None:
     parameters = dt.TrainingParameters(max_steps=3)
-    with pytest.raises(AttributeError, match=r"replace\(training_parameters, max_steps=\.\.\.\)"):
+    with pytest.raises(AttributeError, match=r"replace\(\.\.\., max_steps=\.\.\.\)"):
         parameters.max_steps = 4  # type: ignore[misc]
     with pytest.raises(ConfigError, match="experiment=.* 300 bytes"):
         replace(make_config(), experiment="x" * 300)
