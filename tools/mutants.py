@@ -103,6 +103,34 @@ MUTANTS = [
         "tests/trainer/test_sample_counts.py -k dealt",
     ),
     Mutant(
+        "a step in the middle of a window is made",
+        "dream_trainer/trainer/base.py",
+        "        if not self._runtime.accumulation.is_last:\n            return None\n",
+        "",
+        "tests/trainer/test_accumulation.py -k waits_for",
+    ),
+    Mutant(
+        "the best checkpoint is the worst",
+        "dream_trainer/trainer/mixins/checkpointing.py",
+        "            mode = mode or parameters.known_best_mode()\n",
+        '            mode = "max"\n',
+        "tests/trainer/test_checkpoint_mixin.py -k best_validation",
+    ),
+    Mutant(
+        "draws from torch's generator are not seen",
+        "dream_trainer/distributed/seeds.py",
+        "was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_bytes",
+        "was_drawn = False",
+        "tests/distributed/test_seeds.py",
+    ),
+    Mutant(
+        "a window's further batches are drawn from the stream of its first",
+        "dream_trainer/data/foreign.py",
+        "                taken += batch\n                self._next += 1\n",
+        "                taken += batch\n",
+        "tests/data/test_foreign_resume.py",
+    ),
+    Mutant(
         "a doubtful count of samples is passed over",
         "dream_trainer/data/sample_count.py",
         "min(counts) != max(counts) or any(_are_alike(parts) for parts in lists)",
@@ -2345,7 +2373,7 @@ def run_tests(folder: Path, tests: str) -> bool:
 
 def copy_repository(folder: Path) -> None:
     """Copies what the tests need, without the environment and the history."""
-    skipped = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs", "shared")
+    skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "runs", "shared")
     shutil.copytree(ROOT, folder, ignore=skipped, dirs_exist_ok=True)
 
 
