@@ -80,7 +80,7 @@ class Saver(Saving):
         self._ranks_writing = 0
         self._saved: Moment | None = None  # of the last save, which may still be written
         self._validation: tuple[int, dict[str, float]] = (-1, {})
-        self._best_value: float | None = None
+        self.best_value: float | None = None
         self._knows_best_metric = parameters.best_metric is None
         self._is_best = False
         # What this run saved after this step belongs to a branch that it has left; None where there is no such branch.
@@ -137,8 +137,8 @@ class Saver(Saving):
                 "best_metric", f"best_metric={name!r} is not among the validation's metrics: {sorted(metrics)}."
             )
         value = metrics.get(name)
-        if is_better(value, self._best_value, self.parameters.known_best_mode()):
-            self._best_value, self._is_best = value, self.parameters.save_on_best
+        if is_better(value, self.best_value, self.parameters.known_best_mode()):
+            self.best_value, self._is_best = value, self.parameters.save_on_best
 
     def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:
         # After the first step, since optimizers create their state in it: one that cannot be saved is found now.
@@ -353,7 +353,7 @@ class Saver(Saving):
             self._leaves_after = None
 
     def state(self) -> dict[str, Any]:
-        return {"best_value": self._best_value}
+        return {"best_value": self.best_value}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._best_value = state.get("best_value")
+        self.best_value = state.get("best_value")

@@ -15,6 +15,7 @@ class Saving:
     seconds: float = 0.0  # for which training waited for saves, in this process
     lacks_checkpoint: bool = False  # a resume found none where one was possible
     local: LocalCheckpoints | None = None
+    best_value: float | None = None  # of `best_metric` so far
 
     @property
     def is_writing(self) -> bool:

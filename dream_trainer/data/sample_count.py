@@ -29,7 +29,7 @@ class SampleCount:
     def __init__(self, own: Callable[[Any], int] | None = None, warn: Callable[[str], None] | None = None) -> None:
         self.own = own
         self._warn = warn
-        self._former: int | None = None
+        self._former: list[int] = []
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
         if self.own is None:
@@ -45,8 +45,9 @@ class SampleCount:
                 f"a dimension in it (torch.from_numpy makes one of an array). {_REMEDY}"
             )
         count = counts[0]
-        # What is counted as the batch before it was looked at with that.
-        if count not in (self._former, declared) and self._warn is not None and _are_doubtful(counts, lists):
+        # One of the shape of the batch before it was looked at with that.
+        is_new = counts != self._former
+        if is_new and count != declared and self._warn is not None and _are_doubtful(counts, lists):
             warn, self._warn = self._warn, None
             shapes = [str([*leaf.shape]) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
             more = ", ..." if len(shapes) > 4 else ""
@@ -55,7 +56,7 @@ class SampleCount:
                 f"counted as {count} samples, the first tensor's first dimension, and could hold another number: means "
                 f"and samples_seen would be wrong. {_REMEDY}"
             )
-        self._former = count
+        self._former = counts
         return count
 
 

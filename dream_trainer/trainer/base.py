@@ -167,14 +167,16 @@ class BaseTrainer(AbstractTrainer):
             None while gradients are accumulated; nothing is logged for a None in the returned dict.
 
         Raises:
-            StepError: Called outside of training, or the step cannot be exact.
+            StepError: Called outside of training, or twice for an optimizer in a micro-batch before the last; or the
+                step cannot be exact.
             NonFiniteError: The norm is not finite and the policy says to raise.
         """
         if not self._runtime.session.is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
-        if not self._runtime.accumulation.is_last:
-            return None
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else _several(model, optimizer)
+        if not self._runtime.accumulation.is_last:
+            self._runtime.accumulation.wait_for_last(optimizers)
+            return None
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
         with self._outside_forward():
             return self._runtime.optimizer_step.step(model, optimizers, schedulers)

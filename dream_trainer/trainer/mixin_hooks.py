@@ -39,6 +39,9 @@ class NoRounds:
         return tensors
 
 
+_NO_VALUE: Any = object()  # an argument that was not given
+
+
 class MixinHooks(Hooks):
     """What mixins override."""
 
@@ -181,7 +184,7 @@ class MixinHooks(Hooks):
     def log(
         self,
         name: str | Mapping[str, Any],
-        value: Tensor | float | None = None,
+        value: Tensor | float | None = _NO_VALUE,
         *,
         weight: Tensor | float | None = None,
         reduce: Reduction = "mean",
@@ -197,7 +200,7 @@ class MixinHooks(Hooks):
             name: As the loggers will show it. In validation `val/` (and the loader's name) is put before it, if it is
                 not there; not in `post_val_epoch` and `post_epoch`, whose values are a line of their own at the step of
                 the validation's or the epoch's end. Or values by their names, nested ones as `outer/inner`.
-            value: A number or a tensor of one element.
+            value: A number or a tensor of one element. None, such as of a `step` that waits, is passed over.
             weight: Weight in the mean; zero counts for nothing under any reduction. Default: the micro-batch's backward
                 weight if it has one, otherwise its batch size; 1 before the first batch.
             reduce: "mean", "sum", "min", "max" or "last" (on the highest rank that logged it).
@@ -212,12 +215,12 @@ class MixinHooks(Hooks):
         if self._records.media is None:
             self._media_log("log")  # warns
         elif isinstance(name, Mapping):
-            if value is not None:
+            if value is not _NO_VALUE:
                 raise TypeError("log() was given a dict and a value. Log a name and its value, or only a dict.")
             self.log_dict(name, weight=weight, reduce=reduce)
-        elif value is None:
+        elif value is _NO_VALUE:
             raise TypeError(f"log({name!r}) has no value. Log a number or a tensor of one element under that name.")
-        else:
+        elif value is not None:
             self._records.current.add(name, value, weight, reduce)
 
     def log_dict(

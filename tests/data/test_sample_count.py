@@ -66,6 +66,16 @@ def test_lists_and_batches_without_a_common_first_dimension_warn_once_unless_the
     assert counted(batch, declared=2) == (3, 1)
 
 
+@pytest.mark.parametrize("batch", [[torch.ones(3, 8, 8)], (torch.ones(2, 2, 4), torch.ones(2))], ids=["images", "time"])
+def test_a_first_batch_that_looks_right_by_chance_does_not_hide_the_next(batch: Any) -> None:
+    warnings: list[str] = []
+    count = SampleCount(warn=warnings.append)
+    count(batch)
+    assert warnings == []
+    count([torch.ones(3, 8, 8)] * 4 if isinstance(batch, list) else (torch.ones(2, 5, 4), torch.ones(5)))
+    assert len(warnings) == 1
+
+
 def test_the_users_own_count_is_taken_and_is_a_whole_number() -> None:
     assert SampleCount(len)([torch.ones(3, 8, 8)] * 4) == 4
     total = SampleCount(lambda batch: (batch > 0).sum())(torch.tensor([1.0, 0.0, 2.0]))

@@ -477,3 +477,34 @@ def test_step_waits_for_the_windows_last_micro_batch_and_logs_nothing_before(acc
         schedule.step()
         optimizer.zero_grad()
     assert_same_weights(weights(trainer.model), expected)
+
+
+def zeroes_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    steps(trainer, batch, batch_idx)
+    trainer.optimizer.zero_grad()
+
+
+def zeroes_before_its_backward(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    trainer.optimizer.zero_grad()
+    steps(trainer, batch, batch_idx)
+
+
+def steps_twice(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    steps(trainer, batch, batch_idx)
+    steps(trainer, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        (zeroes_after_its_step, r"zero_grad\(\) out"),
+        (zeroes_before_its_backward, r"zero_grad\(\) out"),
+        (steps_twice, "twice for an optimizer"),
+    ],
+)
+def test_habits_of_a_plain_loop_that_lose_micro_batches_are_errors_while_gradients_are_accumulated(
+    step: Step, told: str
+) -> None:
+    train(step, batches(4))  # harmless without
+    with pytest.raises(StepError, match=told):
+        train(step, batches(4), gradient_accumulation_steps=2)

@@ -296,6 +296,10 @@ class BestInTheMiddle(Saves):
     def validation_step(self, batch: Batch, batch_idx: int) -> Any:
         return {"distance": float(abs(self.global_step - 2 * self.steps_per_epoch))}
 
+    def pre_epoch(self) -> None:
+        if self.config.experiment == "loads" and self.current_epoch == 2:
+            self.load_best()  # while the checkpoint of this moment may still be written
+
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         vars(self).setdefault("validated", {})[metrics["val/distance"]] = weights(self.model)
 
@@ -305,7 +309,7 @@ def best_and_last(directory: str) -> tuple[bool, bool, bool]:
     os.chdir(directory)
     options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
     with BestInTheMiddle(make_config(training={"n_epochs": 3}, **options)) as trainer:
-        with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance\. Set Check"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance\. Train first"):
             trainer.load_best()
         trainer.fit()
         best, last = vars(trainer)["validated"][0.0], weights(trainer.model)
@@ -316,6 +320,35 @@ def best_and_last(directory: str) -> tuple[bool, bool, bool]:
         moved = weights(trainer.model)
     same = [all(torch.equal(found[name], one[name]) for name in found) for one in (best, last, moved)]
     return same[0], same[1], same[2]
+
+
+def loaded_in_mid_run(directory: str) -> bool:
+    """Whether training went on from the best weights, which all ranks have, as if nothing had been loaded."""
+    os.chdir(directory)
+    options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
+    found = []
+    for experiment in ("loads", "straight"):
+        config = make_config(experiment=experiment, training={"n_epochs": 3}, **options)
+        with BestInTheMiddle(config) as trainer:
+            trainer.fit()
+            found.append(weights(trainer.model))
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
+def test_the_best_is_loaded_in_mid_run_on_all_ranks_alike(tmp_path: Path) -> None:
+    assert run_world(loaded_in_mid_run, 2, str(tmp_path)) == [True, True]
+
+
+def test_a_best_that_was_not_kept_is_said_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"save_on_best": True, "keep_last": 1, "best_metric": "val/distance", "best_mode": "min"}
+    with BestInTheMiddle(make_config(training={"n_epochs": 3}, **options)) as trainer:
+        trainer.fit()
+        assert trainer.load_best().name == "step_00000018"
+        with pytest.raises(ConfigError, match="'minimum'"):
+            trainer.best_checkpoint(mode="minimum")  # type: ignore[arg-type]
+    assert "the best val/distance was 0, and no checkpoint has it: the best that is kept is of step 18, with 6" in (
+        caplog.text
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

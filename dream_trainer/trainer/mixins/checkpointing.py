@@ -30,7 +30,9 @@ from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
+from dream_trainer.checks import check_choice
 from dream_trainer.cleanup import followed_by
+from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.config.checkpoint_parameters import (
     ALL_KEPT,
     BranchParameters,
@@ -127,10 +129,17 @@ class CheckpointMixin(AbstractTrainer):
             metric: By which; None: `best_metric` of CheckpointParameters.
             mode: Whether its "min" or "max" is best; None: as `best_mode`, or as the metric's name says.
 
+        Returns:
+            Its manifest: `path`, `step`, `metrics`.
+
         Raises:
             CheckpointError: There is none.
         """
+        if mode is not None:
+            check_choice("mode", mode, ("min", "max"))
         start(self._runtime)
+        self._runtime.refuse_inside_window("best_checkpoint")
+        self._runtime.saver.finish()
         parameters = self.__parameters()
         metric = metric or parameters.best_metric
         if metric == parameters.best_metric:
@@ -138,11 +147,19 @@ class CheckpointMixin(AbstractTrainer):
         elif metric is not None:
             known = higher_is_better(self.named_metrics(), metric)
             mode = mode_of(metric, mode, higher_is_better=known, named_by="metric", set_by="mode")
-        found = None if metric is None else best_checkpoint(self.checkpoints(), metric, mode or "min")
+        saved = self.world.all_gather_object(self.checkpoints())[0]
+        found = None if metric is None else best_checkpoint(saved, metric, mode or "min")
         if found is None:
             raise CheckpointError(
-                f"no checkpoint has a value of {metric or 'a metric'}. Set CheckpointParameters(save_on_best=True, "
-                'keep_best=1, best_metric="val/loss"), and validate.'
+                f"no checkpoint has a value of {metric or 'best_metric'}. Train first, with "
+                'CheckpointParameters(save_on_best=True, keep_best=1, best_metric="val/loss") and validations.'
+            )
+        best = self._runtime.saver.best_value
+        if metric == parameters.best_metric and best not in (None, found.metrics[metric or ""]):
+            self.warn_once(
+                "lost best",
+                f"the best {metric} was {best:.6g}, and no checkpoint has it: the best that is kept is of step "
+                f"{found.step}, with {found.metrics[metric or '']:.6g}. Set save_on_best=True and keep_best=1.",
             )
         return found
 
@@ -151,7 +168,7 @@ class CheckpointMixin(AbstractTrainer):
 
         If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
         again from it. A later `fit` goes on from these weights, with the optimizers, schedules and counters of the last
-        step. Frozen weights that no checkpoint has (`save_frozen=False`) stay as they are.
+        step. Frozen weights that no checkpoint has (`save_frozen=False`) and modules' extra state stay as they are.
 
         Args:
             metric: As of `best_checkpoint`.
@@ -165,12 +182,12 @@ class CheckpointMixin(AbstractTrainer):
             StepError: An accumulation window is open.
         """
         path = self.best_checkpoint(metric, mode).path
-        self._runtime.refuse_inside_window("load_best")
         with self.changing_weights():
             for name, model in self.named_models().items():
                 tensors = model.state_dict(keep_vars=True).items()
                 frozen = {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
-                load_weights(model, path, model_name=name, optional=frozen, world=self.world)
+                renames = None if compiled_original(model) is None else {r"^_orig_mod\.": ""}
+                load_weights(model, path, model_name=name, renames=renames, optional=frozen, world=self.world)
         for callback in self.callbacks:
             if isinstance(callback, AveragingCallback) and callback.validate:
                 callback.load_as_weights(path)

@@ -30,7 +30,8 @@ class ExpertParallelMixin(AbstractTrainer):
         """
         super().apply_expert_parallel(mesh)
         mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
-        has_whole_models = self._runtime.config.device_parameters.pipeline_parallel == 1  # of a pipeline's stages one may have none
+        devices = self._runtime.config.device_parameters
+        has_whole_models = devices.pipeline_parallel == 1  # of a pipeline's stages one may have none
         if not mixtures and has_whole_models:
             raise HookError(
                 f"expert_parallel={mesh.size()}, and no model of {type(self).__name__} has a layer of "

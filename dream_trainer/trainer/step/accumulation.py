@@ -68,6 +68,8 @@ class Accumulation:
         self._batch_is_empty = False
         self._backwards = self._stepped_backwards = 0
         self._batch_backwards = 0
+        self._waiting: set[Optimizer] = set()  # those that were to step in the running micro-batch, and wait
+        self._kept: nn.Parameter | None = None  # one whose gradient the next backward adds to
         self._averagings: list[Averaging] = []
         self._overlapping: list[OverlappedAveraging] = []
 
@@ -95,6 +97,7 @@ class Accumulation:
         self.is_open = True
         self.is_uneven = is_uneven
         self._weighted = None
+        self._kept = None
         self._totals.clear()
         self._spent.clear()
         self._local_gradients.ran.clear()
@@ -113,6 +116,7 @@ class Accumulation:
             self.losses.clear()
         self._batch_backwards = 0
         self._batch_is_empty = False
+        self._waiting.clear()
         if is_last:
             for averaging in self._overlapping:
                 averaging.begin_last_batch()
@@ -127,6 +131,8 @@ class Accumulation:
             _refuse_loss(loss)
         if self.losses is not None:
             self.losses.append(loss.detach())
+        if self._kept is not None and self._kept.grad is None:
+            self._refuse_lost_gradients()
         self._count(weight, model)
         watches = self.is_last and self._world.data_size > 1
         if self.reduced or watches:
@@ -155,6 +161,18 @@ class Accumulation:
         self.turns.after_backward()
         if watches:
             self._own.note(self.turns.optimizers)
+        if not self.is_last:
+            self._kept = self.turns.one_with_gradient()
+
+    def wait_for_last(self, optimizers: Sequence[Optimizer]) -> None:
+        """They were to step in the middle of the window, and do at its end: one step each, so one call each."""
+        if not self._waiting.isdisjoint(optimizers):
+            raise StepError(
+                "step() was called twice for an optimizer in a micro-batch while gradients are accumulated, and only "
+                "the window's last micro-batch makes steps. Use gradient_accumulation_steps=1, or make the further "
+                "turns `if not self.is_accumulating_gradients`."
+            )
+        self._waiting.update(optimizers)
 
     def _begin_own_backward(self) -> None:
         """A backward is about to add to gradients that are this rank's own."""
@@ -248,6 +266,13 @@ class Accumulation:
             f"backward() was called under pipeline_parallel={self._stages}, where no rank has a whole model's graph. "
             "Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; it does "
             "the same in one process."
+        )
+
+    def _refuse_lost_gradients(self) -> NoReturn:
+        raise StepError(
+            "the gradients of this accumulation window's earlier micro-batches are gone, as after "
+            "optimizer.zero_grad(), and would be missing in its step. Leave zero_grad() out: step() drops gradients "
+            "itself, after the window's last micro-batch."
         )
 
     def _refuse_mixture(self) -> None:

@@ -66,6 +66,13 @@ class Turns:
             if optimizer not in self._origins and self._has_gradients(optimizer):
                 self._origins[optimizer] = self._backwards
 
+    def one_with_gradient(self) -> nn.Parameter | None:
+        """A parameter with a gradient; None if there is none, or several optimizers, which `finish_window` looks at."""
+        if len(self.optimizers) > 1:
+            return None
+        parameters = (p for optimizer in self.optimizers for p in _parameters(optimizer))
+        return next((p for p in parameters if p.grad is not None), None)
+
     def has_stepped(self, optimizers: Sequence[Optimizer]) -> bool:
         return not self._stepped.isdisjoint(optimizers)
 
