@@ -354,3 +354,20 @@ def test_a_best_that_was_not_kept_is_said_with_both_values(caplog: pytest.LogCap
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_weights_of_the_best_validation_are_loaded_and_trained_on(ranks: int, tmp_path: Path) -> None:
     assert run_world(best_and_last, ranks, str(tmp_path)) == [(True, False, False)] * ranks
+
+
+class Wrapped(BestInTheMiddle):
+    """Its model is what `torch.compile` returns."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model = torch.compile(self.model, backend="eager")
+
+
+def test_the_best_of_a_model_that_was_compiled_as_a_whole_is_loaded() -> None:
+    options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
+    with Wrapped(make_config(training={"n_epochs": 3}, **options)) as trainer:
+        trainer.fit()
+        trainer.load_best()
+        found, best = weights(trainer.model), vars(trainer)["validated"][0.0]
+    assert all(torch.equal(found[name], best[name]) for name in best)
