@@ -131,7 +131,7 @@ class Accumulation:
             _refuse_loss(loss)
         if self.losses is not None:
             self.losses.append(loss.detach())
-        if self._kept is not None and self._kept.grad is None:
+        if self._kept is not None and self._kept.grad is None and self.turns.one_with_gradient() is None:
             self._refuse_lost_gradients()
         self._count(weight, model)
         watches = self.is_last and self._world.data_size > 1
