@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 from weakref import WeakSet
 
 from dream_trainer.checks import check_directory, check_instance, check_integer, refuse
@@ -28,6 +28,16 @@ RUNS_VARIABLE = "DREAM_TRAINER_RUNS"
 _USERS = "_trainers"
 LONGEST_NAME = 255
 LARGEST_SEED = 2**63 - 1
+
+
+if TYPE_CHECKING:
+
+    class _Callbacks:
+        """To a type checker: a list is accepted, and a collection is read."""
+
+        def __get__(self, config: object, owner: object = None) -> CallbackCollection: ...
+
+        def __set__(self, config: object, value: CallbackCollection | Sequence[Callback]) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -54,7 +64,10 @@ class BaseTrainerConfig:
     """Limits, batch sizes, clipping and the validation schedule."""
     device_parameters: DeviceParameters = field(default_factory=DeviceParameters)
     """Device and parallelism; the default fits one process and any `torchrun`."""
-    callbacks: CallbackCollection | Sequence[Callback] = field(default_factory=CallbackCollection)
+    if TYPE_CHECKING:
+        callbacks: _Callbacks = _Callbacks()
+    else:
+        callbacks: CallbackCollection = field(default_factory=CallbackCollection)
     """Watchers of the run, in order; a list becomes a CallbackCollection. Set in code, not on the command line."""
     seed: Annotated[int, _check_seed] = 42
     """Decides initial weights, sample order and random layers; any integer from 0 on."""

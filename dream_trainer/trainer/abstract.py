@@ -242,9 +242,7 @@ class AbstractTrainer(MixinHooks):
     @property
     def callbacks(self) -> CallbackCollection:
         """The callbacks, as configured."""
-        callbacks = self.config.callbacks
-        assert isinstance(callbacks, CallbackCollection)  # a config makes one of a list
-        return callbacks
+        return self.config.callbacks
 
     @property
     def project(self) -> str:
