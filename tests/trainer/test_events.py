@@ -150,7 +150,7 @@ def test_callbacks_replace_no_method_of_the_trainer() -> None:
 
 
 def test_something_that_is_no_callback_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"SanityChecks.* Use a list: CallbackCollection"):
+    with pytest.raises(TypeError, match=r"SanityChecks.* Use a list"):
         dt.CallbackCollection(defaults=dt.callbacks.SanityChecks())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not a Callback"):
         dt.CallbackCollection([object()])  # type: ignore[list-item]
