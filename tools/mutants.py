@@ -112,22 +112,22 @@ MUTANTS = [
     Mutant(
         "the best checkpoint is the worst",
         "dream_trainer/trainer/mixins/checkpointing.py",
-        "            mode = mode or parameters.known_best_mode()\n",
-        '            mode = "max"\n',
+        "mode or self._best_modes().get(metric) or by_name()",
+        '"max"',
         "tests/trainer/test_checkpoint_mixin.py -k best_validation",
     ),
     Mutant(
         "draws from torch's generator are not seen",
         "dream_trainer/distributed/seeds.py",
-        "was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_bytes",
+        "was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_state",
         "was_drawn = False",
         "tests/distributed/test_seeds.py",
     ),
     Mutant(
         "a window's further batches are drawn from the stream of its first",
         "dream_trainer/data/foreign.py",
-        "                taken += batch\n                self._next += 1\n",
-        "                taken += batch\n",
+        "                taken += loaded\n                self._next += 1\n",
+        "                taken += loaded\n",
         "tests/data/test_foreign_resume.py",
     ),
     Mutant(

@@ -112,14 +112,14 @@ class SeededPass(Iterator[Any]):
         with self._apart:
             while len(taken) < number:
                 if self._batches is None:
-                    batch = self._load_first()
+                    loaded = self._load_first()
                 elif self._is_quiet:
-                    batch = list(islice(self._batches, 1))
+                    loaded = list(islice(self._batches, 1))
                 else:
-                    batch = self._load_seeded(self._batches, self._seed_of_batch())
-                if not batch:
+                    loaded = self._load_seeded(self._batches, self._seed_of_batch())
+                if not loaded:
                     break
-                taken += batch
+                taken += loaded
                 self._next += 1
         return taken
 

@@ -68,8 +68,7 @@ class WatchedSeeds:
         self._seed, self._generators = seed, generators
         seed_cpu(seed, generators)
         if "torch" in generators:
-            self._torch_state = torch.default_generator.get_state()
-            self._torch_bytes = self._torch_state.numpy().tobytes()
+            self._torch_state = torch.default_generator.get_state().numpy().tobytes()
         if "python" in generators:
             self._python_state = random.getstate()
             self._python_next = _next_of_python()
@@ -79,19 +78,16 @@ class WatchedSeeds:
             seed_cpu(seed, ("numpy",))
 
     def seed(self, generators: Collection[str]) -> None:
-        if "torch" in generators:
-            torch.default_generator.set_state(self._torch_state)
+        seed_cpu(self._seed, [name for name in generators if name != "python"])
         if "python" in generators:
             random.setstate(self._python_state)  # 3 us; to seed it takes 12
-        if "numpy" in generators:
-            seed_cpu(self._seed, ("numpy",))
 
     def drawn(self, generators: Collection[str] | None = None) -> set[str]:
-        """Which of `generators`, or of all that are watched, were drawn from or seeded since. Draws from each."""
+        """Which of `generators`, or of all that are watched, were drawn from or seeded since; draws from most."""
         drawn = set()
         for name in self._generators if generators is None else generators:
             if name == "torch":
-                was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_bytes
+                was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_state
             elif name == "python":
                 was_drawn = _next_of_python() != self._python_next
             else:

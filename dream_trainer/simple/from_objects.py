@@ -274,24 +274,9 @@ class Trainer:
         Raises:
             CheckpointError: There is none.
         """
-        dream, metric = self.dream, self._metric
-        if not metric:
+        if not self._metric:
             raise CheckpointError("load_best() needs name=, val= and a validation that was saved.")
-        found = dream.best_checkpoint(metric, self._mode)
-        averages = [one for one in dream.callbacks if isinstance(one, WeightAverage) and one.validate]
-        validated = {str(one["class"]) for one in found.config["callbacks"] if one.get("validate") is True}
-        lost = {name.rpartition(".")[2] for name in validated} - {type(average).__name__ for average in averages}
-        value = found.metrics[metric]
-        if lost or self.best not in (None, value):
-            why = (
-                f"it validated {', '.join(lost)}, which callbacks= lack" if lost else "this run has no checkpoint of it"
-            )
-            dream.warn_once(
-                "another best",
-                f"load_best() takes the weights of step {found.step}, with {metric} {value:.6g}, and the best was "
-                f"{self.best}: {why}. Save each best with save_on_best=True and keep_best=1, and give its callbacks.",
-            )
-        return dream.load_best(metric, self._mode)
+        return self.dream.load_best(self._metric, self._mode)
 
     def save(self, path: str | Path, *, weights: str | None = None, overwrite: bool = True) -> None:
         """Writes weights, whole, to a directory in Hugging Face's layout, or a .safetensors or .pt file.

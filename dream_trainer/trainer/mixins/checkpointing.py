@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -135,33 +135,26 @@ class CheckpointMixin(AbstractTrainer):
         Raises:
             CheckpointError: There is none.
         """
+        return self.__best(metric, mode)[1]
+
+    def __best(self, metric: str | None, mode: Mode | None) -> tuple[str, Manifest]:
+        """The metric that is meant, and the best checkpoint by it, as rank 0 sees it; a collective."""
         if mode is not None:
             check_choice("mode", mode, ("min", "max"))
         start(self._runtime)
         self._runtime.refuse_inside_window("best_checkpoint")
         self._runtime.saver.finish()
-        parameters = self.__parameters()
-        metric = metric or parameters.best_metric
-        if metric == parameters.best_metric:
-            mode = mode or parameters.known_best_mode()
-        elif metric is not None:
-            known = higher_is_better(self.named_metrics(), metric)
-            mode = mode_of(metric, mode, higher_is_better=known, named_by="metric", set_by="mode")
         saved = self.world.all_gather_object(self.checkpoints())[0]
-        found = None if metric is None else best_checkpoint(saved, metric, mode or "min")
-        if found is None:
-            raise CheckpointError(
-                f"no checkpoint has a value of {metric or 'best_metric'}. Train first, with "
-                'CheckpointParameters(save_on_best=True, keep_best=1, best_metric="val/loss") and validations.'
-            )
-        best = self._runtime.saver.best_value
-        if metric == parameters.best_metric and best not in (None, found.metrics[metric or ""]):
-            self.warn_once(
-                "lost best",
-                f"the best {metric} was {best:.6g}, and no checkpoint has it: the best that is kept is of step "
-                f"{found.step}, with {found.metrics[metric or '']:.6g}. Set save_on_best=True and keep_best=1.",
-            )
-        return found
+        metric = metric or self.__parameters().best_metric
+        if metric is not None:
+            known = higher_is_better(self.named_metrics(), metric)
+            by_name = partial(mode_of, metric, None, higher_is_better=known, named_by="metric", set_by="mode")
+            if found := best_checkpoint(saved, metric, mode or self._best_modes().get(metric) or by_name()):
+                return metric, found
+        raise CheckpointError(
+            f"no checkpoint has a value of {metric or 'best_metric'}. Train first, with "
+            'CheckpointParameters(save_on_best=True, keep_best=1, best_metric="val/loss") and validations.'
+        )
 
     def load_best(self, metric: str | None = None, mode: Mode | None = None) -> Path:
         """Puts the weights of the best validation's checkpoint into the models; between windows, called by every rank.
@@ -181,17 +174,32 @@ class CheckpointMixin(AbstractTrainer):
             CheckpointError: There is none.
             StepError: An accumulation window is open.
         """
-        path = self.best_checkpoint(metric, mode).path
+        metric, found = self.__best(metric, mode)
+        averages = [one for one in self.callbacks if isinstance(one, AveragingCallback) and one.validate]
+        self.__warn_of_other_weights(metric, found, averages)
         with self.changing_weights():
             for name, model in self.named_models().items():
                 tensors = model.state_dict(keep_vars=True).items()
                 frozen = {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
                 renames = None if compiled_original(model) is None else {r"^_orig_mod\.": ""}
-                load_weights(model, path, model_name=name, renames=renames, optional=frozen, world=self.world)
-        for callback in self.callbacks:
-            if isinstance(callback, AveragingCallback) and callback.validate:
-                callback.load_as_weights(path)
-        return path
+                load_weights(model, found.path, model_name=name, renames=renames, optional=frozen, world=self.world)
+        for average in averages:
+            average.load_as_weights(found.path)
+        return found.path
+
+    def __warn_of_other_weights(self, metric: str, found: Manifest, averages: Sequence[AveragingCallback]) -> None:
+        value, best = found.metrics[metric], self._best_values().get(metric)
+        validated = {str(one["class"]) for one in found.config["callbacks"] if one.get("validate") is True}
+        lost = {name.rpartition(".")[2] for name in validated} - {type(average).__name__ for average in averages}
+        if lost or best not in (None, value):
+            why = (
+                f"it validated {', '.join(lost)}, which callbacks= lack" if lost else "this run has no checkpoint of it"
+            )
+            self.warn_once(
+                "another best",
+                f"load_best() takes the weights of step {found.step}, with {metric} {value:.6g}, and the best was "
+                f"{best}: {why}. Save each best with save_on_best=True and keep_best=1, and give its callbacks.",
+            )
 
     def export(
         self,
@@ -421,6 +429,10 @@ class CheckpointMixin(AbstractTrainer):
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
         return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
+
+    def _best_values(self) -> dict[str, float]:
+        metric, value = self._runtime.config.checkpoint_parameters.best_metric, self._runtime.saver.best_value
+        return super()._best_values() | ({} if value is None else {metric: value})
 
     def _mixin_state(self) -> dict[str, Any]:
         return super()._mixin_state() | {"checkpoint": self._runtime.saver.state()}
