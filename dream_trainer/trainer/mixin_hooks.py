@@ -131,10 +131,6 @@ class MixinHooks(Hooks):
         """The validation metrics whose best values are kept, each with whether "min" or "max" is best."""
         return {}
 
-    def _best_values(self) -> dict[str, float]:
-        """Their best values so far."""
-        return {}
-
     def _save_was_lost(self) -> None:
         """The save begun last did not get to the disk, and nobody has its state."""
 

@@ -50,6 +50,7 @@ from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
+from dream_trainer.trainer.run_record import read_record
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import start
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
@@ -188,7 +189,12 @@ class CheckpointMixin(AbstractTrainer):
         return found.path
 
     def __warn_of_other_weights(self, metric: str, found: Manifest, averages: Sequence[AveragingCallback]) -> None:
-        value, best = found.metrics[metric], self._best_values().get(metric)
+        value = found.metrics[metric]
+        if metric == self.__parameters().best_metric:
+            best = self._runtime.saver.best_value
+        else:
+            record = read_record(self.run_dir)
+            best = record.best[metric]["value"] if record is not None and metric in record.best else None
         validated = {str(one["class"]) for one in found.config["callbacks"] if one.get("validate") is True}
         lost = {name.rpartition(".")[2] for name in validated} - {type(average).__name__ for average in averages}
         if lost or best not in (None, value):
@@ -429,10 +435,6 @@ class CheckpointMixin(AbstractTrainer):
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
         return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
-
-    def _best_values(self) -> dict[str, float]:
-        metric, value = self._runtime.config.checkpoint_parameters.best_metric, self._runtime.saver.best_value
-        return super()._best_values() | ({} if value is None else {metric: value})
 
     def _mixin_state(self) -> dict[str, Any]:
         return super()._mixin_state() | {"checkpoint": self._runtime.saver.state()}

@@ -163,9 +163,6 @@ class EvalMixin(AbstractTrainer):
         known = super()._best_modes()  # the one by which checkpoints are kept is the first
         return known | dict(self._runtime.config.eval_parameters.best_metrics) | known
 
-    def _best_values(self) -> dict[str, float]:
-        return super()._best_values() | self.__best
-
     def _mixin_state(self) -> dict[str, Any]:
         state = {"best": dict(self.best), "best_steps": dict(self.__best_steps)}
         return super()._mixin_state() | {"evaluation": state}
