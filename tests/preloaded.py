@@ -24,7 +24,6 @@ MODULES = (
     "dream_trainer.checkpoint.loading",
     "dream_trainer.checkpoint.store",
     "dream_trainer.trainer.dream",
-    "dream_trainer.trainer.restored_state",
     "dream_trainer.trainer.saved_state",
 )
 

@@ -27,7 +27,7 @@ from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.callback import AveragingCallback
 from dream_trainer.parallel.sharding import is_gathered
-from dream_trainer.trainer.saved_state import numbered
+from dream_trainer.trainer.state_registry import numbered
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, cast
 
 import torch.nn as nn
 from torch.optim import Optimizer
@@ -394,6 +394,35 @@ class AbstractTrainer(MixinHooks):
         self._runtime.parallel.reshard()
         with self._runtime.parallel.as_shards():
             yield
+
+    def register_state(
+        self,
+        name: str,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        *,
+        scope: Literal["shared", "rank", "tensors"] = "shared",
+    ) -> None:
+        """Keeps what `save()` gives in every checkpoint under `name`, and calls `load` with it on a resume.
+
+        For mixins, callbacks and objects that a trainer holds; a trainer's own class may override `state_dict`. Called
+        before the checkpoint is loaded: in `__init__`, a `configure_` method or a callback's `post_setup`, by every
+        rank. `load` is not called where a checkpoint has nothing under this name. Without CheckpointMixin nothing is
+        kept.
+
+        Args:
+            name: Unlike all others of this trainer.
+            save: Gives the state. "shared" and "rank": numbers, strings, small CPU tensors, containers of them.
+                "tensors": a dict of tensors by name, on any device and sharded or not; equal on ranks where they are
+                not. A resume fills them in place.
+            load: Takes it back.
+            scope: "shared": equal on all ranks; "rank": each rank's own, given back on as many ranks laid out alike;
+                "tensors": large tensors, on any number of ranks.
+
+        Raises:
+            HookError: The name is taken, or the checkpoint was loaded already.
+        """
+        self._runtime.states.register(name, save, load, scope=scope)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.config.checkpoint_parameters import Mode
-from dream_trainer.errors import HookError
 from dream_trainer.trainer.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -133,13 +132,6 @@ class MixinHooks(Hooks):
 
     def _save_was_lost(self) -> None:
         """The save begun last did not get to the disk, and nobody has its state."""
-
-    def _mixin_state(self) -> dict[str, Any]:
-        """State of the mixins for checkpoints, by mixin; plain values that are equal on all ranks."""
-        return MixinStates()
-
-    def _load_mixin_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `_mixin_state` gave."""
 
     def _close(self) -> None:
         """Releases what the mixins opened."""
@@ -379,15 +371,3 @@ def unlogged(step: str, result: Mapping[str, Any]) -> str | None:
                 "Return tensors of one element, such as its mean()."
             )
     return None
-
-
-class MixinStates(dict[str, Any]):
-    """A dict to which `|` adds only keys that are not there yet."""
-
-    def __or__(self, other: Mapping[str, Any]) -> MixinStates:  # type: ignore[override]
-        for key in self.keys() & other.keys():
-            raise HookError(
-                f"two mixins keep their state under the key {key!r} of _mixin_state: one would replace the other. Give "
-                "one of them another key."
-            )
-        return MixinStates({**self, **other})

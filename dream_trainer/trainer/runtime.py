@@ -23,6 +23,7 @@ from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.schedule import Schedule
+from dream_trainer.trainer.state_registry import StateRegistry
 from dream_trainer.trainer.unloaded_base import UnloadedBases
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Session:
     is_first_window: bool = True  # whether no window was trained yet in this process
     is_closed: bool = False
     is_half_set_up: bool = False
+    is_resumed: bool = False  # whether a checkpoint was looked for, and loaded if there was one
     is_nonfinite: bool = False  # whether it failed because of gradients that were not finite
     watchdog: Watchdog | None = None  # while `fit` is in its loop
 
@@ -113,6 +115,7 @@ class Runtime:
     optimizer_step: OptimizerStep = field(init=False)
     prefetcher: Prefetcher = field(init=False)
     unloaded_bases: UnloadedBases = field(default_factory=UnloadedBases)
+    states: StateRegistry = field(init=False)  # what checkpoints keep beside weights, optimizers and data
     saver: Saving = field(default_factory=Saving)
     rounds: NoRounds = field(default_factory=NoRounds)
     workers: int | Literal["hosts"] = 1  # groups of ranks that step on their own
@@ -139,7 +142,7 @@ def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
     """Of a trainer that was just constructed; what needs ranks joins at launch and setup (trainer/session.py)."""
     progress, registry, parameters = Counters(), Registry(vars(hooks)), config.training_parameters
     schedule = Schedule(parameters, progress)
-    return Runtime(
+    runtime = Runtime(
         hooks=hooks,
         config=config,
         run_dir=config.run_dir,
@@ -150,3 +153,5 @@ def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
         rates=ResumedRates(registry.optimizers, registry.schedulers),
         coordinator=Coordinator(schedule, progress),
     )
+    runtime.states = StateRegistry(runtime)
+    return runtime

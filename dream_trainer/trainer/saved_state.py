@@ -1,24 +1,31 @@
-"""Everything that a checkpoint contains of a trainer, collected from its owners; restored_state.py gives it back.
+"""Everything that a checkpoint contains of a trainer: `snapshot` collects it from its owners, `restore` gives it back.
 
-It is shared by all ranks, of one rank (random states, differing tensors), or tensors, sharded as they are.
+It is shared by all ranks, of one rank (random states, differing tensors), or tensors, sharded as they are. They are
+restored on any mesh: tensors first, then what all ranks hold alike, then what each holds of its own; random states are
+the last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.digests import FrozenWeights
-from dream_trainer.checkpoint.metric_state import metric_state
+from dream_trainer.checkpoint.digests import FrozenWeights, refuse_other_weights
+from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
+from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.checkpoint.metric_state import load_metric_state, metric_state
 from dream_trainer.checkpoint.model_state import (
     ModelForm,
+    load_model_extra_state,
+    load_rank_buffers,
     model_buffers,
     model_configs,
     model_extra_state,
@@ -26,22 +33,37 @@ from dream_trainer.checkpoint.model_state import (
     model_tensors,
     parameter_fqns,
     rank_buffers,
+    take_shapes,
 )
-from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_state
+from dream_trainer.checkpoint.optimizer_state import (
+    OPTIMIZER_PREFIX,
+    RANK_PREFIX,
+    has_own_of_ranks,
+    of_all_stages,
+    of_one_stage,
+    optimizer_state,
+)
+from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.config.checkpoint_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.serialize import to_dict
+from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.ranks import on_all_ranks
-from dream_trainer.distributed.seeds import random_state
+from dream_trainer.distributed.seeds import hash_seed, random_state, seed_everything, set_random_state
+from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
+from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
+from dream_trainer.trainer.state_registry import CALLBACK_PREFIX, REGISTERED_PREFIX, Checkpointed
+from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.snapshot_writer import HostCopies
     from dream_trainer.distributed.world import World
-    from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.runtime import Runtime
+
+logger = logging.getLogger("dream_trainer")
 
 
 def snapshot(
@@ -57,27 +79,22 @@ def snapshot(
     left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = runtime.rounds.tensors_to_save(own)
-    mixins = dict(runtime.hooks._mixin_state())
     extra_state = _extra_state(runtime)
     adapters, model_form = whole_adapters(models, world), form.state(models, world)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor], dict[str, str]]:
         shared = {
-            "progress": runtime.progress.state_dict(),
             "data": runtime.data.feed.state_at(runtime.progress.data),
             "global_batch_size": global_batch_size(runtime),
             "seed": runtime.config.seed,
             "workers": world.workers,
             "optimizers": optimizers,
-            "mixins": mixins,
             "extra_state": extra_state,
             "left_out": left_out,
             "model_form": model_form,
             "model_configs": model_configs(models),
             "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
-            "loss_scale": runtime.accumulation.loss_scale_state(),
-            **runtime.rates.state(),
-        } | (given := _given_state(runtime))
+        } | (plain := runtime.states.plain())
         random, tensors_of_rank = random_state(world.device)
         metric_states, metric_tensors, unsaved = metric_state(runtime.hooks._metrics_of_training())
         if unsaved:
@@ -86,11 +103,11 @@ def snapshot(
             "random": random,
             "data": runtime.data.feed.rank_state,
             "metrics": metric_states,
-            "user": runtime.hooks.rank_state_dict(),
+            **runtime.states.of_rank(),
         } | ({"optimizers": own_of_optimizers} if own_of_optimizers else {})
         tensors_of_rank |= metric_tensors
         texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
-        return *texts, tensors_of_rank, _digests(runtime, mixins, given)
+        return *texts, tensors_of_rank, _digests(runtime, plain)
 
     step = runtime.progress.global_step
     shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {step}", serialise)
@@ -134,9 +151,7 @@ def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[
         optimizers = {
             name: values for one in runtime.world.all_gather_object(optimizers) for name, values in one.items()
         }
-    for _, prefix, callback in numbered(runtime.config.callbacks):
-        tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
-    return tensors, optimizers, own
+    return tensors | runtime.states.tensors(), optimizers, own
 
 
 def _extra_state(runtime: Runtime) -> dict[str, dict[str, Any]]:
@@ -180,27 +195,19 @@ def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | No
     return work
 
 
-def _given_state(runtime: Runtime) -> dict[str, Any]:
-    """The state of the user's trainer, callbacks and schedulers, equal on all ranks."""
-    return {
-        "schedulers": {name: scheduler.state_dict() for name, scheduler in runtime.registry.schedulers().items()},
-        "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in runtime.config.callbacks],
-        "user": runtime.hooks.state_dict(),
-    }
-
-
-def _digests(runtime: Runtime, mixins: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+def _digests(runtime: Runtime, plain: Mapping[str, Any]) -> dict[str, str]:
     """Of state of which rank 0's is saved, and which the user's code gives or moves, by what it is called."""
     if runtime.world.world_size == 1:
         return {}
-    states = {"_mixin_state()": mixins, "state_dict()": given["user"]}
-    states |= {f"{one['class']}.state_dict()": one["state"] for one in given["callbacks"]}
+    states = {"state_dict()": plain["user"]}
+    states |= {f"register_state({name!r})": state for name, state in plain["mixins"].items()}
+    states |= {f"{one['class']}.state_dict()": one["state"] for one in plain["callbacks"]}
     parts = {
         f"{name}[{key!r}]": value
         for name, state in states.items()
         for key, value in (state if isinstance(state, Mapping) else {"all": state}).items()
     }
-    parts |= {f"the schedule {name}": state for name, state in given["schedulers"].items()}
+    parts |= {f"the schedule {name}": state for name, state in plain["schedulers"].items()}
     for name, optimizer in runtime.registry.optimizers().items():
         parts[f"learning rates of {name}"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     return {name: hashlib.sha256(typed_json.dumps(value).encode()).hexdigest() for name, value in parts.items()}
@@ -208,46 +215,176 @@ def _digests(runtime: Runtime, mixins: Mapping[str, Any], given: Mapping[str, An
 
 def check(runtime: Runtime, *, saves: bool) -> None:
     """Finds state that cannot be saved before the first step, and not after hours of training; a collective."""
-    state = _given_state(runtime) | {
-        "mixins": dict(runtime.hooks._mixin_state()),
-        "rank": runtime.hooks.rank_state_dict(),
-    }
-    typed_json.dumps(state)
+    typed_json.dumps(runtime.states.plain() | {"rank": runtime.states.of_rank()})
     if saves:
         _tensors(runtime)
 
 
-logger = logging.getLogger("dream_trainer")
-
-CALLBACK_PREFIX = "callbacks."  # tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`
+# -- back
 
 
-def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:
-    """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
-    counts: Counter[str] = Counter()
-    for callback in callbacks:
-        name = type(callback).__name__
-        yield name, f"{CALLBACK_PREFIX}{name}.{counts[name]}.", callback
-        counts[name] += 1
+def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: BranchParameters | None = None) -> None:
+    """Restores a checkpoint's state on any mesh and world size; a collective.
+
+    `begins` says what goes along from another run's checkpoint. At another layout ranks are seeded again."""
+    path, world, branch = manifest.path, runtime.world, begins or ALL_KEPT
+    load = partial(on_all_ranks, world, f"load {path}")
+    shared: dict[str, Any] = load(lambda: read_shared(path))
+    if branch.data == "keep":
+        refuse_other_run(runtime, shared, path, is_own=begins is None)
+    runtime.rates.refuse(shared, branch)
+    workers = _saved_workers(path, shared, world.workers, branch)
+    models = runtime.registry.models()
+    fqns = parameter_fqns(models)
+    refuse_other_adapters(path, models, shared.get("adapters"), world=world)
+    left_out, model_form = shared.get("left_out", {}), shared.get("model_form", {})
+    reshaped = form.reshaped(models, model_form)
+    if left_out:
+        refuse_other_weights(path, models, left_out, world=world)
+
+    finishing: list[Callable[[], None]] = []
+
+    def prepare() -> dict[str, Any]:
+        metadata = tensor_metadata(path)
+        take_shapes(models, reshaped, {name: shape for name, (shape, _) in metadata.items()})
+        own = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
+        tensors = runtime.rounds.tensors_to_load(own, metadata.keys(), is_own=begins is None)
+        saved, optimizers = shared["optimizers"], runtime.registry.optimizers()
+        if branch.optimizer == "new":
+            optimizers = {}
+        elif (kept := {kept_name(name, worker) for name in optimizers for worker in range(workers)}) != set(saved):
+            raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(kept)}.")
+        with_options, own_of_rank = branch.optimizer == "keep", None
+        if manifest.world_size == world.world_size and any(map(has_own_of_ranks, saved.values())):
+            own_of_rank = read_rank(path, world.rank)[0].get("optimizers", {})
+        for name, optimizer in optimizers.items():
+            name = kept_name(name, world.worker if workers > 1 else 0)
+            values = saved[name] if world.stages == 1 else of_one_stage(saved[name], set(fqns.values()))
+            prepared = prepare_optimizer_state(
+                name, optimizer, fqns, values, metadata, with_options=with_options, own=own_of_rank, rank=world.rank
+            )
+            tensors |= prepared.tensors
+            finishing.append(prepared.finish)
+        return tensors | runtime.states.tensors_to_load(metadata)
+
+    of_another_run = ["workers.", "local_sgd."] if begins is not None else []
+    of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
+    with naming_what_changed(manifest, runtime):
+        tensors = load(prepare)
+        replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
+        optional = (CALLBACK_PREFIX, REGISTERED_PREFIX, RANK_PREFIX, *of_optimizers, *of_another_run, *replaced)
+        load_tensors(path, tensors, world=world, optional_prefix=optional)
+    load(lambda: [finish() for finish in finishing])
+    load(lambda: _load_extra_state(runtime, shared["extra_state"]))
+    load(lambda: runtime.states.load(Checkpointed(shared, tensor_metadata(path), branch, is_own=begins is None)))
+    if branch.counters == "keep":
+        form.restore(models, model_form, world)
+    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(world.mesh_shape._asdict())
+    data = shared.get("data")
+    load(lambda: _restore_rank(runtime, manifest, data, branch, reshaped, same_layout=same_layout))
+    if branch.counters == "keep":
+        load(lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
 
 
-def restore_callbacks(
-    runtime: Runtime, saved: list[dict[str, Any]], names: Collection[str], begins: BranchParameters | None
+def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:
+    """How many workers (LocalSGDMixin) wrote the checkpoint; from the state of one, each goes on."""
+    saved: int = shared.get("workers", 1)
+    if saved not in (1, workers) and branch.optimizer != "new":
+        raise CheckpointError(
+            f"{path} was written by workers={saved}, whose optimizers have states of their own (LocalSGDMixin), and "
+            f"this run has {workers}. Use the same number, or begin another experiment from its average with "
+            "CheckpointParameters(init_from=<its path>)."
+        )
+    return saved
+
+
+def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
+    """What decides which rank has which data and random state: not how parameters are sharded."""
+    return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
+
+
+def _load_extra_state(runtime: Runtime, saved: dict[str, dict[str, Any]]) -> None:
+    models = runtime.registry.models()
+    if runtime.world.stages > 1:
+        own = model_extra_state(models)
+        saved = {name: {fqn: value for fqn, value in saved[name].items() if fqn in own[name]} for name in own}
+    load_model_extra_state(models, saved)
+
+
+def _say_if_the_data_changed(runtime: Runtime) -> None:
+    """Between two passes it may; in the middle of one the stream refuses it."""
+    stream, before = runtime.data.stream, runtime.progress.data.length
+    if stream is None or stream.reader is None or not runtime.progress.is_pass_over:
+        return
+    dataset = stream.reader.loader.dataset
+    if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and runtime.world.is_main:
+        logger.warning(
+            "the training dataset has %d samples, and had %d in the last pass of the checkpoint: further passes, and "
+            "total_steps=%s, are counted by what it has now.",
+            stream.length,
+            before,
+            runtime.state.total_steps,
+        )
+
+
+def _restore_metrics(runtime: Runtime, manifest: Manifest, *, same_layout: bool) -> None:
+    """Metrics that training updates: each rank loads its own; at another layout those of former ranks are divided."""
+    metrics, world = runtime.registry.metrics(), runtime.world
+    if not metrics:
+        return
+    former_ranks = _every_nth_rank(manifest, manifest.mesh_shape["tp"])[world.data_rank :: world.data_size]
+    states_of_ranks = [read_rank(manifest.path, rank) for rank in ([world.rank] if same_layout else former_ranks)]
+    lost = load_metric_state(metrics, [(state.get("metrics", {}), tensors) for state, tensors in states_of_ranks])
+    if lost:
+        logger.warning("the checkpoint's state of the metrics %s does not fit here; they start from zero.", lost)
+
+
+def _every_nth_rank(manifest: Manifest, n: int) -> list[int]:
+    """One of each `n` neighbouring ranks of the run that wrote the checkpoint."""
+    mesh = manifest.mesh_shape
+    return list(range(0, mesh["dp_replicate"] * mesh["dp_shard"] * mesh["cp"] * mesh["tp"], n))
+
+
+def _united_state(runtime: Runtime, manifest: Manifest) -> dict[str, Any] | None:
+    """This rank's place in data that each rank read a part of, in another layout than the checkpoint's."""
+    stream = runtime.data.stream
+    if stream is None or not stream.resumes_from_all_ranks:
+        return None
+    same_samples = manifest.mesh_shape["cp"] * manifest.mesh_shape["tp"]
+    ranks = _every_nth_rank(manifest, same_samples)
+    return stream.united([read_rank(manifest.path, rank)[0].get("data") for rank in ranks])
+
+
+def _restore_rank(
+    runtime: Runtime,
+    manifest: Manifest,
+    data: dict[str, Any] | None,
+    branch: BranchParameters,
+    reshaped: Collection[str],
+    *,
+    same_layout: bool,
 ) -> None:
-    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
-    left = list(saved)
-    for class_name, prefix, callback in numbered(runtime.config.callbacks):
-        match = next((entry for entry in left if entry["class"] == class_name), None)
-        if match is not None:
-            left.remove(match)
-        lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
-        if match is None or lacks_tensors:
-            if (callback.state_dict() or lacks_tensors) and runtime.world.is_main:
-                logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
-            continue
-        callback.load_state_dict(match["state"])
-        if begins is not None:
-            callback.begin_branch(new_counters=begins.counters == "new", new_data=begins.data == "new")
-    lost = [entry["class"] for entry in left if entry["state"]]
-    if lost and runtime.world.is_main:
-        logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))
+    world, progress, path = runtime.world, runtime.progress, manifest.path
+    state: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    if same_layout:
+        state, tensors = read_rank(path, world.rank)
+        load_rank_buffers(runtime.registry.models(), tensors, reshaped)
+        runtime.states.load_of_rank(state)
+    if branch.data == "new":
+        return  # the order and the generators are those of a run that starts
+    same_device = f"random.{world.device.type}" in tensors
+    if not same_device and world.is_main:
+        logger.warning(
+            "resumed at another layout or device than the checkpoint's: weights and optimizers are exact, and samples "
+            "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
+            "several ranks drop; random layers go on from a new seed."
+        )
+    rank_state = state.get("data") if same_layout else _united_state(runtime, manifest)
+    runtime.data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)
+    _say_if_the_data_changed(runtime)
+    # Last, so that nothing above draws from the generators.
+    if same_device:
+        set_random_state(state["random"], tensors, world.device)
+    else:
+        seed_everything(hash_seed(b"resumed", runtime.config.seed, progress.global_step, world.data_rank))

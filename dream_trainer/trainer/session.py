@@ -71,6 +71,7 @@ def _launch_and_set_up(runtime: Runtime) -> None:
     notify(runtime, "post_setup")
     # Layers draw different numbers on each rank with data of its own; a resume replaces this by each rank's state.
     seed_everything(hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank))
+    session.is_resumed = True
     runtime.hooks._resume()
     runtime.unloaded_bases.warn(runtime.registry, runtime.warn_once)
 

@@ -9,24 +9,24 @@ import pytest
 
 import dream_trainer as dt
 from tests.api import ConfigError, HookError
-from tests.trainer.saves import Saves, fit, make_config
+from tests.trainer.saves import Saves, make_config
 
 
 class Keeps(dt.AbstractTrainer):
-    def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"mine": 1}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state("mine", lambda: 1, lambda saved: None)
 
 
 class KeepsToo(dt.AbstractTrainer):
-    def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"mine": 2}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state("mine", lambda: 2, lambda saved: None, scope="rank")
 
 
-def test_two_mixins_with_one_key_are_an_error() -> None:
-    trainer = type("Trainer", (Saves, Keeps, KeepsToo), {})(make_config())
-    with pytest.raises(HookError, match="^two mixins keep their state under the key 'mine' of _mixin_state"):
-        fit(trainer)
-    assert (trainer.global_step, trainer.seen) == (0, [])
+def test_two_mixins_with_one_name_for_their_state_are_an_error() -> None:
+    with pytest.raises(HookError, match=r"^register_state\('mine'\) was called twice: one state would replace"):
+        type("Trainer", (Saves, Keeps, KeepsToo), {})(make_config())
 
 
 def test_a_hook_that_forgets_super_is_told_so() -> None:

@@ -125,8 +125,9 @@ class KeepsState(Spread, dt.CheckpointMixin):
     def rank_state_dict(self) -> dict[str, Any]:
         return {"rank": self.world.rank}
 
-    def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"rows": {"seen": self.seen}}
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.register_state("rows", lambda: {"seen": self.seen}, lambda saved: None)
 
 
 class KeepsEqualState(Spread, dt.LoggerMixin, dt.EvalMixin, dt.CheckpointMixin):
@@ -160,7 +161,7 @@ def state_of_ranks() -> list[list[str]]:
 def test_state_that_only_rank_0_would_keep_is_named_once() -> None:
     (told, silent), (other, other_silent) = run_world(state_of_ranks, 2)
     (line,) = told
-    assert "CountsRows.state_dict()['own'], _mixin_state()['rows'], state_dict()['loss']. " in line
+    assert "CountsRows.state_dict()['own'], register_state('rows')['seen'], state_dict()['loss']. " in line
     assert "rank_state_dict()" in line
     assert (silent, other, other_silent) == ([], [], [])
 

@@ -1,7 +1,7 @@
 """CheckpointMixin: when a checkpoint is saved, and from which one a run continues.
 
 It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
-See trainer/saved_state.py, trainer/resume.py and trainer/restored_state.py for what is saved, resumed and given back.
+See trainer/saved_state.py and trainer/state_registry.py for what is saved and given back, trainer/resume.py for which.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
 from dream_trainer.trainer.run_record import read_record
 from dream_trainer.trainer.runtime import Runtime
@@ -293,6 +292,7 @@ class CheckpointMixin(AbstractTrainer):
             clock=time.monotonic,
             only_when_called=self._runtime.config.training_parameters.fast_dev_run,
         )
+        self._runtime.states.register("checkpoint", saver.state, saver.load_state, goes_with_counters=True)
         self._runtime.optimizer_step.before_update = saver.before_update
         if self._runtime.config.training_parameters.fast_dev_run:
             return
@@ -373,7 +373,7 @@ class CheckpointMixin(AbstractTrainer):
     def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT, *, newest: Manifest | None = None) -> None:
         """`newest` is the run's newest checkpoint, where `manifest` is of what its hosts keep for themselves."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
-        restore(self._runtime, manifest, self.__form, None if is_own else branch)
+        saved_state.restore(self._runtime, manifest, self.__form, None if is_own else branch)
         self._runtime.origin.parent = manifest.parent
         if not is_own:
             path = str(absolute(manifest.path))
@@ -435,13 +435,6 @@ class CheckpointMixin(AbstractTrainer):
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
         return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
-
-    def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"checkpoint": self._runtime.saver.state()}
-
-    def _load_mixin_state(self, state: dict[str, Any]) -> None:
-        super()._load_mixin_state(state)
-        self._runtime.saver.load_state(state.get("checkpoint", {}))
 
 
 def _settled(runtime: Runtime) -> Moment:

@@ -32,6 +32,7 @@ class EvalMixin(AbstractTrainer):
         super().__init__(config, *args, **kwargs)
         self.__best: dict[str, float] = {}
         self.__best_steps: dict[str, int] = {}
+        self._runtime.states.register("evaluation", self.__state, self.__load_state, goes_with_counters=True)
 
     @property
     def best(self) -> dict[str, float]:
@@ -163,13 +164,10 @@ class EvalMixin(AbstractTrainer):
         known = super()._best_modes()  # the one by which checkpoints are kept is the first
         return known | dict(self._runtime.config.eval_parameters.best_metrics) | known
 
-    def _mixin_state(self) -> dict[str, Any]:
-        state = {"best": dict(self.best), "best_steps": dict(self.__best_steps)}
-        return super()._mixin_state() | {"evaluation": state}
+    def __state(self) -> dict[str, Any]:
+        return {"best": dict(self.best), "best_steps": dict(self.__best_steps)}
 
-    def _load_mixin_state(self, state: dict[str, Any]) -> None:
-        super()._load_mixin_state(state)
-        saved = state.get("evaluation", {})
+    def __load_state(self, saved: dict[str, Any]) -> None:
         self.__best, self.__best_steps = dict(saved.get("best", {})), dict(saved.get("best_steps", {}))
         # A checkpoint of before the steps were kept has none.
         self._runtime.origin.best_of_checkpoint = {

@@ -57,11 +57,24 @@ class LocalSGDMixin(AbstractTrainer):
         _refuse_tensors_of_callbacks(self._runtime)
         self._runtime.workers = self._runtime.config.local_sgd_parameters.workers
 
+    def register_state(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As of every trainer, but for tensors, of which each worker would have others.
+
+        Raises:
+            ConfigError: `scope="tensors"`.
+        """
+        if kwargs.get("scope") == "tensors":
+            raise ConfigError(
+                f'register_state({name!r}, scope="tensors") does not work with LocalSGDMixin: each worker would have '
+                'other tensors. Use scope="rank" for small ones.'
+            )
+        super().register_state(name, *args, **kwargs)
+
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.workers > 1:
             _refuse_what_crosses_workers(self._runtime)
-        self._runtime.rounds = Rounds(
+        rounds = self._runtime.rounds = Rounds(
             self._runtime.config.local_sgd_parameters,
             self.world,
             self._runtime.registry,
@@ -69,6 +82,7 @@ class LocalSGDMixin(AbstractTrainer):
             self.progress,
             self.changing_weights,
         )
+        self._runtime.states.register("local_sgd", rounds.state, rounds.load_state, goes_with_counters=True)
 
     def _window_started(self) -> None:
         super()._window_started()
@@ -91,17 +105,6 @@ class LocalSGDMixin(AbstractTrainer):
     def _validation_context(self) -> Iterator[None]:
         with self._runtime.rounds.as_one_model(), super()._validation_context():
             yield
-
-    # -- state
-
-    def _mixin_state(self) -> dict[str, Any]:
-        assert isinstance(self._runtime.rounds, Rounds)  # since setup
-        return super()._mixin_state() | {"local_sgd": self._runtime.rounds.state()}
-
-    def _load_mixin_state(self, state: dict[str, Any]) -> None:
-        super()._load_mixin_state(state)
-        assert isinstance(self._runtime.rounds, Rounds)  # since setup
-        self._runtime.rounds.load_state(state.get("local_sgd", {}))
 
 
 def _refuse_tensors_of_callbacks(runtime: Runtime) -> None:

@@ -55,6 +55,7 @@ class LoggerMixin(AbstractTrainer):
             of_data=self._numbers_of_data,
             warn_once=self.warn_once,
         )
+        self._runtime.states.register("logger", self.__state, self.__run_log.load_state, goes_with_counters=True)
 
     @property
     def history(self) -> History:
@@ -185,17 +186,9 @@ class LoggerMixin(AbstractTrainer):
         super()._save_was_lost()
         self.__run_log.save_was_lost()
 
-    @override
-    def _mixin_state(self) -> dict[str, Any]:
+    def __state(self) -> dict[str, Any]:
         is_last, has_failed = self._runtime.schedule.is_last_window(), self._runtime.session.has_failed
-        state = self.__run_log.state(self.global_step, is_last=is_last, has_failed=has_failed)
-        return super()._mixin_state() | {"logger": state}
-
-    @override
-    def _load_mixin_state(self, state: dict[str, Any]) -> None:
-        super()._load_mixin_state(state)
-        if "logger" in state:
-            self.__run_log.load_state(state["logger"])
+        return self.__run_log.state(self.global_step, is_last=is_last, has_failed=has_failed)
 
     @override
     def _close(self) -> None:

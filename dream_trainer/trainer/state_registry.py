@@ -1,0 +1,214 @@
+"""StateRegistry: what checkpoints keep beside weights, optimizers and data, each with how it is saved and loaded.
+
+The trainer's own parts are listed in `_parts`; mixins, callbacks and users add theirs by `trainer.register_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from dream_trainer.checks import check_choice
+from dream_trainer.config.checkpoint_parameters import BranchParameters
+from dream_trainer.errors import HookError
+from dream_trainer.trainer.counters import Counters
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.runtime import Runtime
+
+C = TypeVar("C")
+
+logger = logging.getLogger("dream_trainer")
+
+Scope = Literal["shared", "rank", "tensors"]
+CALLBACK_PREFIX = "callbacks."  # tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`
+REGISTERED_PREFIX = "registered."  # and those of `register_state` `registered.<name>.<name of the tensor>`
+
+
+class KeepsState(Protocol):
+    """A callback, as far as checkpoints know it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def checkpoint_tensors(self) -> dict[str, Tensor]: ...
+    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None: ...
+
+
+class Checkpointed(NamedTuple):
+    """A checkpoint that is being loaded."""
+
+    shared: Mapping[str, Any]  # what all ranks hold alike
+    tensors: Collection[str]  # their names
+    branch: BranchParameters  # what of it goes along
+    is_own: bool  # whether the run itself wrote it
+
+
+class Part(NamedTuple):
+    save: Callable[[], dict[str, Any]]  # plain values by their place in the checkpoint, equal on all ranks
+    load: Callable[[Checkpointed], None]
+
+
+class Registered(NamedTuple):
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
+    goes_with_counters: bool  # or, like the user's own state, with the weights
+
+
+class StateRegistry:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._registered: dict[Scope, dict[str, Registered]] = {"shared": {}, "rank": {}, "tensors": {}}
+        self._parts = _parts(runtime, self._registered["shared"])
+
+    def register(
+        self,
+        name: str,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        *,
+        scope: Scope = "shared",
+        goes_with_counters: bool = False,
+    ) -> None:
+        """As `register_state` of the trainer."""
+        check_choice("scope", scope, ("shared", "rank", "tensors"))
+        if any(name in registered for registered in self._registered.values()):
+            raise HookError(
+                f"register_state({name!r}) was called twice: one state would replace the other. Give one of them "
+                "another name."
+            )
+        if self._runtime.session.is_resumed:
+            raise HookError(
+                f"register_state({name!r}) was called after the checkpoint was loaded. Call it in __init__, in a "
+                "configure_ method or in a callback's post_setup."
+            )
+        self._registered[scope][name] = Registered(save, load, goes_with_counters)
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values that are equal on all ranks."""
+        return {key: value for part in self._parts for key, value in part.save().items()}
+
+    def load(self, checkpoint: Checkpointed) -> None:
+        for part in self._parts:
+            part.load(checkpoint)
+        for name, one in self._registered["tensors"].items():
+            tensors = one.save()
+            if all(f"{REGISTERED_PREFIX}{name}.{key}" in checkpoint.tensors for key in tensors):
+                one.load(tensors)
+
+    def of_rank(self) -> dict[str, Any]:
+        """Plain values of this rank alone."""
+        registered = {name: one.save() for name, one in self._registered["rank"].items()}
+        return {"user": self._runtime.hooks.rank_state_dict()} | ({"registered": registered} if registered else {})
+
+    def load_of_rank(self, saved: Mapping[str, Any]) -> None:
+        self._runtime.hooks.load_rank_state_dict(saved["user"])
+        for name, one in self._registered["rank"].items():
+            if name in saved.get("registered", {}):
+                one.load(saved["registered"][name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors, sharded as they are; equal where they are not."""
+        return {f"{prefix}{name}": tensor for prefix, of_one in self._tensors() for name, tensor in of_one.items()}
+
+    def tensors_to_load(self, saved: Collection[str]) -> dict[str, Tensor]:
+        """Where a checkpoint with tensors of these names is loaded to: of owners of which it has some."""
+        return {
+            f"{prefix}{name}": tensor
+            for prefix, of_one in self._tensors()
+            for name, tensor in of_one.items()
+            if any(f"{prefix}{other}" in saved for other in of_one)
+        }
+
+    def _tensors(self) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        for _, prefix, callback in numbered(self._runtime.config.callbacks):
+            yield prefix, callback.checkpoint_tensors()
+        for name, one in self._registered["tensors"].items():
+            yield f"{REGISTERED_PREFIX}{name}.", one.save()
+
+
+def _parts(runtime: Runtime, registered: Mapping[str, Registered]) -> list[Part]:
+    """In the order in which they are loaded."""
+    hooks, progress, registry = runtime.hooks, runtime.progress, runtime.registry
+
+    def load_loss_scale(checkpoint: Checkpointed) -> None:
+        if checkpoint.branch.optimizer != "new":
+            runtime.accumulation.load_loss_scale_state(checkpoint.shared.get("loss_scale"))
+
+    def save_rates() -> dict[str, Any]:
+        schedulers = {name: scheduler.state_dict() for name, scheduler in registry.schedulers().items()}
+        return {"schedulers": schedulers, **runtime.rates.state()}
+
+    def load_rates(checkpoint: Checkpointed) -> None:
+        warned, kept = runtime.rates.restore(checkpoint.shared, checkpoint.branch, progress.tokens_seen)
+        runtime.origin.kept_options = [one._asdict() for one in kept]
+        if runtime.world.is_main:
+            for line in warned:
+                logger.warning("%s", line)
+
+    def save_callbacks() -> dict[str, Any]:
+        return {"callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in runtime.config.callbacks]}
+
+    def load_registered(checkpoint: Checkpointed) -> None:
+        for name, one in registered.items():
+            goes_along = checkpoint.branch.counters == "keep" or not one.goes_with_counters
+            if name in checkpoint.shared["mixins"] and goes_along:
+                one.load(checkpoint.shared["mixins"][name])
+
+    return [
+        Part(
+            lambda: {"progress": progress.state_dict()},
+            lambda checkpoint: progress.load_state_dict(_progress(checkpoint)),
+        ),
+        Part(lambda: {"loss_scale": runtime.accumulation.loss_scale_state()}, load_loss_scale),
+        Part(save_rates, load_rates),
+        Part(save_callbacks, lambda checkpoint: _load_callbacks(runtime, checkpoint)),
+        Part(lambda: {"mixins": {name: one.save() for name, one in registered.items()}}, load_registered),
+        Part(
+            lambda: {"user": hooks.state_dict()},
+            lambda checkpoint: hooks.load_state_dict(checkpoint.shared["user"]),
+        ),
+    ]
+
+
+def _progress(checkpoint: Checkpointed) -> dict[str, Any]:
+    """The counters to begin from; the position in the data is one of them, and has a word of its own."""
+    saved, branch, fresh = checkpoint.shared["progress"], checkpoint.branch, Counters().state_dict()
+    counters = saved if branch.counters == "keep" else fresh
+    position = saved if branch.data == "keep" else fresh
+    of_data = ("data", "is_pass_over", "loader_was_replaced")
+    of_epoch = ("batch_idx", "epoch_steps") if branch.data == "new" else ()  # its data begin anew, so it does
+    return counters | {name: position[name] for name in (*of_data, *of_epoch) if name in position}
+
+
+def numbered(callbacks: Iterable[C]) -> Iterator[tuple[str, str, C]]:
+    """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        yield name, f"{CALLBACK_PREFIX}{name}.{counts[name]}.", callback
+        counts[name] += 1
+
+
+def _load_callbacks(runtime: Runtime, checkpoint: Checkpointed) -> None:
+    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
+    left, branch = list(checkpoint.shared["callbacks"]), checkpoint.branch
+    callback: KeepsState
+    for class_name, prefix, callback in numbered(runtime.config.callbacks):
+        match = next((entry for entry in left if entry["class"] == class_name), None)
+        if match is not None:
+            left.remove(match)
+        lacks_tensors = any(prefix + name not in checkpoint.tensors for name in callback.checkpoint_tensors())
+        if match is None or lacks_tensors:
+            if (callback.state_dict() or lacks_tensors) and runtime.world.is_main:
+                logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
+            continue
+        callback.load_state_dict(match["state"])
+        if not checkpoint.is_own:
+            callback.begin_branch(new_counters=branch.counters == "new", new_data=branch.data == "new")
+    lost = [entry["class"] for entry in left if entry["state"]]
+    if lost and runtime.world.is_main:
+        logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))
