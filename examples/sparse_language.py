@@ -166,12 +166,11 @@ def default_config() -> SparseConfig:
             train_batch_size=8,
             global_batch_size=32,
             val_batch_size=64,
-            gradient_clip_val=1.0,
+            gradient_clip_norm=1.0,
             val_every_n_steps=100,
-            val_every_n_epochs=None,
             val_steps_per_epoch=4,
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_steps=100, save_every_n_epochs=None),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_steps=100),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl", "console")),
     )
 

@@ -245,7 +245,7 @@ def config_of(cell: Cell) -> ParityConfig:
             max_steps=N_STEPS,
             train_batch_size=cell.batch,
             gradient_accumulation_steps=cell.accumulation,
-            gradient_clip_val=0.5,
+            gradient_clip_norm=0.5,
             val_every_n_epochs=None,
         ),
         "checkpoint_parameters": dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),

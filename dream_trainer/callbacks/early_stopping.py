@@ -138,7 +138,7 @@ def _what_validation_lacks(trainer: AbstractTrainer) -> str | None:
         return None
     if parameters.val_steps_per_epoch == 0:
         return "val_steps_per_epoch=0 leaves validations out. Use None for all batches, or how many."
-    intervals = (parameters.val_every_n_epochs, parameters.val_every_n_steps, parameters.val_every_minutes)
+    intervals = (parameters.epochs_between_validations, parameters.val_every_n_steps, parameters.val_every_minutes)
     if all(interval is None for interval in intervals):
         return "none is ever due. Set val_every_n_epochs, val_every_n_steps or val_every_minutes."
     return None

@@ -67,7 +67,7 @@ class NonFiniteReport(Callback):
 
     A loss is what the training step returns under a name with "loss" in it. A report names the optimizer step, the
     rank, its batches (with their samples' indices in the dataset, where our loader reads it), the values that the step
-    returned, and the parameters whose gradients are not finite on this rank. It is about what `nonfinite="raise"` or
+    returned, and the parameters whose gradients are not finite on this rank. It is about what `on_nonfinite="raise"` or
     `"skip"` left out; overflows under fp16, which a lower loss scale mends, are none. What `"retry"` runs again is
     reported only if the run ends by it.
 

@@ -68,7 +68,7 @@ class Saver(Saving):
         self._is_telling = False
         self._cadence = Cadence(
             steps=parameters.save_every_n_steps,
-            epochs=parameters.save_every_n_epochs,
+            epochs=parameters.epochs_between_saves,
             minutes=parameters.save_every_n_minutes,
             clock=self.clock,
         )

@@ -74,8 +74,9 @@ class CheckpointParameters:
     """Optimizer steps between checkpoints; None does not count steps."""
     save_every_n_minutes: PositiveFloat | None = None
     """Minutes between checkpoints, by rank 0's clock; None does not look at it."""
-    save_every_n_epochs: PositiveInt | None = 1
-    """Epochs between checkpoints; 1 saves at the end of each, None does not count epochs."""
+    save_every_n_epochs: PositiveInt | Literal["auto"] | None = "auto"
+    """Epochs between checkpoints; "auto" is 1 unless steps or minutes between them are set, None does not count
+    epochs."""
     save_on_best: bool = False
     """Whether to save after each validation whose `best_metric` is better than all before."""
     save_at_end: bool = True
@@ -172,9 +173,16 @@ class CheckpointParameters:
         return self.keep_last is None and self.keep_every_n_steps is None and self.keep_best is None
 
     @property
+    def epochs_between_saves(self) -> int | None:
+        """`save_every_n_epochs`, with "auto" resolved."""
+        if self.save_every_n_epochs == "auto":
+            return 1 if self.save_every_n_steps is None and self.save_every_n_minutes is None else None
+        return self.save_every_n_epochs
+
+    @property
     def saves(self) -> bool:
         """Whether anything is saved without being asked for."""
-        intervals = (self.save_every_n_steps, self.save_every_n_minutes, self.save_every_n_epochs)
+        intervals = (self.save_every_n_steps, self.save_every_n_minutes, self.epochs_between_saves)
         return self.save_at_end or self.save_on_best or any(value is not None for value in intervals)
 
 

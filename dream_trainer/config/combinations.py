@@ -74,7 +74,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
         for other in ("tensor_parallel", "context_parallel", "expert_parallel", "cpu_offload", "overlap_reduce")
     ),
     Combination(("LocalSGDMixin", "precision=fp16"), "its loss scale is one for all ranks", _LEAVE_ONE),
-    Combination(("LocalSGDMixin", "nonfinite"), "a worker would skip a step alone", _LEAVE_ONE),
+    Combination(("LocalSGDMixin", "on_nonfinite"), "a worker would skip a step alone", _LEAVE_ONE),
 )
 
 
@@ -90,7 +90,7 @@ def refuse_combinations(settings: Mapping[str, Any]) -> None:
 def settings_of(config: Any) -> dict[str, Any]:
     """Everything that the table may name, of a trainer's config."""
     settings: dict[str, Any] = dict(vars(config.device_parameters))
-    settings |= {name: vars(config.training_parameters)[name] for name in ("sync_policy", "nonfinite")}
+    settings |= {name: vars(config.training_parameters)[name] for name in ("sync_policy", "on_nonfinite")}
     compiled = vars(config).get("compile_parameters")
     if compiled is not None and settings["compile"]:
         settings |= {f"compile_parameters.{name}": vars(compiled)[name] for name in ("dynamic", "fullgraph")}

@@ -1,4 +1,4 @@
-"""Any config as a command line: `--training-parameters.n-epochs 3`."""
+"""Any config as a command line: `--training.n-epochs 3`, or in full `--training-parameters.n-epochs 3`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from typing import Any, TypeVar
 import tyro
 
 from dream_trainer.checks import nearest, refuse
-from dream_trainer.config.config_files import field_types, load_config, required_fields, section_of, value_of
-from dream_trainer.config.parameter_class import declaring, is_ours, members
+from dream_trainer.config.config_files import (
+    field_meant,
+    field_types,
+    load_config,
+    required_fields,
+    section_of,
+    value_of,
+)
+from dream_trainer.config.parameter_class import declaring, is_ours, members, with_new_names
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.screen import is_in_notebook
@@ -69,6 +76,7 @@ def _parsed(config: T | type[T], args: Sequence[str]) -> T:
     if "--help" in args or "-h" in args:
         print(short_help(config, Path(sys.argv[0]).name))
         raise SystemExit(0)
+    args = [_in_full(word, config if isinstance(config, type) else type(config)) for word in args]
     args = ["--help" if word == "--help-all" else word for word in args]
     cls = config if isinstance(config, type) else type(config)
     if opened := _opened(cls, args):
@@ -162,7 +170,8 @@ def _about_unknown(config: Any, word: str) -> str:
     """What to do about the first word that tyro had no use for."""
     if not word.startswith("--"):
         return f"{word!r} belongs to no flag. Write --FIELD VALUE, or --FIELD and --no-FIELD for a boolean."
-    flag = _spelled(word)
+    first, inside, rest = _spelled(word).removeprefix("--").partition(".")
+    flag = f"--{_dashed(short_name(config, first.replace('-', '_')))}{inside}{rest}"
     section, dot, last = flag.removeprefix("--").rpartition(".")
     flags = list(_flags(config))
     for inside in (f"--{section}{dot}", "--"):
@@ -178,8 +187,30 @@ def _about_unknown(config: Any, word: str) -> str:
 def _flags(start: Any, prefix: str = "--") -> Iterator[str]:
     for field in fields(start):
         if field.init and field.name != "callbacks":
-            flag, section = f"{prefix}{_dashed(field.name)}", section_of(start, field)
+            section = section_of(start, field)
+            name = field.name if section is None else short_name(start, field.name)
+            flag = f"{prefix}{_dashed(name)}"
             yield from (flag,) if section is None else _flags(section, f"{flag}.")
+
+
+def short_name(start: Any, section: str) -> str:
+    """How a section is called in a flag: `training` for `training_parameters`, unless another field is."""
+    short = section.removesuffix("_parameters")
+    cls = start if isinstance(start, type) else type(start)
+    return short if field_meant(cls, short) == section else section
+
+
+def _in_full(word: str, cls: type) -> str:
+    """A flag under the field's own names: `--training.max-steps` as `--training_parameters.max_steps`."""
+    flag, equals, value = word.partition("=")
+    if not flag.startswith("--"):
+        return word
+    section, dot, rest = flag.removeprefix("--").replace("-", "_").partition(".")
+    section = field_meant(cls, section)
+    for f in fields(cls) if dot else ():
+        if f.name == section and isinstance(f.default_factory, type):
+            (rest,) = with_new_names(f.default_factory, {rest: None})
+    return f"--{_dashed(section)}{dot}{_dashed(rest)}{equals}{value}"
 
 
 def _flags_in(args: Sequence[str]) -> list[str]:
@@ -199,7 +230,7 @@ OF_THE_RUN = ("project", "group", "experiment", "seed")
 OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
     "training_parameters": tuple(
         "n_epochs max_steps train_batch_size val_batch_size global_batch_size gradient_accumulation_steps "
-        "gradient_clip_val val_every_n_steps fast_dev_run".split()
+        "gradient_clip_norm val_every_n_steps fast_dev_run".split()
     ),
     "device_parameters": ("device", "precision", "dp_shard", "tensor_parallel"),
     "checkpoint_parameters": ("save_every_n_steps", "keep_last", "best_metric", "best_mode", "resume", "init_from"),
@@ -223,13 +254,13 @@ def short_help(config: BaseTrainerConfig | type[BaseTrainerConfig], program: str
         else:
             parts = ", ".join(part.name.replace("_", "-") for part in fields(inner) if part.init)
             none = "" if value_of(config, f) is not None else " [None]"
-            lines += _entry(f"{f.name}.*", f"{_meaning(cls, f.name)} Its fields: {parts}.{none}")
+            lines += _entry(f"{short_name(config, f.name)}.*", f"{_meaning(cls, f.name)} Its fields: {parts}.{none}")
     for section, names in OF_MOST_RUNS.items():
         if section in by_name:
             lines += [
                 "",
                 f"{section.replace('_', ' ')}:",
-                *_shown_flags(section_of(config, by_name[section]), names, f"{section}."),
+                *_shown_flags(section_of(config, by_name[section]), names, f"{short_name(config, section)}."),
             ]
     return "\n".join(
         [

@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from dream_trainer.checks import did_you_mean, refuse
-from dream_trainer.config.parameter_class import members
+from dream_trainer.config.parameter_class import members, with_new_names
 from dream_trainer.config.serialize import structure
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
@@ -132,11 +132,18 @@ def _config_file(path: Path) -> Path:
     raise ConfigError(f"{path} has no {SAVED_NAME}. {advice}")
 
 
+def field_meant(cls: Any, word: str) -> str:
+    """The field that a file or flag names: `training` is `training_parameters`, unless there is a `training` too."""
+    names = {f.name for f in fields(cls)}
+    return f"{word}_parameters" if word not in names and f"{word}_parameters" in names else word
+
+
 def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file: Path, place: str = "") -> None:
     """Adds what a file sets by dotted names, field by field; names of sections that it changes end in a dot."""
     cls = _class_of(start)
     known = {f.name: f for f in fields(cls) if f.init}
-    for key, value in changes.items():
+    for word, value in with_new_names(cls, changes).items():
+        key = field_meant(cls, word)
         dotted = f"{place}{key}"
         refuse(key == "callbacks" and not place, f"{file} sets callbacks, which are code. Set them in the script.")
         if key not in known:

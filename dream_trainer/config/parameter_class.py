@@ -5,10 +5,11 @@ Limits stand in the type: `n_epochs: NonNegativeInt | None`, or any `check(name,
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -26,6 +27,9 @@ from dream_trainer.checks import (
 from dream_trainer.errors import ConfigError
 
 T = TypeVar("T")
+logger = logging.getLogger("dream_trainer")
+_told: set[str] = set()  # former names that were warned of
+_ALIASES = {"max_epochs"}  # other names that stay
 PositiveInt = Annotated[int, partial(check_integer, minimum=1)]
 NonNegativeInt = Annotated[int, partial(check_integer, minimum=0)]
 PositiveFloat = Annotated[float, check_positive]
@@ -47,6 +51,17 @@ def parameters(cls: type[T]) -> type[T]:
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = dataclass(frozen=True, kw_only=True)(cls)
     made.__new__ = _new  # type: ignore[method-assign]
+    initialise = made.__init__
+
+    @wraps(initialise)
+    def __init__(self: T, **given: Any) -> None:
+        named = with_new_names(made, given)
+        for old in given.keys() - named.keys() - _told - _ALIASES:
+            _told.add(old)
+            logger.warning("%s.%s is called %s now.", cls.__name__, old, vars(made)["_renamed"][old])
+        initialise(self, **named)
+
+    made.__init__ = __init__  # type: ignore[assignment, method-assign]
     made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
     return made
 
@@ -56,6 +71,18 @@ def check_fields(instance: object, cls: type) -> None:
     types = _types(cls)
     for f in fields(cls):
         _check(f.name, getattr(instance, f.name), types[f.name])
+
+
+def with_new_names(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with fields by the names of today, where the class lists others in `_renamed`."""
+    renamed: Mapping[str, str] = vars(cls).get("_renamed", {})
+    named: dict[str, Any] = {}
+    for name, value in given.items():
+        new = renamed.get(name, name)
+        if new in named or (new != name and new in given):
+            raise ConfigError(f"{name} is another name of {new}, and both are set. Set {new} alone.")
+        named[new] = value
+    return named
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -131,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def _new(cls: type[T], *args: Any, **fields: Any) -> T:
-    refuse_unknown_fields(cls, fields)
+    refuse_unknown_fields(cls, with_new_names(cls, fields))
     return object.__new__(cls)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from dream_trainer.config.parameter_class import declaring, is_ours
+from dream_trainer.config.parameter_class import declaring, is_ours, with_new_names
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
@@ -73,12 +73,12 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """`saved`, which an earlier version gave, with the defaults of our later fields; a user's stay absent."""
-    filled = dict(saved)
+    filled = with_new_names(type(config), saved)
     for field in fields(config):
         value = getattr(config, field.name)
-        if isinstance(then := saved.get(field.name), Mapping) and is_dataclass(value):
+        if isinstance(then := filled.get(field.name), Mapping) and is_dataclass(value):
             filled[field.name] = with_later_fields(then, value)
-        elif field.name not in saved and is_ours(declaring(type(config), field.name)[0]):
+        elif field.name not in filled and is_ours(declaring(type(config), field.name)[0]):
             default = field.default if field.default_factory is MISSING else field.default_factory()
             if default is not MISSING:
                 filled[field.name] = _converter().unstructure(default)

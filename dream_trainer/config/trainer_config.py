@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -40,6 +41,15 @@ if TYPE_CHECKING:
         def __set__(self, config: object, value: CallbackCollection | Sequence[Callback]) -> None: ...
 
 
+def script_name() -> str:
+    """The name of the program that runs, without its ending: "train" of `train.py`, "notebook" where none was named."""
+    file = vars(sys.modules["__main__"]).get("__file__")
+    if file is None:
+        return "notebook"
+    path = Path(file).absolute()
+    return path.parent.name if path.stem == "__main__" else path.stem
+
+
 @dataclass(kw_only=True)
 class BaseTrainerConfig:
     """What a run is called, how long it trains, where, watched by whom, from which seed.
@@ -54,9 +64,9 @@ class BaseTrainerConfig:
         ConfigError: a value cannot work.
     """
 
-    project: DirectoryName
-    """First part of the run directory: what the work is about. No default, so that runs never meet by accident."""
-    group: DirectoryName
+    project: DirectoryName = field(default_factory=script_name)
+    """First part of the run directory: what the work is about; by default the script's name."""
+    group: DirectoryName = "default"
     """Second part of the run directory: runs that are compared with each other."""
     experiment: DirectoryName
     """Third part of the run directory: this run. Started again under the same name, it resumes."""

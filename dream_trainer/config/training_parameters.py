@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from dream_trainer.checks import divisors, refuse, spell
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveFloat, PositiveInt, parameters
@@ -31,8 +31,17 @@ class TrainingParameters:
         ConfigError: a value cannot work, alone or with another one.
     """
 
+    _renamed: ClassVar[Mapping[str, str]] = {
+        "max_epochs": "n_epochs",
+        "gradient_clip_val": "gradient_clip_norm",
+        "nonfinite": "on_nonfinite",
+    }
+
     n_epochs: NonNegativeInt | None = None
-    """Passes over the training data; None sets no limit, but a run without any limit stops after one epoch."""
+    """Passes over the training data, also called `max_epochs`; None sets no limit, but a run without any limit stops
+    after one epoch."""
+    if TYPE_CHECKING:
+        max_epochs: NonNegativeInt | None = None
     max_steps: NonNegativeInt | None = None
     """Optimizer steps over the whole run; None sets no limit."""
     max_time: Annotated[timedelta, _check_duration] | None = None
@@ -50,7 +59,7 @@ class TrainingParameters:
     """Micro-batches per optimizer step on each rank; 1 steps after every batch."""
     global_batch_size: PositiveInt | None = None
     """Samples per optimizer step over all ranks, from which accumulation is derived; None derives nothing."""
-    gradient_clip_val: PositiveFloat | None = None
+    gradient_clip_norm: PositiveFloat | None = None
     """Largest global gradient norm, to which longer gradients are scaled down; None does not clip."""
     gradient_clip_value: PositiveFloat | None = None
     """Largest absolute value of a gradient's element; None does not clip."""
@@ -60,8 +69,9 @@ class TrainingParameters:
     """Batches per rank of one validation; None uses all data, 0 validates nothing."""
     val_every_n_steps: PositiveInt | None = None
     """Optimizer steps between validations; None does not count steps."""
-    val_every_n_epochs: PositiveInt | None = 1
-    """Epochs between validations; 1 validates each epoch, None does not count epochs."""
+    val_every_n_epochs: PositiveInt | Literal["auto"] | None = "auto"
+    """Epochs between validations; "auto" is 1 unless steps or minutes between them are set, None does not count
+    epochs."""
     val_every_minutes: PositiveFloat | None = None
     """Minutes of wall-clock time between validations; None does not look at the clock."""
     num_sanity_val_steps: NonNegativeInt = 0
@@ -71,7 +81,7 @@ class TrainingParameters:
     ("no_sync"); each micro-batch, keeping only shards ("reduce_scatter_each"); or scattered each micro-batch and summed
     over replicas once ("defer_all_reduce", for HSDP). The numbers are the same, memory and traffic are not. Replicas
     without shards keep whole gradients and cross once under each."""
-    nonfinite: NonFinitePolicy = "raise"
+    on_nonfinite: NonFinitePolicy = "raise"
     """What a NaN or infinite gradient norm does: raise an error, skip that step, or retry its window. "raise" comes in
     the step itself on a CPU, and up to 50 steps later on an accelerator, where no step after the bad one changes
     anything."""
@@ -96,10 +106,17 @@ class TrainingParameters:
             f"gradient_accumulation_steps={self.gradient_accumulation_steps} sets too. Leave one of them out.",
         )
         refuse(
-            self.gradient_clip_val is not None and self.gradient_clip_value is not None,
-            f"gradient_clip_val={self.gradient_clip_val} (by norm) and "
+            self.gradient_clip_norm is not None and self.gradient_clip_value is not None,
+            f"gradient_clip_norm={self.gradient_clip_norm} (by norm) and "
             f"gradient_clip_value={self.gradient_clip_value} (by element) undo each other. Set one of them.",
         )
+
+    @property
+    def epochs_between_validations(self) -> int | None:
+        """`val_every_n_epochs`, with "auto" resolved."""
+        if self.val_every_n_epochs == "auto":
+            return 1 if self.val_every_n_steps is None and self.val_every_minutes is None else None
+        return self.val_every_n_epochs
 
     @property
     def epoch_limit(self) -> int | None:

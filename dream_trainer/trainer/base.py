@@ -273,7 +273,7 @@ class BaseTrainer(AbstractTrainer):
         """Trains one accumulation window and advances the counters."""
         runtime, progress = self._runtime, self._runtime.progress
         self._window_started()
-        if self.config.training_parameters.nonfinite != "retry":
+        if self.config.training_parameters.on_nonfinite != "retry":
             if not runtime.parallel.changes_in_steps:
                 return self._run_batches(window)
             with runtime.parallel.whole(stays_fresh=True):

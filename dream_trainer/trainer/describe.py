@@ -45,7 +45,7 @@ def describe(runtime: Runtime) -> str:
 
 
 def _guard(runtime: Runtime, optimizer: Optimizer) -> str:
-    if runtime.config.training_parameters.nonfinite == "retry":
+    if runtime.config.training_parameters.on_nonfinite == "retry":
         return "the norm is read on the host at each step, to run the window again"
     if runtime.launched is not None and not reading_waits(runtime.launched.parameter_device):
         return "the norm is read on the host at each step, which waits for nothing on a CPU"

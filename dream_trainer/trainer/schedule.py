@@ -27,7 +27,7 @@ class Schedule:
         self._parameters = parameters
         self._validations = Cadence(
             steps=parameters.val_every_n_steps,
-            epochs=parameters.val_every_n_epochs,
+            epochs=parameters.epochs_between_validations,
             minutes=parameters.val_every_minutes,
             clock=self._clock,
         )

@@ -18,7 +18,7 @@ from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 CARD_NAME = "README.md"
 
-_TOLD = ("max_steps", "n_epochs", "global_batch_size", "gradient_clip_val", "max_tokens")
+_TOLD = ("max_steps", "n_epochs", "global_batch_size", "gradient_clip_norm", "max_tokens")
 
 
 def push_to_hub(

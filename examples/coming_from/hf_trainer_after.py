@@ -73,7 +73,7 @@ def main(arguments=None):
         group="coming_from",
         experiment="hf_trainer",
         training_parameters=TrainingParameters(
-            n_epochs=2, train_batch_size=8, global_batch_size=16, val_batch_size=16, gradient_clip_val=1.0
+            n_epochs=2, train_batch_size=8, global_batch_size=16, val_batch_size=16, gradient_clip_norm=1.0
         ),
         checkpoint_parameters=CheckpointParameters(keep_last=2),
         logger_parameters=LoggerParameters(log_every_n_steps=1),

@@ -150,9 +150,8 @@ def default_config() -> GPTTrainerConfig:
             global_batch_size=32,
             train_batch_size=16,
             val_batch_size=32,
-            gradient_clip_val=1.0,
+            gradient_clip_norm=1.0,
             val_every_n_steps=50,
-            val_every_n_epochs=None,
         ),
         checkpoint_parameters=CheckpointParameters(save_every_n_steps=50),
         # The progress display shows the numbers; the console logger would show them again.

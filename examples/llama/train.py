@@ -193,9 +193,8 @@ def default_config(model: str) -> LlamaTrainerConfig:
             global_batch_size=32,
             train_batch_size=16,
             val_batch_size=32,
-            gradient_clip_val=1.0,
+            gradient_clip_norm=1.0,
             val_every_n_steps=50,
-            val_every_n_epochs=None,
         ),
         checkpoint_parameters=CheckpointParameters(
             save_every_n_steps=50, keep_last=2, init_from=pretrained, init_renames=FROM_HF if pretrained else {}

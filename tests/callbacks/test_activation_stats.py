@@ -88,7 +88,7 @@ def test_a_window_that_is_run_again_counts_once() -> None:
     class Retried(Poisoned, Logged):
         poison = {3: (float("nan"), 2)}
 
-    found = observed(Retried, RAGGED, every=2, n_epochs=1, gradient_accumulation_steps=2, nonfinite="retry")
+    found = observed(Retried, RAGGED, every=2, n_epochs=1, gradient_accumulation_steps=2, on_nonfinite="retry")
     assert_same(found, {2: by_hand([RAGGED[:2], RAGGED[2:]])[2]})
 
 

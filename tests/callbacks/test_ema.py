@@ -223,7 +223,7 @@ class Poisoned(Alone):
 @pytest.mark.parametrize("what", ["poison", "empty"])
 def test_a_skipped_step_does_not_move_the_average(make_optimizer: Any, what: str) -> None:
     ema, on_host, data = EMA(0.9), EMA(0.9, validate=False, device="cpu"), batches(8)
-    config = make_config(n_epochs=1, callbacks=[ema, on_host], nonfinite="skip")
+    config = make_config(n_epochs=1, callbacks=[ema, on_host], on_nonfinite="skip")
     trainer = Poisoned(config, data, make_optimizer=make_optimizer)
     setattr(trainer, what, (1, 4, 5))
     fit(trainer)
@@ -241,7 +241,7 @@ def test_a_window_that_is_run_again_moves_the_average_once() -> None:
             return super().step(*args)
 
     ema, data = EMA(0.9), batches(4)
-    trainer = Retried(make_config(n_epochs=1, callbacks=[ema], nonfinite="retry"), data)
+    trainer = Retried(make_config(n_epochs=1, callbacks=[ema], on_nonfinite="retry"), data)
     trainer.poison = (1,)
     fit(trainer)
     assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
@@ -278,7 +278,7 @@ def test_an_update_is_one_operation_that_allocates_nothing_and_waits_for_nothing
 
 def test_an_update_that_the_device_may_leave_out_waits_for_nothing_either() -> None:
     ema = RecordsMoves(0.9)
-    config = make_config(n_epochs=1, callbacks=[ema], nonfinite="skip")
+    config = make_config(n_epochs=1, callbacks=[ema], on_nonfinite="skip")
     fit(Alone(config, batches(3), make_optimizer=fused_adamw))
     for operations in ema.moves:
         assert "_foreach_lerp_" in operations
@@ -562,7 +562,7 @@ def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
 
     for steps in (3, 8):
         ema = EMA(0.9)
-        fit(Bad(saved_config(steps, ema, nonfinite="skip"), make_optimizer=fused_adamw))
+        fit(Bad(saved_config(steps, ema, on_nonfinite="skip"), make_optimizer=fused_adamw))
     truth = by_hand_averaged(SAVED_WINDOWS, decay=0.9, skipped=(2, 6), make_optimizer=fused_adamw)
     assert_same_weights(averaged(ema), truth)
 

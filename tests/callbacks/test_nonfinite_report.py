@@ -76,14 +76,14 @@ def test_a_run_that_raises_leaves_a_report_of_the_bad_step(optimizer: Any, caplo
 
 @pytest.mark.parametrize("optimizer", [fused_adamw, sgd], ids=["guarded on the device", "read on the host"])
 def test_a_step_that_is_skipped_is_told_with_its_parameters_and_its_batch(optimizer: Any) -> None:
-    trainer = make((5,), optimizer=optimizer, gradient_accumulation_steps=2, nonfinite="skip")
+    trainer = make((5,), optimizer=optimizer, gradient_accumulation_steps=2, on_nonfinite="skip")
     fit(trainer)
     (report,) = reports(trainer).values()
     assert len(report["gradients"]) == report["n_gradients"] == len(list(trainer.model.parameters()))
     assert [batch["batch_idx"] for batch in report["batches"]] == [5]
 
 
-@pytest.mark.parametrize("training", [{}, {"gradient_clip_val": 1.0}], ids=str)
+@pytest.mark.parametrize("training", [{}, {"gradient_clip_norm": 1.0}], ids=str)
 def test_only_the_parameters_with_bad_gradients_are_named(training: dict[str, Any]) -> None:
     class Head(Bad):
         """The gradient of a root at zero is infinite, and the loss is finite."""
@@ -96,7 +96,7 @@ def test_only_the_parameters_with_bad_gradients_are_named(training: dict[str, An
             self.step(self.model, self.optimizer)
             return {"loss": loss}
 
-    trainer = make((3,), cls=Head, nonfinite="skip", **training)
+    trainer = make((3,), cls=Head, on_nonfinite="skip", **training)
     fit(trainer)
     ((name, report),) = reports(trainer).items()
     assert name == "step_00000004_rank_0.json"
@@ -107,7 +107,7 @@ def test_only_the_parameters_with_bad_gradients_are_named(training: dict[str, An
 
 
 def test_skipped_steps_are_each_reported_up_to_a_limit_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make((1, 2, 28, 30), 32, report=NonFiniteReport(max_reports=3), nonfinite="skip")
+    trainer = make((1, 2, 28, 30), 32, report=NonFiniteReport(max_reports=3), on_nonfinite="skip")
     with trainer:
         trainer.fit()
         assert trainer.skipped_steps == 4
@@ -123,7 +123,7 @@ def test_the_samples_of_the_bad_batch_are_named_where_our_loader_reads_them() ->
             self.seen.append(batch[2].tolist())
             return super().training_step(batch, batch_idx)
 
-    config = make_config(callbacks=[NonFiniteReport()], n_epochs=2, nonfinite="skip", gradient_accumulation_steps=2)
+    config = make_config(callbacks=[NonFiniteReport()], n_epochs=2, on_nonfinite="skip", gradient_accumulation_steps=2)
     trainer = Shuffled(config, DataLoader(Samples(12), 2, shuffle=True), make_optimizer=fused_adamw)
     trainer.at, trainer.seen = (9,), []
     fit(trainer)

@@ -48,7 +48,7 @@ def throughput() -> dict[str, dict[int, float]]:
 def stats(cls: type[dt.BaseTrainer], data: Any, **training: Any) -> Logs:
     recorder = Recorder()
     callbacks = [GradientStats(1, depth=None), WeightStats(1, depth=None), recorder]
-    config = make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_val=2.0, **training)
+    config = make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_norm=2.0, **training)
     record(cls(config, data), recorder)
     return logged(recorder)
 
@@ -72,7 +72,7 @@ class Bad(LoggedSharded):
 
 @norms_are_read_late()
 def nonfinite() -> Path:
-    config = make_config(callbacks=[NonFiniteReport()], n_epochs=1, nonfinite="skip")
+    config = make_config(callbacks=[NonFiniteReport()], n_epochs=1, on_nonfinite="skip")
     # Long enough for a look in the midst of training.
     trainer = Bad(config, DataLoader(Samples(64), 1), make_optimizer=fused_adamw)
     fit(trainer)

@@ -71,7 +71,7 @@ def logged(recorder: Recorder) -> dict[int, dict[str, float]]:
 def test_values_are_those_taken_by_hand(depth: int | None) -> None:
     recorder, data = Recorder(), batches(6)
     callbacks = [GradientStats(3, depth=depth), WeightStats(2, depth=depth), recorder]
-    record(Logged(make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_val=2.0), data), recorder)
+    record(Logged(make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_norm=2.0), data), recorder)
     truth = by_hand(data, depth)
     found = logged(recorder)
     assert set(found) == {2, 3, 4, 6}

@@ -83,7 +83,7 @@ class Poisoned(Alone):
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
 def test_weights_are_taken_only_where_the_model_has_changed_since(make_optimizer: Any) -> None:
     swa = SWA(2, every=2, unit="steps")
-    config = make_config(n_epochs=1, callbacks=[swa], nonfinite="skip")
+    config = make_config(n_epochs=1, callbacks=[swa], on_nonfinite="skip")
     fit(Poisoned(config, batches(8), make_optimizer=make_optimizer))
     # Steps 3 and 4 were both skipped; of 5 and 6 only the latter.
     truth = by_hand(batches(8), (2, 6, 8), skipped=(3, 4, 6), make_optimizer=make_optimizer)

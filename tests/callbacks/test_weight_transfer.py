@@ -93,7 +93,7 @@ def test_the_target_follows_as_by_hand(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
 @pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_a_skipped_step_does_not_move_the_target(decay: float, make_optimizer: Any) -> None:
-    config = make_config(n_epochs=1, callbacks=[WeightTransfer("online", "target", decay=decay)], nonfinite="skip")
+    config = make_config(n_epochs=1, callbacks=[WeightTransfer("online", "target", decay=decay)], on_nonfinite="skip")
     trainer = Pair(config, batches(8), make_optimizer=make_optimizer)
     trainer.poison = (1, 4, 5)
     fit(trainer)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.api import UNSUPPORTED, Combination, ConfigError, refuse_combinations, table
 
-ON = {"nonfinite": "retry", "sync_policy": "defer_all_reduce"}
+ON = {"on_nonfinite": "retry", "sync_policy": "defer_all_reduce"}
 
 
 def settings(names: tuple[str, ...]) -> dict[str, Any]:

@@ -44,6 +44,19 @@ def test_arguments_change_what_they_name_and_leave_the_rest_as_given() -> None:
     assert config.training_parameters.n_epochs == 2
 
 
+def test_sections_and_fields_have_other_names_that_mean_the_same() -> None:
+    parsed = parse(given(), "--training.max-epochs 3 --device.dp_shard=4 --training-parameters.nonfinite skip".split())
+    assert (parsed.training_parameters.n_epochs, parsed.training_parameters.on_nonfinite) == (3, "skip")
+    assert parsed.device_parameters.dp_shard == 4
+
+    @dataclass
+    class Own(LineConfig):
+        training: str = "long"
+
+    config = Own(experiment="e")
+    assert parse(config, ["--training", "short"]).training == "short"
+
+
 def test_in_a_notebook_the_kernels_arguments_are_not_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "/tmp/kernel.json"])
     for shell, is_kernel in (({"IPKernelApp": {}}, True), ({"TerminalIPythonApp": {}}, False)):
@@ -59,8 +72,8 @@ def test_in_a_notebook_the_kernels_arguments_are_not_the_configs(monkeypatch: py
 
 
 def test_a_class_requires_what_has_no_default() -> None:
-    parsed = parse(LineConfig, ["--project", "a", "--group", "b", "--experiment", "c"])
-    assert (parsed.project, parsed.learning_rate, len(parsed.callbacks)) == ("a", 1e-3, 0)
+    parsed = parse(LineConfig, ["--project", "a", "--experiment", "c"])
+    assert (parsed.project, parsed.group, parsed.learning_rate, len(parsed.callbacks)) == ("a", "default", 1e-3, 0)
     with pytest.raises(SystemExit) as raised:
         parse(LineConfig, ["--project", "a"])
     assert raised.value.code == 2
@@ -97,10 +110,11 @@ def test_a_wrong_argument_ends_with_code_2_and_says_why(
 
 
 MEANT = {
-    "--training-parameters.n-epoch 3": "--training-parameters.n-epochs",
-    "--batch-size 3": "--training-parameters.train-batch-size",
+    "--training.n-epoch 3": "--training.n-epochs",
+    "--training-parameters.n-epoch 3": "--training.n-epochs",
+    "--batch-size 3": "--training.train-batch-size",
     "--lr 3": "--learning-rate",
-    "--training-parameters.no-fast-dev-runs": "--training-parameters.fast-dev-run",
+    "--training.no-fast-dev-runs": "--training.fast-dev-run",
 }
 
 
@@ -113,13 +127,13 @@ def test_an_unknown_flag_is_answered_with_one_line_and_the_nearest(
         with pytest.raises(SystemExit) as raised:
             parse(start, [*required, *arguments.split()])
         assert raised.value.code == 2
-        flag = arguments.split()[0].partition("=")[0].replace("_", "-")
+        flag = arguments.split()[0].partition("=")[0].replace("_", "-").replace("-parameters.", ".")
         assert capsys.readouterr().err == f"error: there is no flag {flag}. Did you mean {MEANT[arguments]}?\n"
 
 
 AS_WORD = "Write --FIELD VALUE, or --FIELD and --no-FIELD for a boolean."
 BESIDE_FLAGS = {
-    "--training-parameters.q 3": "there is no flag --training-parameters.q. --help-all shows every one.",
+    "--training-parameters.q 3": "there is no flag --training.q. --help-all shows every one.",
     "--foo.bar 3": "there is no flag --foo.bar. --help-all shows every one.",
     "extra": f"'extra' belongs to no flag. {AS_WORD}",
     "--training-parameters.fast-dev-run true": f"'true' belongs to no flag. {AS_WORD}",
@@ -181,7 +195,7 @@ def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: p
     words = " ".join(text.split())
     assert "--optimizer.* How the weights are changed. Its fields: name, lr," in words
     assert "--width [4]" in words
-    assert "--training-parameters.n-epochs Passes over the training data;" in words
+    assert "--training.n-epochs Passes over the training data, also called" in words
     assert words.endswith("--help-all: every field.")
     for section, shown in OF_MOST_RUNS.items():
         for name in shown:

@@ -134,7 +134,7 @@ def test_fields_that_later_versions_have_at_their_defaults_are_no_difference_to_
     config = rich(training_parameters=TrainingParameters(n_epochs=3, max_steps=7))
     old, new = to_dict(config), to_dict(config)
     del old["device_parameters"], old["runs_dir"], old["learning_rate"]
-    for name in ("n_epochs", "max_steps", "nonfinite"):
+    for name in ("n_epochs", "max_steps", "on_nonfinite"):
         del old["training_parameters"][name]
     assert difference(with_later_fields(old, config), new) == [
         "training_parameters.n_epochs: None -> 3",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import FrozenInstanceError, fields
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,9 +50,9 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Training, {"max_time": 60}, "max_time=60 does not say its unit. Use a timedelta"),
     (Training, {"max_time": timedelta(seconds=-1)}, "is negative"),
     (Training, {"train_batch_size": 0}, "train_batch_size=0 is too small"),
-    (Training, {"gradient_clip_val": 0.0}, "Use a positive number. None is also valid."),
-    (Training, {"gradient_clip_val": 1.0, "gradient_clip_value": 1.0}, "Set one of them"),
-    (Training, {"nonfinite": "ignore"}, "Use 'raise', 'skip' or 'retry'"),
+    (Training, {"gradient_clip_norm": 0.0}, "Use a positive number. None is also valid."),
+    (Training, {"gradient_clip_norm": 1.0, "gradient_clip_value": 1.0}, "Set one of them"),
+    (Training, {"on_nonfinite": "ignore"}, "Use 'raise', 'skip' or 'retry'"),
     (Training, {"train_steps_per_epoch": 0, "max_steps": 3}, "never end"),
     (Training, {"global_batch_size": 64, "gradient_accumulation_steps": 2}, "Leave one of them out"),
     (Device, {"device": "tpu"}, "device='tpu' is not known. Use 'auto', 'cpu', 'cuda', 'mps' or 'xpu'."),
@@ -108,6 +110,30 @@ RIGHT: list[tuple[Any, dict[str, Any]]] = [
 def test_values_at_the_edge_are_kept(cls: Any, values: dict[str, Any]) -> None:
     made = cls(**values)
     assert {name: getattr(made, name) for name in values} == values
+
+
+def test_former_names_of_fields_work_and_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        old: Any = {"gradient_clip_val": 1.0, "nonfinite": "skip", "max_epochs": 3}
+        assert Training(**old) == Training(gradient_clip_norm=1.0, on_nonfinite="skip", n_epochs=3)
+    assert caplog.messages.count("TrainingParameters.gradient_clip_val is called gradient_clip_norm now.") <= 1
+    assert not any("max_epochs" in line for line in caplog.messages)
+    with pytest.raises(ConfigError, match="max_epochs is another name of n_epochs, and both are set. Set n_epochs"):
+        Training(n_epochs=1, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "name"), [("/x/train.py", "train"), ("/x/vision/__main__.py", "vision"), (None, "notebook")]
+)
+def test_a_run_s_project_is_by_default_the_script_s_name(
+    program: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    if program is not None:
+        main.__file__ = program
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    config = dt.DreamTrainerConfig(experiment="one")
+    assert config.run_dir == Path("runs") / name / "default" / "one"
 
 
 def test_a_place_of_checkpoints_has_no_credentials_in_it() -> None:

@@ -96,7 +96,7 @@ def config(
         experiment="run",
         device_parameters=DeviceParameters(device=device.type, **devices),
         training_parameters=TrainingParameters(
-            max_steps=steps, n_epochs=None, gradient_accumulation_steps=accumulation, gradient_clip_val=1.0
+            max_steps=steps, n_epochs=None, gradient_accumulation_steps=accumulation, gradient_clip_norm=1.0
         ),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=2),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, resume=resume),

@@ -103,7 +103,7 @@ def run(config: Config) -> Trainer:
 
 @pytest.fixture
 def config() -> Config:
-    training = dt.TrainingParameters(max_steps=12, gradient_clip_val=0.05)
+    training = dt.TrainingParameters(max_steps=12, gradient_clip_norm=0.05)
     return run_config("whole", Config, training_parameters=training, **SAVED)
 
 
@@ -156,7 +156,10 @@ class Exact(Trainer):
 def muon_weights(directory: Path, **mesh: int) -> tuple[dict[str, Tensor], bool]:
     """After three good steps and a bad one, skipped: whole weights, and whether ranks share Muon's work."""
     os.chdir(directory)
-    training, devices = dt.TrainingParameters(max_steps=4, nonfinite="skip"), dt.DeviceParameters(device="cpu", **mesh)
+    training, devices = (
+        dt.TrainingParameters(max_steps=4, on_nonfinite="skip"),
+        dt.DeviceParameters(device="cpu", **mesh),
+    )
     config = run_config("-".join(mesh) or "one", Config, device_parameters=devices, training_parameters=training)
     with Exact(config) as trainer:
         trainer.fit()

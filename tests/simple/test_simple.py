@@ -40,7 +40,7 @@ from tests.trainer.small import fit
 def test_objects_are_trained_as_by_the_plain_loop_bit_for_bit() -> None:
     model, expected = classifier(), classifier()
     optimizer, by_hand = adam(model), adam(expected)
-    training = dt.TrainingParameters(gradient_accumulation_steps=2, gradient_clip_val=100.0)
+    training = dt.TrainingParameters(gradient_accumulation_steps=2, gradient_clip_norm=100.0)
     options: dict[str, Any] = {"schedule": StepLR(optimizer, 1, 0.5), "schedule_unit": "epoch", "training": training}
     trainer = make(model, optimizer=optimizer, epochs=3, **options)
     history = trainer.fit()
@@ -88,7 +88,7 @@ def test_each_sample_of_a_window_counts_the_same_in_a_short_batch_too(form: str)
     parts = list(zip(x.split(4), y.split(4), strict=True))
     found, expected = classifier(torch.float64), classifier(torch.float64)
     data = DataLoader(TensorDataset(x, y), 4) if form == "loader" else (lambda: iter(parts))
-    training = dt.TrainingParameters(gradient_accumulation_steps=3, gradient_clip_val=0.1)
+    training = dt.TrainingParameters(gradient_accumulation_steps=3, gradient_clip_norm=0.1)
     with make(found, optimizer=adam(found), train=data, epochs=2, training=training) as trainer:
         history = trainer.fit()
     windows = list(zip(x.split(12), y.split(12), strict=True))  # a step of 12 samples, and one of 9

@@ -27,7 +27,7 @@ def train(directory: str, case: str) -> dict[str, Any]:
     os.chdir(directory)
     data, val = samples(23 if case in SHORT else SAMPLES, torch.float64), samples(7, dtype=torch.float64)
     name = "run" if case == "stopped and resumed" else None
-    training = dt.TrainingParameters(n_epochs=2, gradient_clip_val=0.1, train_batch_size=4, val_batch_size=2)
+    training = dt.TrainingParameters(n_epochs=2, gradient_clip_norm=0.1, train_batch_size=4, val_batch_size=2)
     if case == "accumulated":
         training = replace(training, gradient_accumulation_steps=2, train_batch_size=2)
     for limits in ({"steps": 4}, {"epochs": 2}) if name else ({},):

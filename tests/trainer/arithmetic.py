@@ -217,7 +217,7 @@ def run_trainer(case: Case) -> dict[str, Any]:
             n_epochs=2,
             train_batch_size=BATCH,
             gradient_accumulation_steps=case.accumulation,
-            gradient_clip_val=case.clip,
+            gradient_clip_norm=case.clip,
             sync_policy=case.sync_policy,
         ),
         case=case,

@@ -353,7 +353,7 @@ def make_config(case: Case, experiment: str, *, saves: bool) -> Config:
     accumulation = (
         {"global_batch_size": window} if case.by_global_batch else {"gradient_accumulation_steps": case.accumulation}
     )
-    clips = {"none": {}, "norm": {"gradient_clip_val": 0.3}, "value": {"gradient_clip_value": 0.05}}
+    clips = {"none": {}, "norm": {"gradient_clip_norm": 0.3}, "value": {"gradient_clip_value": 0.05}}
     return run_config(
         experiment,
         Config,

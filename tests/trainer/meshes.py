@@ -290,9 +290,9 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
         pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),
         training_parameters=dt.TrainingParameters(
-            **{"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}
+            **{"n_epochs": 1, "gradient_clip_norm": case.clip, "gradient_accumulation_steps": case.accumulation}
             | {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0}
-            | {"nonfinite": "skip" if case.poisoned else "raise"}
+            | {"on_nonfinite": "skip" if case.poisoned else "raise"}
             | training
         ),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),

@@ -196,7 +196,7 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         compile_parameters=dt.CompileParameters(backend=case.backend or "inductor"),
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
         training_parameters=dt.TrainingParameters(
-            **{"n_epochs": 1, "gradient_clip_val": case.clip, "train_batch_size": rows_per_batch(case)}
+            **{"n_epochs": 1, "gradient_clip_norm": case.clip, "train_batch_size": rows_per_batch(case)}
             | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
             | training
         ),

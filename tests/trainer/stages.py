@@ -179,7 +179,7 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         training_parameters=dt.TrainingParameters(
             **{
                 "n_epochs": 1,
-                "gradient_clip_val": case.clip,
+                "gradient_clip_norm": case.clip,
                 "train_batch_size": BATCH // (case.dp * case.accumulation),
             }
             | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}

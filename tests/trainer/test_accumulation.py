@@ -155,7 +155,7 @@ def clipped_by_hand(data: list[Batch], size: int, clip: Callable[[nn.Module], An
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool, size: int) -> None:
-    data, limits = batches(4), {"gradient_accumulation_steps": size, "gradient_clip_val": 0.05}
+    data, limits = batches(4), {"gradient_accumulation_steps": size, "gradient_clip_norm": 0.05}
     trainer = train(weighing(lambda n: 2 if weighted else None), data, **limits)
     model, norms = clipped_by_hand(data, size, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
     assert trainer.norms == pytest.approx([norm.item() for norm in norms], rel=1e-6)
@@ -164,7 +164,7 @@ def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool,
 
 
 def test_a_norm_below_the_limit_is_left_as_it_is() -> None:
-    trainer = train(weighing(), batches(3), gradient_clip_val=1e3)
+    trainer = train(weighing(), batches(3), gradient_clip_norm=1e3)
     assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(3)]))
 
 

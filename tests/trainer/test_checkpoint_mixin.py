@@ -25,8 +25,8 @@ from tests.worlds import run_world
     [
         ({}, [6, 12, 18]),
         ({"save_every_n_epochs": 2}, [12, 18]),
-        ({"save_every_n_steps": 5, "save_every_n_epochs": None, "save_at_end": False}, [5, 10, 15]),
-        ({"save_every_n_steps": 4}, [4, 6, 8, 12, 16, 18]),
+        ({"save_every_n_steps": 5, "save_at_end": False}, [5, 10, 15]),
+        ({"save_every_n_steps": 4, "save_every_n_epochs": 1}, [4, 6, 8, 12, 16, 18]),
         ({"save_every_n_epochs": None, "save_at_end": False}, []),
     ],
     ids=str,

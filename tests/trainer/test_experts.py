@@ -136,7 +136,7 @@ class Unsteady(Trained):
 def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
     states = []
     for cls in (Trained, Unsteady):
-        with cls(config_of(Case(), training={"nonfinite": "retry", "max_steps": 4})) as trainer:
+        with cls(config_of(Case(), training={"on_nonfinite": "retry", "max_steps": 4})) as trainer:
             trainer.fit()
             states.append(everything(trainer))
     assert same_bits(*states)

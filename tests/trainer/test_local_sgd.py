@@ -128,7 +128,7 @@ def make_config(
         training_parameters=dt.TrainingParameters(
             max_steps=steps,
             gradient_accumulation_steps=accumulation,
-            gradient_clip_val=0.3,
+            gradient_clip_norm=0.3,
             val_every_n_epochs=None,
             val_every_n_steps=val_every,
         ),
@@ -469,7 +469,7 @@ def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None
         (replace(CPU, tensor_parallel=2), {}, "tensor_parallel=2"),
         (replace(CPU, overlap_reduce=True), {}, "overlap_reduce"),
         (replace(CPU, precision="fp16"), {}, "fp16"),
-        (CPU, {"nonfinite": "retry"}, "retry"),
+        (CPU, {"on_nonfinite": "retry"}, "retry"),
     ],
 )
 def test_what_needs_all_ranks_in_a_step_is_refused_by_name(

@@ -431,7 +431,7 @@ def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
             self.count("epochs")
 
     memory = Memory()
-    with Retries(make_config(every=100, nonfinite="retry", n_epochs=2), memory) as trainer:
+    with Retries(make_config(every=100, on_nonfinite="retry", n_epochs=2), memory) as trainer:
         trainer.fit()
     assert trainer.failures == 1
     for name, count in {"batches": trainer.local_batches, "epochs": 2}.items():

@@ -140,7 +140,7 @@ def test_the_scale_doubles_after_many_windows_and_halves_once_for_several_bad_no
 
 @pytest.mark.parametrize("policy", ["raise", "retry"])
 def test_gradients_that_no_scale_mends_are_an_error(policy: str) -> None:
-    config = make_config(devices=FP16, max_steps=60, train_batch_size=SIZE, nonfinite=policy, max_nonfinite=3)
+    config = make_config(devices=FP16, max_steps=60, train_batch_size=SIZE, on_nonfinite=policy, max_nonfinite=3)
     trainer = Trainer(config, [math.nan] * 60)
     with pytest.raises(NonFiniteError):
         trainer.fit()
@@ -161,7 +161,7 @@ def test_no_step_trains_on_after_gradients_that_no_scale_mends_though_nobody_has
 
 
 def test_retry_runs_an_overflowed_window_again_at_half_the_scale() -> None:
-    config = make_config(devices=FP16, n_epochs=1, train_batch_size=SIZE, nonfinite="retry")
+    config = make_config(devices=FP16, n_epochs=1, train_batch_size=SIZE, on_nonfinite="retry")
     with Trainer(config, WILD) as trainer:
         trainer.fit()
         assert trainer.skipped_steps == 0

@@ -80,7 +80,7 @@ def test_raise_names_the_step_and_leaves_the_weights_of_before_it_whatever_runs_
         monkeypatch.setattr(nonfinite, "reading_waits", READING_WAITS)
     trainer = Bad(make_config(n_epochs=1), batches(6), make_optimizer=make_optimizer)
     trainer.poison = {3: (float("nan"), 1)}
-    with pytest.raises(NonFiniteError, match=r"optimizer step 4 .*nonfinite=\"skip\""):
+    with pytest.raises(NonFiniteError, match=r"optimizer step 4 .*on_nonfinite=\"skip\""):
         trainer.fit()
     assert trainer.global_step == ended_at
     assert_same_weights(weights(trainer.model), by_hand([[b] for b in batches(6)[:3]], make_optimizer=make_optimizer))
@@ -89,7 +89,7 @@ def test_raise_names_the_step_and_leaves_the_weights_of_before_it_whatever_runs_
 @pytest.mark.parametrize("policy", ["skip", "retry"])
 def test_on_a_cpu_fused_optimizers_skip_and_retry_by_the_host(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "reading_waits", READING_WAITS)
-    trainer = train(fused_adamw, {1: (float("nan"), 1), 4: (float("inf"), 1)}, nonfinite=policy)
+    trainer = train(fused_adamw, {1: (float("nan"), 1), 4: (float("inf"), 1)}, on_nonfinite=policy)
     data = batches(6)
     trained = [0, 2, 3, 5] if policy == "skip" else range(6)
     assert_same_weights(weights(trainer.model), by_hand([[data[i]] for i in trained], make_optimizer=fused_adamw))
@@ -103,7 +103,7 @@ def test_clipping_is_bit_for_bit_the_same_whether_the_norm_is_read_at_once_or_la
     trained = []
     for reads in (READING_WAITS, lambda device: True):
         monkeypatch.setattr(nonfinite, "reading_waits", reads)
-        trainer = train(fused_adamw, {}, gradient_clip_val=limit, gradient_accumulation_steps=2)
+        trainer = train(fused_adamw, {}, gradient_clip_norm=limit, gradient_accumulation_steps=2)
         trained.append(weights(trainer.model))
     assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
@@ -123,7 +123,7 @@ def test_raise_is_seen_before_a_validation() -> None:
 @pytest.mark.pitfall(14)
 @OPTIMIZERS
 def test_skip_leaves_weights_and_state_untouched_and_counts(make_optimizer: Any) -> None:
-    trainer = train(make_optimizer, {1: (float("nan"), 1), 4: (float("inf"), 1)}, nonfinite="skip")
+    trainer = train(make_optimizer, {1: (float("nan"), 1), 4: (float("inf"), 1)}, on_nonfinite="skip")
     data = batches(6)
     expected = by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=make_optimizer)
     assert_same_weights(weights(trainer.model), expected)
@@ -134,7 +134,7 @@ def test_skip_leaves_weights_and_state_untouched_and_counts(make_optimizer: Any)
 
 def test_skip_works_on_whole_windows() -> None:
     poison = {2: (float("nan"), 1)}
-    trainer = train(fused_adamw, poison, count=7, nonfinite="skip", gradient_accumulation_steps=2)
+    trainer = train(fused_adamw, poison, count=7, on_nonfinite="skip", gradient_accumulation_steps=2)
     data = batches(7)
     expected = by_hand([data[0:2], data[4:6], data[6:7]], make_optimizer=fused_adamw)
     assert_same_weights(weights(trainer.model), expected)
@@ -145,17 +145,17 @@ def test_skip_and_retry_give_up_after_too_many_in_a_row() -> None:
     nan = float("nan")
     in_a_row = dict.fromkeys((1, 2, 3), (nan, 1))
     with pytest.raises(NonFiniteError, match="max_nonfinite=2"):
-        train(fused_adamw, in_a_row, nonfinite="skip", max_nonfinite=2)
+        train(fused_adamw, in_a_row, on_nonfinite="skip", max_nonfinite=2)
     apart = dict.fromkeys((0, 1, 3, 4), (nan, 1))
-    assert train(fused_adamw, apart, nonfinite="skip", max_nonfinite=2).skipped_steps == 4
+    assert train(fused_adamw, apart, on_nonfinite="skip", max_nonfinite=2).skipped_steps == 4
     with pytest.raises(NonFiniteError, match="max_nonfinite=3"):
-        train(fused_adamw, {2: (nan, 99)}, nonfinite="retry", max_nonfinite=3)
-    assert train(fused_adamw, {2: (nan, 3)}, nonfinite="retry", max_nonfinite=3).global_step == 6
+        train(fused_adamw, {2: (nan, 99)}, on_nonfinite="retry", max_nonfinite=3)
+    assert train(fused_adamw, {2: (nan, 3)}, on_nonfinite="retry", max_nonfinite=3).global_step == 6
 
 
 @OPTIMIZERS
 def test_retry_runs_the_window_again(make_optimizer: Any) -> None:
-    trainer = train(make_optimizer, {3: (float("nan"), 2)}, nonfinite="retry", gradient_accumulation_steps=2)
+    trainer = train(make_optimizer, {3: (float("nan"), 2)}, on_nonfinite="retry", gradient_accumulation_steps=2)
     data = batches(6)
     expected = by_hand([data[0:2], data[2:4], data[4:6]], make_optimizer=make_optimizer)
     assert_same_weights(weights(trainer.model), expected)
@@ -181,7 +181,7 @@ def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
             self.step(self.model, self.body)
             return {}
 
-    trainer = Two(make_config(n_epochs=1, nonfinite="retry"), batches(1))
+    trainer = Two(make_config(n_epochs=1, on_nonfinite="retry"), batches(1))
     with contextlib.suppress(StepError, NonFiniteError), trainer:
         trainer.fit()
     expected = by_hand([batches(1)], make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
@@ -193,7 +193,7 @@ def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
 @pytest.mark.parametrize("policy", ["raise", "skip", "retry"])
 def test_a_gradient_of_zero_is_no_error(make_optimizer: Any, policy: str) -> None:
     zero = {1: (0.0, 1)}
-    trainer = train(make_optimizer, zero, nonfinite=policy, max_nonfinite=0, gradient_clip_val=1.0)
+    trainer = train(make_optimizer, zero, on_nonfinite=policy, max_nonfinite=0, gradient_clip_norm=1.0)
     assert (trainer.global_step, trainer.skipped_steps) == (6, 0)
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
@@ -264,7 +264,7 @@ def skip_and_retry() -> list[Any]:
     found: list[Any] = []
     for cls, make_optimizer, policy in ON_RANKS:
         loader = DistributedDataLoader(Samples(16), 2)
-        trainer = cls(make_config(n_epochs=1, nonfinite=policy), loader, make_optimizer=make_optimizer)
+        trainer = cls(make_config(n_epochs=1, on_nonfinite=policy), loader, make_optimizer=make_optimizer)
         trainer.poison = {1: (float("nan"), 1)}
         with trainer:
             trainer.fit()
@@ -367,7 +367,7 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
 
     found = []
     for poison in (0, 1):
-        with Counts(make_config(n_epochs=3, nonfinite="retry"), batches(4), batches(2)) as trainer:
+        with Counts(make_config(n_epochs=3, on_nonfinite="retry"), batches(4), batches(2)) as trainer:
             trainer.poison = poison
             trainer.fit()
         assert float(trainer.seen_samples.compute()) == 24

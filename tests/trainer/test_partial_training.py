@@ -122,7 +122,7 @@ def train(case: str) -> dict[str, Any]:
     config = run_config(
         case,
         training_parameters=dt.TrainingParameters(
-            max_steps=STEPS, train_batch_size=GLOBAL_BATCH // 4, gradient_accumulation_steps=2, gradient_clip_val=CLIP
+            max_steps=STEPS, train_batch_size=GLOBAL_BATCH // 4, gradient_accumulation_steps=2, gradient_clip_norm=CLIP
         ),
         checkpoint_parameters=dt.CheckpointParameters(
             save_every_n_epochs=None,

@@ -91,7 +91,7 @@ def train() -> dict[str, tuple[list[float], tuple[State, State], tuple[State, St
             kind,
             device_parameters=dt.DeviceParameters(device="cpu", pipeline_parallel=2),
             pipeline_parallel_parameters=dt.PipelineParallelParameters(microbatches=PARTS),
-            training_parameters=dt.TrainingParameters(n_epochs=1, gradient_clip_val=None),
+            training_parameters=dt.TrainingParameters(n_epochs=1, gradient_clip_norm=None),
         )
         with type(kind, (Adversaries,), {"kind": kind})(config) as trainer:
             trainer.fit()

@@ -166,7 +166,7 @@ def config_for(devices: dt.DeviceParameters, *, ranks: int = 1, accumulation: in
         n_epochs=1,
         train_batch_size=SIZE // ranks // accumulation,
         gradient_accumulation_steps=accumulation,
-        gradient_clip_val=1.0,
+        gradient_clip_norm=1.0,
     )
 
 

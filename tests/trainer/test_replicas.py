@@ -82,7 +82,7 @@ def train(
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     n_ranks_of_windows = 2
     config = make_config(
-        devices=devices, gradient_clip_val=0.5, gradient_accumulation_steps=n_ranks_of_windows // ranks, n_epochs=1
+        devices=devices, gradient_clip_norm=0.5, gradient_accumulation_steps=n_ranks_of_windows // ranks, n_epochs=1
     )
     trainer = Painter(config, PerRankLoader(data[rank::ranks]), make_optimizer=make_optimizer)
     trainer.make_model = make_model
@@ -222,7 +222,7 @@ def overlap() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, devices in {"in step": CPU, "in backward": OVERLAPPED}.items():
         data = batches(4 * STEPS)[int(os.environ["RANK"]) :: 2]
-        config = make_config(devices=devices, gradient_accumulation_steps=2, gradient_clip_val=0.5, n_epochs=1)
+        config = make_config(devices=devices, gradient_accumulation_steps=2, gradient_clip_norm=0.5, n_epochs=1)
         with Sees(config, PerRankLoader(data), make_optimizer=fused_adamw) as trainer:
             trainer.fit()
             found[name] = {"weights": weights(trainer.model), "norms": trainer.norms, "sent": trainer.sent}
@@ -316,11 +316,11 @@ class Turns(Spread):
 def train_turns(layouts: tuple[dt.DeviceParameters, ...] = (CPU, OVERLAPPED)) -> list[Any]:
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     buckets.BUCKET_BYTES = ONE_EACH if ranks > 1 else buckets.BUCKET_BYTES
-    training: dict[str, Any] = {"gradient_accumulation_steps": 2 // ranks, "gradient_clip_val": 0.5}
+    training: dict[str, Any] = {"gradient_accumulation_steps": 2 // ranks, "gradient_clip_norm": 0.5}
     found = []
     for devices in layouts:
         data = PerRankLoader(batches(2 * STEPS)[rank::ranks])
-        with Turns(make_config(devices=devices, n_epochs=1, nonfinite="retry", **training), data) as trainer:
+        with Turns(make_config(devices=devices, n_epochs=1, on_nonfinite="retry", **training), data) as trainer:
             trainer.fit()
             found.append((trainer.norms, weights(trainer.generator), weights(trainer.critic)))
     return found

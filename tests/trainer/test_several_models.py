@@ -124,7 +124,7 @@ def two_heads_by_hand(world_size: int) -> dict[str, Any]:
 
 
 def train_both() -> list[dict[str, Any]]:
-    config = make_config(n_epochs=1, gradient_accumulation_steps=ACCUMULATION, gradient_clip_val=CLIP)
+    config = make_config(n_epochs=1, gradient_accumulation_steps=ACCUMULATION, gradient_clip_norm=CLIP)
     return [results_of(cls(config)) for cls in (TwoHeads, ShardedTwoHeads)]
 
 
@@ -186,7 +186,7 @@ def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clippe
                 self.norms.append(float(self.step(self.first, self.optimizer)))
             return {}
 
-    found = results_of(OneOptimizer(make_config(n_epochs=1, gradient_accumulation_steps=3, gradient_clip_val=0.05)))
+    found = results_of(OneOptimizer(make_config(n_epochs=1, gradient_accumulation_steps=3, gradient_clip_norm=0.05)))
     model, norms = network(), []
     fill(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

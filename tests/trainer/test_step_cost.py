@@ -144,7 +144,7 @@ def by_hand() -> dict[str, int]:
 @pytest.mark.parametrize("cls", [Bare, Whole])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_alone_a_step_reads_copies_and_communicates_no_more_than_the_loop_by_hand(cls: Any, weighted: bool) -> None:
-    found = counted(cls(make_config(max_steps=24, gradient_clip_val=1.0), weighted))
+    found = counted(cls(make_config(max_steps=24, gradient_clip_norm=1.0), weighted))
     expected = by_hand()
     assert found.get("reads", 0) == expected.get("reads", 0) == 0
     assert [name for name in found if "c10d" in name] == []
@@ -168,7 +168,7 @@ class Watched(Whole):
 @pytest.mark.pitfall(16)
 def test_watchers_and_loggers_read_nothing_in_steps_that_do_not_flush(tmp_path: Any) -> None:
     config = make_config(
-        max_steps=24, gradient_clip_val=1.0, callbacks=watchers(), loggers=("jsonl", "csv", "tensorboard")
+        max_steps=24, gradient_clip_norm=1.0, callbacks=watchers(), loggers=("jsonl", "csv", "tensorboard")
     )
     found = counted(Watched(config))
     assert found.get("reads", 0) == 0
@@ -192,7 +192,7 @@ class CallsCounted(Whole):
 
 
 def test_an_everyday_step_of_one_process_makes_few_calls_of_our_own() -> None:
-    config = make_config(max_steps=24, gradient_clip_val=1.0, callbacks=[cb.Progress(clock=float)], loggers=("jsonl",))
+    config = make_config(max_steps=24, gradient_clip_norm=1.0, callbacks=[cb.Progress(clock=float)], loggers=("jsonl",))
     trainer = fit(CallsCounted(config))
     assert 50 * (LAST - FIRST) < trainer.n_calls <= MOST_CALLS * (LAST - FIRST)
 
@@ -233,7 +233,7 @@ def sharded_cases(directory: str) -> dict[str, Any]:
     for accumulation in (1, 2):
         for weighted in (False, True):
             config = make_config(
-                max_steps=20, fsdp=BY_BLOCKS, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation
+                max_steps=20, fsdp=BY_BLOCKS, gradient_clip_norm=1.0, gradient_accumulation_steps=accumulation
             )
             found[f"trainer/{accumulation}/{weighted}"] = counted(Sharded(config, weighted))
             whole = dataclasses.replace(config, fsdp_parameters=dt.FSDPParameters())
@@ -245,7 +245,7 @@ def sharded_cases(directory: str) -> dict[str, Any]:
             found[f"two/{layout}/{policy}"] = counted(trainer)
             found[f"kept/{layout}/{policy}"] = trainer.kept
     config = make_config(
-        max_steps=20, fsdp=BY_BLOCKS, gradient_clip_val=1.0, callbacks=watchers(), loggers=("jsonl", "tensorboard")
+        max_steps=20, fsdp=BY_BLOCKS, gradient_clip_norm=1.0, callbacks=watchers(), loggers=("jsonl", "tensorboard")
     )
     found["watched"] = counted(ShardedWatched(config))
     return found

@@ -129,7 +129,7 @@ def config_of(cell: Cell, experiment: str = "cell", **training: Any) -> Config:
         ),
         training_parameters=dt.TrainingParameters(
             **{"n_epochs": 2}
-            | {"gradient_accumulation_steps": cell.case.accumulation, "gradient_clip_val": cell.case.clip}
+            | {"gradient_accumulation_steps": cell.case.accumulation, "gradient_clip_norm": cell.case.clip}
             | {"train_batch_size": BATCH, "sync_policy": cell.case.sync_policy}
             | training
         ),

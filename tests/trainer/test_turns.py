@@ -123,7 +123,7 @@ KINDS: dict[str, type[Pair]] = {"early": Early, "bare": Bare, "critic": Critic, 
 
 
 def train(case: Case) -> dict[str, Any]:
-    policy = {"nonfinite": "retry"} if case.kind == "retried" else {}
+    policy = {"on_nonfinite": "retry"} if case.kind == "retried" else {}
     config = make_config(
         n_epochs=1,
         gradient_accumulation_steps=case.accumulation,

@@ -70,7 +70,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
         here = Path(directory, str(number))
         os.makedirs(here, exist_ok=True)
         os.chdir(here)
-        config = config_of(replace(case, steps=STEPS), n_epochs=2, nonfinite="retry")
+        config = config_of(replace(case, steps=STEPS), n_epochs=2, on_nonfinite="retry")
         config = replace(
             config,
             callbacks=[dt.EMA(0.5)],

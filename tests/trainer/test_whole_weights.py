@@ -202,7 +202,7 @@ def on_ranks() -> list[dict[str, Any]]:
     found = []
     for separate in (False, True):
         config = make_config(
-            max_steps=3, devices=dt.DeviceParameters(device="cpu", dp_replicate=2), gradient_clip_val=0.5
+            max_steps=3, devices=dt.DeviceParameters(device="cpu", dp_replicate=2), gradient_clip_norm=0.5
         )
         config = dataclasses.replace(
             config, fsdp_parameters=dt.FSDPParameters(min_group_mib=0, separate_reduce_group=separate)

@@ -77,7 +77,7 @@ def run() -> None:
 
     dream_trainer.Dreams  # error
     config = MyConfig(project="p", group="g", experiment="e", widht=3)  # error
-    TrainingParameters(nonfinite="ignore")  # error
+    TrainingParameters(on_nonfinite="ignore")  # error
     trainer = MyTrainer(config)
     trainer.config = 3  # error
     MyTrainer("config")  # error

@@ -257,7 +257,7 @@ def run() -> None:
         group="g",
         experiment="e",
         width=128,
-        training_parameters=TrainingParameters(n_epochs=2, global_batch_size=64, nonfinite="skip"),
+        training_parameters=TrainingParameters(n_epochs=2, global_batch_size=64, on_nonfinite="skip"),
         device_parameters=DeviceParameters.fsdp(),
         checkpoint_parameters=CheckpointParameters(save_every_n_steps=100),
         logger_parameters=LoggerParameters(log_every_n_steps=5),

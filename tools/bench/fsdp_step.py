@@ -173,7 +173,7 @@ def measure(steps: int, pairs: int, *, by_blocks: bool) -> Tensor:
         experiment="step",
         device_parameters=DeviceParameters(device="cpu"),
         training_parameters=TrainingParameters(
-            max_steps=steps * (pairs + 1), n_epochs=None, gradient_clip_val=CLIP, train_batch_size=128
+            max_steps=steps * (pairs + 1), n_epochs=None, gradient_clip_norm=CLIP, train_batch_size=128
         ),
         fsdp_parameters=FSDPParameters(min_group_mib=0) if by_blocks else FSDPParameters(),
         turn=steps,

@@ -147,7 +147,7 @@ def framework(arguments: argparse.Namespace, device: torch.device) -> float:
             device=device.type, precision=arguments.precision, compile=arguments.compile
         ),
         training_parameters=dt.TrainingParameters(
-            n_epochs=1, train_batch_size=arguments.batch, gradient_clip_val=1.0, nonfinite="raise"
+            n_epochs=1, train_batch_size=arguments.batch, gradient_clip_norm=1.0, on_nonfinite="raise"
         ),
     )
     with Framework(config, arguments) as trainer:

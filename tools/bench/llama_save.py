@@ -84,7 +84,7 @@ def main() -> None:
         experiment="save",
         device_parameters=devices,
         training_parameters=dt.TrainingParameters(
-            n_epochs=1, train_batch_size=arguments.batch, gradient_clip_val=1.0, nonfinite="raise"
+            n_epochs=1, train_batch_size=arguments.batch, gradient_clip_norm=1.0, on_nonfinite="raise"
         ),
         checkpoint_parameters=dt.CheckpointParameters(
             save_every_n_steps=EVERY, save_every_n_epochs=None, save_at_end=False, keep_last=1

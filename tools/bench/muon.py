@@ -132,7 +132,7 @@ def measure(rounds: int, shard: bool) -> Tensor:
         experiment="step",
         device_parameters=DeviceParameters(device="cpu", **mesh),
         training_parameters=TrainingParameters(
-            max_steps=3 * (rounds + 2), n_epochs=None, gradient_clip_val=1.0, train_batch_size=16
+            max_steps=3 * (rounds + 2), n_epochs=None, gradient_clip_norm=1.0, train_batch_size=16
         ),
         rounds=rounds,
     )

@@ -112,7 +112,7 @@ def run(row: Row, turns: Turns) -> None:
     parameters = TrainingParameters(
         max_steps=row.steps,
         n_epochs=None,
-        gradient_clip_val=1.0,
+        gradient_clip_norm=1.0,
         gradient_accumulation_steps=row.accumulation,
         val_every_n_steps=VALIDATE_EVERY if is_everyday else None,
         val_every_n_epochs=None,

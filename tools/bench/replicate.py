@@ -192,7 +192,7 @@ def train(options: argparse.Namespace, steps: int, *, is_alone: bool) -> Trainer
         training_parameters=TrainingParameters(
             max_steps=steps,
             n_epochs=None,
-            gradient_clip_val=CLIP,
+            gradient_clip_norm=CLIP,
             gradient_accumulation_steps=options.accumulation,
             train_batch_size=SHAPES[options.model].batch,
         ),

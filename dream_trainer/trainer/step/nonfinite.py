@@ -45,7 +45,7 @@ class NonFiniteGuard:
         loss_scale: LossScale | None,
         warn_once: Callable[[str, str], None],
     ) -> None:
-        self._policy, self._limit = parameters.nonfinite, parameters.max_nonfinite
+        self._policy, self._limit = parameters.on_nonfinite, parameters.max_nonfinite
         self._world, self._progress, self._warn_once = world, progress, warn_once
         self._loss_scale = loss_scale
         device = world.parameter_device
@@ -143,7 +143,7 @@ class NonFiniteGuard:
             if not can_rerun:
                 raise NonFiniteError(
                     f"the gradient norm is {value} in step {self._step}, after another optimizer "
-                    'has stepped in the same window, which can therefore not be run again. Use nonfinite="skip".'
+                    'has stepped in the same window, which can therefore not be run again. Use on_nonfinite="skip".'
                 )
             raise RetryWindow
         self._judge(value, self._step)
@@ -184,7 +184,7 @@ class NonFiniteGuard:
         if self._policy == "raise":
             raise NonFiniteError(
                 f"the gradient norm of optimizer step {step} is {value}; the weights are those before that step. "
-                'Lower the learning rate, clip gradients, look at the batch, or set nonfinite="skip".'
+                'Lower the learning rate, clip gradients, look at the batch, or set on_nonfinite="skip".'
             )
         self._progress.skipped_steps += 1
         self._count_bad(value, step, "steps")

@@ -79,7 +79,7 @@ class OptimizerStep:
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Not the one of `backward`: such a context cannot be entered again inside itself.
         self._context = without_autocast(devices, world.device)
-        self._clip_norm = parameters.gradient_clip_val
+        self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = guard
