@@ -199,7 +199,7 @@ def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: p
     assert words.endswith("--help-all: every field.")
     for section, shown in OF_MOST_RUNS.items():
         for name in shown:
-            assert f"--{section}.{name}".replace("_", "-") in text, f"{section} has no field {name}"
+            assert f"--{section.removesuffix('_parameters')}.{name}".replace("_", "-") in text, f"{section} has no field {name}"
     required = helped(flag, WholeConfig, capsys)
     assert "[required]" in required
     assert "--learning-rate" in helped(flag, given(), capsys)
