@@ -15,6 +15,7 @@ import pytest
 import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
 from dream_trainer.config.command_line import OF_MOST_RUNS, parse
+from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 
 
@@ -199,7 +200,8 @@ def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: p
     assert words.endswith("--help-all: every field.")
     for section, shown in OF_MOST_RUNS.items():
         for name in shown:
-            assert f"--{section.removesuffix('_parameters')}.{name}".replace("_", "-") in text, f"{section} has no field {name}"
+            word = f"--{section.removesuffix('_parameters')}.{name}".replace("_", "-")
+            assert word in text, f"{section} has no field {name}"
     required = helped(flag, WholeConfig, capsys)
     assert "[required]" in required
     assert "--learning-rate" in helped(flag, given(), capsys)
@@ -269,3 +271,26 @@ def test_a_config_error_ends_a_script_in_a_line_and_a_bug_with_its_traceback(tmp
     assert code == 1
     assert said.startswith("Traceback")
     assert said.endswith("IndexError: list index out of range\n")
+
+
+class FromLine(dt.BaseTrainer):
+    config: LineConfig
+
+    def configure_models(self) -> None: ...
+
+    def configure_optimizers(self) -> None: ...
+
+    def configure_dataloaders(self) -> tuple[None, None]:
+        return None, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def test_a_trainer_is_built_from_the_command_line() -> None:
+    words = ["--experiment", "e", "--learning-rate", "0.5", "--training.max-steps", "3"]
+    for start in (None, given(), LineConfig):
+        trainer = FromLine.from_cli(start, words)
+        assert (trainer.config.learning_rate, trainer.config.training_parameters.max_steps) == (0.5, 3)
+        assert trainer.config.experiment == "e"
+    with pytest.raises(ConfigError, match=r"BaseTrainer.from_cli\(\) does not know which config to build. Write"):
+        dt.BaseTrainer.from_cli(args=words)
