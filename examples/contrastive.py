@@ -136,7 +136,7 @@ def main() -> None:
     )
     with SimCLR(parse(config)) as trainer:
         trainer.fit()
-        by_features = torch.cat(trainer.predict(trainer.val_dataloaders[""]))
+        by_features = trainer.predict("val")
         if trainer.world.is_main:
             path = trainer.run_dir / "digits.png"
             picture(trainer, by_features).savefig(path, dpi=90, bbox_inches="tight")

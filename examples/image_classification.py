@@ -138,7 +138,7 @@ def main() -> None:
     )
     with ImageClassifier(parse(config)) as trainer:
         trainer.fit()
-        probabilities = torch.cat(trainer.predict(trainer.val_dataloaders[""]))
+        probabilities = trainer.predict("val")
         if trainer.world.is_main:
             path = trainer.run_dir / "digits.png"
             picture(trainer, probabilities).savefig(path, dpi=100)

@@ -159,7 +159,7 @@ def main() -> None:
     )
     with TextClassifier(parse(config)) as trainer:
         trainer.fit()
-        labels_and_guesses = torch.cat(trainer.predict(trainer.val_dataloaders[""]))
+        labels_and_guesses = trainer.predict("val")
         if trainer.world.is_main:
             path = trainer.run_dir / "packages.png"
             picture(trainer, labels_and_guesses).savefig(path, dpi=90, bbox_inches="tight")

@@ -32,7 +32,7 @@ from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.errors import CheckpointError, DataError
 from dream_trainer.events.callback import Callback
 from dream_trainer.modules.metrics import higher_is_better
-from dream_trainer.nested import concatenated, leaves
+from dream_trainer.nested import leaves
 from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters
 from dream_trainer.optim.optimizer_parameters import OptimizerName, OptimizerParameters
 from dream_trainer.simple.model_calls import Loss, LossFunction, LossName, Metrics, ModelCalls, Step, shapes
@@ -216,9 +216,7 @@ class Trainer:
                 parts in a tuple is the target, which is ignored.
             batch_size: For samples; None is that of `val`.
         """
-        uneven = "predict() returns a list of batches' tensors: later dimensions differ. Pad samples to one length."
-        batches = self.dream.predict(self._loader_of(as_rows(data), batch_size))
-        return concatenated(batches, lambda _: self.dream.warn_once("uneven", uneven))
+        return self.dream.predict(self._loader_of(as_rows(data), batch_size))
 
     def stop(self, reason: str = "requested") -> None:
         """Ends `fit` on all ranks; from a callback, after its epoch."""

@@ -127,7 +127,7 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
                     "mesh": trainer.describe(),
                     "weights": weights,
                     "metrics": trainer.evaluate(),
-                    "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(7), 1, drop_last=False))),
+                    "predicted": trainer.predict(DistributedDataLoader(Rows(7), 1, drop_last=False)),
                 }
             )
     return results

@@ -167,12 +167,21 @@ class Predicts(Checked):
 def test_predict_gives_the_results_in_order_on_the_cpu() -> None:
     with Predicts(make_config(), batches(1)) as trainer:
         found = trainer.predict(DataLoader(Samples(7), 3, shuffle=True))
-        assert torch.cat([part["number"] for part in found]).tolist() == list(range(7))
+        assert found["number"].tolist() == list(range(7))
         with torch.no_grad():
             expected = trainer.model(Samples(7).x)
-        torch.testing.assert_close(torch.cat([part["y"] for part in found]), expected)
-        assert not found[0]["y"].requires_grad
+        torch.testing.assert_close(found["y"], expected)
+        assert not found["y"].requires_grad
         assert trainer.model.training
+
+
+def test_predict_takes_validation_loaders_by_name() -> None:
+    with Predicts(make_config(), batches(1), DataLoader(Samples(5), 2)) as trainer:
+        assert trainer.predict()["number"].tolist() == trainer.predict("val")["number"].tolist() == list(range(5))
+        with pytest.raises(HookError, match=r"predict\('val/far'\) names no validation loader. Use one of \['val'\]"):
+            trainer.predict("val/far")
+    with Predicts(make_config(), batches(1), {"far": DataLoader(Samples(3), 2)}) as trainer:
+        assert trainer.predict("val/far")["number"].tolist() == [0, 1, 2]
 
 
 # -- torchmetrics, over ranks and with padding batches
@@ -335,7 +344,7 @@ def measure() -> dict[str, Any]:
                 alone = trainer.evaluate(DistributedDataLoader(Samples(3), 1))
                 trainer.fit()
                 again = trainer.evaluate()
-                predicted = torch.cat(trainer.predict(DataLoader(Samples(7), 2)))
+                predicted = trainer.predict(DataLoader(Samples(7), 2))
                 found[f"{name}/{size}"] = (trainer.metrics, again, alone, predicted, weights(trainer.model))
                 one = trainer.evaluate(DataLoader(Samples(1), 4))  # of two ranks the other one has no sample
                 found[f"{name}/{size}/one"] = (one, trainer.metrics, None, None, weights(trainer.model))

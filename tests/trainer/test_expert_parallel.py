@@ -188,7 +188,7 @@ def use(cases: Sequence[Case]) -> list[dict[str, Any]]:
                 alone = trainer.model(rows.tokens) if trainer.world.is_main else None
             predicted = trainer.predict(DistributedDataLoader(Rows(5), 2, drop_last=False))
             trainer.export(f"{case.world_size}-{case.shard}.safetensors", dtype=torch.float64)
-            found.append({"alone": alone, "together": trainer.model(rows.tokens), "predicted": torch.cat(predicted)})
+            found.append({"alone": alone, "together": trainer.model(rows.tokens), "predicted": predicted})
     return found
 
 

@@ -106,7 +106,7 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
                     "val": trainer.logged[STEPS]["val/loss"],
                     "start": trainer.initial,
                     "weights": weights_of(trainer),
-                    "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(13), 4, drop_last=False))),
+                    "predicted": trainer.predict(DistributedDataLoader(Rows(13), 4, drop_last=False)),
                     "sent": vars(trainer).get("sent"),
                     "mesh": trainer.describe(),
                     "traffic": step_traffic(trainer._runtime),

@@ -91,7 +91,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
                     "counters": (trainer.samples_seen, trainer.global_step, trainer.skipped_steps),
                     "totals": trainer.totals,
                     "checkpoints": [(c.step, c.metrics) for c in trainer.checkpoints()],
-                    "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False))),
+                    "predicted": trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False)),
                 }
             )
     return results

@@ -269,7 +269,7 @@ def run() -> None:
         assert_type(trainer.config, MyConfig)
         assert_type(trainer.model, Net)
         assert_type(trainer.evaluate(), dict[str, float])
-        assert_type(trainer.predict(DataLoader(TensorDataset(torch.randn(4, 2)))), list[Any])
+        assert_type(trainer.predict(DataLoader(TensorDataset(torch.randn(4, 2)))), Any)
         assert_type(trainer.history_of("train/loss"), list[tuple[int, float]])
         assert_type(trainer.history[-1], dict[str, float])
         assert_type(trainer.checkpoints(), list[Manifest])

@@ -14,7 +14,7 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.config.training_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.nested import detach, to_device
+from dream_trainer.nested import concatenated, detach, to_device
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.session import failing_for_all, start
@@ -88,19 +88,24 @@ class EvalMixin(AbstractTrainer):
                     loader.close()
             return metrics
 
-    def predict(self, dataloader: Any) -> list[Any]:
+    def predict(self, dataloader: Any = "val") -> Any:
         """Runs `predict_step` over `dataloader` and returns the results on the CPU, in the data's order, on every rank.
 
-        Args:
-            dataloader: A DistributedDataLoader or plain DataLoader; its samples are split over the ranks.
+        Tensors of all batches are joined along the first dimension, in the structure that `predict_step` returns. If
+        their later dimensions differ, they are a list of batches' tensors, with a warning; so are results of other
+        types.
 
-        Returns:
-            One entry per batch of each rank; concatenated, they follow the dataset's order on any world size.
+        Args:
+            dataloader: A DistributedDataLoader or plain DataLoader, whose samples are split over the ranks; "val": the
+                configured validation loader, "val/NAME": that of this name.
+
+        Raises:
+            HookError: `predict_step` is not overridden, or there is no such validation loader.
         """
         with failing_for_all(self._runtime):
             start(self._runtime)
             local_results: list[Any] = []
-            batches = self._batches_of(dataloader)
+            batches = self._batches_of(self.__loader_called(dataloader) if isinstance(dataloader, str) else dataloader)
             predict_step = self._wrap_step(self.predict_step)
             with validation_mode(self._runtime), self._validation_context(), self._runtime.parallel.whole():
                 for batch_idx, (batch, is_padding) in enumerate(in_step(self._runtime, batches, None)):
@@ -111,7 +116,15 @@ class EvalMixin(AbstractTrainer):
             results_of_ranks = self.world.all_gather_object(local_results if self.world.counts_samples else None)
             ranks = [results for results in results_of_ranks if results is not None]
             longest = max(len(results) for results in ranks)
-            return [results[index] for index in range(longest) for results in ranks if index < len(results)]
+            in_order = [results[index] for index in range(longest) for results in ranks if index < len(results)]
+            uneven = "predict() returns a list of batches' tensors: later dimensions differ. Pad samples to one length."
+            return concatenated(in_order, lambda _: self.warn_once("uneven", uneven))
+
+    def __loader_called(self, name: str) -> Any:
+        loaders = {f"val/{key}" if key else "val": loader for key, loader in self.val_dataloaders.items()}
+        if name not in loaders:
+            raise HookError(f"predict({name!r}) names no validation loader. Use one of {sorted(loaders)}, or a loader.")
+        return loaders[name]
 
     def _batches_of(self, dataloader: Any) -> Any:
         return validation_batches(
