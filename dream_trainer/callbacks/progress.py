@@ -22,6 +22,7 @@ from dream_trainer.screen import draw, is_in_notebook, show
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dream_trainer.events.collection import CallbackCollection
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 # Steps that tell nothing of the pace: compilation, allocation, first touches of the data.
@@ -89,8 +90,8 @@ class Progress(Callback):
 
     In a terminal it is a live bar, in a notebook one output of the cell that is replaced in place; into pipes, files
     and CI logs go plain lines without control codes. Metrics appear as LoggerMixin flushes them: this callback never
-    waits for the device. A step costs it a look at the clock. The console logger would show the metrics once more:
-    leave it out of `loggers`.
+    waits for the device. A step costs it a look at the clock. The logger "console" is such a bar where
+    there is a terminal or a notebook; a Progress of your own takes its place there.
 
     Args:
         metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.
@@ -265,14 +266,30 @@ def _kind(trainer: AbstractTrainer) -> str:
     return "sanity validation" if trainer.is_sanity_validation else "validation"
 
 
+def shows_a_bar(callbacks: CallbackCollection) -> bool:
+    """Whether a bar is shown on standard output or in a notebook: a Progress among the callbacks, or one that joins."""
+    if live_console(None) is None and not is_in_notebook():
+        return False
+    found = [callback for callback in callbacks.in_order() if isinstance(callback, Progress)]
+    if not found:
+        callbacks.add_default(Progress())
+    return all(callback._file is None for callback in found)
+
+
 def live_bar(file: TextIO | None) -> TerminalBar | NotebookBar | None:
     """The bar for `file`, or for standard output and notebooks if it is None; None if nothing can be replaced."""
     if file is None and is_in_notebook():
         return NotebookBar()
+    console = live_console(file)
+    return None if console is None else TerminalBar(console)
+
+
+def live_console(file: TextIO | None) -> Any:
+    """rich's, of a terminal that can replace what it shows."""
     from rich.console import Console
 
     console = Console(file=file or sys.stdout)
-    return TerminalBar(console) if console.is_interactive else None
+    return console if console.is_interactive else None
 
 
 class TerminalBar:

@@ -106,9 +106,10 @@ class LoggerParameters:
     """Where numbers go and how often."""
 
     loggers: Annotated[tuple[str, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
-    """Loggers to write to: "console" prints lines; the others write in the run directory: "jsonl" metrics.jsonl, "csv"
-    metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images" image files in media/. "mlflow" and
-    "trackio" write where those keep all runs. Other packages add names by the entry points `dream_trainer.loggers`."""
+    """Loggers to write to: "console" is a progress bar on a terminal and prints lines elsewhere; the others write in
+    the run directory: "jsonl" metrics.jsonl, "csv" metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases,
+    "images" image files in media/. "mlflow" and "trackio" write where those keep all runs. Other packages add names by
+    the entry points `dream_trainer.loggers`."""
     log_every_n_steps: PositiveInt = 10
     """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
     history_lines: PositiveInt | None = 10_000

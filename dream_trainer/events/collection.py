@@ -63,6 +63,10 @@ class CallbackCollection:
         names = ", ".join(type(callback).__name__ for callback in self._callbacks) or "none"
         raise KeyError(f"no {cls.__name__} among the callbacks ({names}).")
 
+    def add_default(self, callback: Callback) -> None:
+        """Adds what runs besides, for a trainer that is being built."""
+        self._defaults.append(callback)
+
     def in_order(self) -> list[Callback]:
         """All of them by `order`, then position."""
         return sorted((*self._callbacks, *self._defaults), key=lambda callback: callback.order)

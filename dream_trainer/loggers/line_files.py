@@ -96,7 +96,9 @@ def json_ready(value: Any) -> Any:
 
 
 class ConsoleLogger(Logger):
-    """One line for each set of metrics, without control codes, on `sys.stdout`; a live progress bar shows it above."""
+    """One line for each set of metrics, without control codes, on `sys.stdout`; none beside a bar that shows them."""
+
+    is_beside_bar = False
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -105,7 +107,8 @@ class ConsoleLogger(Logger):
     @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         # Flushed, so that a piped log is whole when the process is killed.
-        show(f"epoch {stamp.epoch} | step {stamp.step} | {format_metrics(metrics)}")
+        if not self.is_beside_bar:
+            show(f"epoch {stamp.epoch} | step {stamp.step} | {format_metrics(metrics)}")
 
 
 class JSONLLogger(Logger):

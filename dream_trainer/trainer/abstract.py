@@ -6,18 +6,17 @@ It runs nothing. `BaseTrainer` brings the loop. What has state is an object of i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, cast
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from dream_trainer.config.parameter_class import is_ours, own_annotations
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.distributed.world import World
-from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.errors import HookError
 from dream_trainer.events.callback import Callback, TimedCallback
 from dream_trainer.events.collection import CallbackCollection
 from dream_trainer.loggers.records import Records
@@ -67,34 +66,6 @@ class AbstractTrainer(MixinHooks):
         hold(config, runtime)
         runtime.recorder = RunRecorder(runtime)
         runtime.events = event_table(runtime, is_main=True)
-
-    @classmethod
-    def from_cli(
-        cls, config: BaseTrainerConfig | type[BaseTrainerConfig] | None = None, args: Sequence[str] | None = None
-    ) -> Self:
-        """Builds the trainer with a config from the command line, as `dream_trainer.parse` reads it.
-
-        Args:
-            config: Default values, or a class. None: the class that the trainer's own class names, `config: MyConfig`.
-            args: The arguments; None: those of the program.
-
-        Raises:
-            ConfigError: No class of a config is named.
-            SystemExit: As of `parse`.
-        """
-        from dream_trainer.config.command_line import parse  # loads tyro
-
-        named = config
-        for part in cls.__mro__ if named is None else ():
-            if "config" in own_annotations(part) and not is_ours(part):
-                named = get_type_hints(part)["config"]
-                break
-        if named is None:
-            raise ConfigError(
-                f"{cls.__name__}.from_cli() does not know which config to build. Write `config: MyConfig` in the "
-                "class, or give one: from_cli(MyConfig)."
-            )
-        return cls(parse(named, args))
 
     if not TYPE_CHECKING:  # for a checker any name would be an attribute, and a trainer a function
 

@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.checkpoint.model_state import model_buffers, take_shapes
+from dream_trainer.config.parameter_class import is_ours, own_annotations
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.feed import on_device
 from dream_trainer.data.stream import Window
@@ -32,7 +33,7 @@ from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.seeds import random_state, set_random_state
 from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted
 from dream_trainer.distributed.watchdog import Watchdog
-from dream_trainer.errors import HookError, StepError
+from dream_trainer.errors import ConfigError, HookError, StepError
 from dream_trainer.modules.precision import deterministic, float32_products
 from dream_trainer.nested import detach
 from dream_trainer.screen import show
@@ -79,6 +80,34 @@ class BaseTrainer(AbstractTrainer):
     _config_class: ClassVar[type | None] = BaseTrainerConfig
 
     # -- what the user calls
+
+    @classmethod
+    def from_cli(
+        cls, config: BaseTrainerConfig | type[BaseTrainerConfig] | None = None, args: Sequence[str] | None = None
+    ) -> Self:
+        """Builds the trainer with a config from the command line, as `dream_trainer.parse` reads it.
+
+        Args:
+            config: Default values, or a class. None: the class that the trainer's own class names, `config: MyConfig`.
+            args: The arguments; None: those of the program.
+
+        Raises:
+            ConfigError: No class of a config is named.
+            SystemExit: As of `parse`.
+        """
+        from dream_trainer.config.command_line import parse  # loads tyro
+
+        named = config
+        for part in cls.__mro__ if named is None else ():
+            if "config" in own_annotations(part) and not is_ours(part):
+                named = get_type_hints(part)["config"]
+                break
+        if named is None:
+            raise ConfigError(
+                f"{cls.__name__}.from_cli() does not know which config to build. Write `config: MyConfig` in the "
+                "class, or give one: from_cli(MyConfig)."
+            )
+        return cls(parse(named, args))
 
     def fit(self) -> None:
         """Trains until the first limit is reached, a stop is requested, or a signal comes.

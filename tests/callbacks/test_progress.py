@@ -56,6 +56,23 @@ def test_a_pipe_gets_plain_lines_without_control_codes() -> None:
     assert len(lines) == 14
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_the_console_logger_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in (terminal := Terminal(), pipe := io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", file)
+        config = make_config(callbacks=[Progress()] if own else [], log_every=1, loggers=("console",), n_epochs=1)
+        trainer = small.fit(Regression(config))
+        assert len(trainer.callbacks) == own
+    assert "12/12" in terminal.getvalue()
+    assert terminal.getvalue().count("validation | step 12") == 1
+    assert "run directory: " in terminal.getvalue()
+    assert "epoch 0 | step 12 | " not in terminal.getvalue()
+    assert "epoch 0 | step 12 | " in pipe.getvalue()
+    assert ("step 12/12" in pipe.getvalue()) == own  # its plain lines
+
+
 @pytest.mark.pitfall(47)
 def test_plain_lines_come_at_intervals() -> None:
     file = io.StringIO()

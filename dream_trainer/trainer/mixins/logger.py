@@ -20,6 +20,7 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.loggers.buffer import Scalar
 from dream_trainer.loggers.group import LoggerGroup, check_loggers
 from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.line_files import ConsoleLogger
 from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import History, RunLog
 from dream_trainer.loggers.stragglers import Stragglers
@@ -42,6 +43,11 @@ class LoggerMixin(AbstractTrainer):
         super().__init__(config, *args, **kwargs)
         parameters: LoggerParameters = self._runtime.config.logger_parameters
         check_loggers(parameters)
+        self.__has_bar = False
+        if "console" in parameters.loggers:
+            from dream_trainer.callbacks.progress import shows_a_bar
+
+            self.__has_bar = shows_a_bar(self._runtime.config.callbacks)
         self.__run_log = RunLog(
             parameters,
             self.run_dir,
@@ -88,7 +94,10 @@ class LoggerMixin(AbstractTrainer):
     def configure_loggers(self) -> list[Logger]:
         """The loggers, by `logger_parameters.loggers`. Called on rank 0 only; an override may add to `super()`'s."""
         parameters: LoggerParameters = self._runtime.config.logger_parameters
-        return [logger.configured(parameters) for logger in check_loggers(parameters)]
+        loggers = [logger.configured(parameters) for logger in check_loggers(parameters)]
+        for console in (one for one in loggers if isinstance(one, ConsoleLogger)):
+            console.is_beside_bar = self.__has_bar
+        return loggers
 
     # -- what the log asks
 
