@@ -1,10 +1,10 @@
 """A small language model in the way of DeepSeek: each byte uses 2 of 8 experts and a shared one; a minute on one core.
 
     python examples/sparse_language.py
-    torchrun --nproc-per-node=2 examples/sparse_language.py --device-parameters.expert-parallel 2
+    torchrun --nproc-per-node=2 examples/sparse_language.py --device.expert-parallel 2
 
-Ranks may also share its sequences (`--device-parameters.context-parallel 2`) or have some of its layers each
-(`--device-parameters.pipeline-parallel 2`). The text is the source of Python's own standard library. Loads of the
+Ranks may also share its sequences (`--device.context-parallel 2`) or have some of its layers each
+(`--device.pipeline-parallel 2`). The text is the source of Python's own standard library. Loads of the
 experts are kept even by biases, without a loss for it, and at the end a picture shows the loss and how uneven each
 layer is.
 """

@@ -191,4 +191,5 @@ def _listed(entry: Any, level: int = 2) -> list[str]:
 
 def _first_sentence(path: Path) -> str:
     paragraphs = [part for part in path.read_text().split("\n\n") if not part.startswith(("#", "```", "!", "|", "<"))]
-    return re.split(r"(?<=[.:])\s", " ".join(paragraphs[0].split()))[0].rstrip(":")
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraphs[0].split()))
+    return re.split(r"(?<=[.:])\s", text)[0].rstrip(":")

@@ -26,7 +26,7 @@ def waited(value: Any) -> Any:
     """`value`, or the finished tensor if a collective gives it that may still run; gradients pass.
 
     A compiled function takes the tensor inside for its input, which needs no gradient: nothing before it is trained
-    (docs/measurements.md#compile-with-tensor-parallelism)."""
+    (docs/measurements/ranks.md#compile-with-tensor-parallelism)."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-untyped-call]

@@ -364,7 +364,7 @@ class World(Ranks):
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.
 
         The barrier and the short sleep keep gloo's threads from dropping work at exit: a third of the runs were aborted
-        where the group was destroyed bare (docs/measurements.md#leaving-a-process-group)."""
+        where the group was destroyed bare (docs/measurements/ranks.md#leaving-a-process-group)."""
         global _group_users, _heartbeat, _owns_group
         if not self._open:
             return

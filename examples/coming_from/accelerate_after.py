@@ -5,7 +5,7 @@
 
 From the weights that `accelerate_before.py` started from, its losses:
 
-    python examples/coming_from/accelerate_after.py --checkpoint-parameters.init-from initial.pt
+    python examples/coming_from/accelerate_after.py --checkpoint.init-from initial.pt
 """
 
 from dataclasses import dataclass

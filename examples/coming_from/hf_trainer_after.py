@@ -5,7 +5,7 @@
 
 From the weights that `hf_trainer_before.py` started from, its losses:
 
-    python examples/coming_from/hf_trainer_after.py --checkpoint-parameters.init-from initial
+    python examples/coming_from/hf_trainer_after.py --checkpoint.init-from initial
 """
 
 from dataclasses import dataclass, field

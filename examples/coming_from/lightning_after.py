@@ -5,7 +5,7 @@
 
 From the weights that `lightning_before.py` started from, its losses:
 
-    python examples/coming_from/lightning_after.py --checkpoint-parameters.init-from initial.pt
+    python examples/coming_from/lightning_after.py --checkpoint.init-from initial.pt
 """
 
 from dataclasses import dataclass

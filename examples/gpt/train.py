@@ -1,7 +1,7 @@
 """Trains a byte-level GPT on the Python standard library's own source and documentation strings, packed into rows.
 
     python examples/gpt/train.py
-    torchrun --nproc-per-node=2 examples/gpt/train.py --training-parameters.max-steps 600
+    torchrun --nproc-per-node=2 examples/gpt/train.py --training.max-steps 600
 
 The same file runs on one CPU and on many GPUs, and learns the same on each: the global batch is fixed, ranks only
 divide it. Started again under the same name it resumes; `--help` lists everything that the command line can change.
@@ -136,7 +136,7 @@ def report(trainer: GPTTrainer, text: str) -> None:
     plot_loss(metrics_file, picture, trainer.unigram_entropy)
     print(f"loss curve: {picture}")
     step = trainer.global_step
-    print(f"finished at step {step}; to go on, add --training-parameters.max-steps {2 * step} to the same command")
+    print(f"finished at step {step}; to go on, add --training.max-steps {2 * step} to the same command")
 
 
 def default_config() -> GPTTrainerConfig:

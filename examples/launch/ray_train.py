@@ -1,6 +1,6 @@
 """Runs a training script with Ray Train, as torchrun would: one process for each worker, with the same variables.
 
-    python examples/launch/ray_train.py --workers 16 --gpu examples/gpt/train.py --training-parameters.max-steps 5000
+    python examples/launch/ray_train.py --workers 16 --gpu examples/gpt/train.py --training.max-steps 5000
 
 When a worker dies, or its node, Ray starts all of them again, and the run resumes from its newest checkpoint. The
 script need not know of Ray. `pip install "ray[train]"`, and start this from a directory that all nodes share.

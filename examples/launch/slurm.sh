@@ -2,7 +2,7 @@
 # Trains on several nodes under SLURM, and goes on by itself after a time limit, a preemption or a lost node:
 # the same command starts and restarts, since a run resumes from its newest checkpoint.
 #
-#     sbatch examples/launch/slurm.sh examples/gpt/train.py --training-parameters.max-steps 5000
+#     sbatch examples/launch/slurm.sh examples/gpt/train.py --training.max-steps 5000
 #
 # Submit it from a directory that all nodes share: runs/ is written there.
 

@@ -1,6 +1,6 @@
 """Trains a Llama on the Python standard library's own source, byte by byte.
 
-    python examples/llama/train.py --model tiny --training-parameters.max-steps 50
+    python examples/llama/train.py --model tiny --training.max-steps 50
     torchrun --nproc-per-node=2 examples/llama/train.py --model debug --model.n-layers 8
 
 `--model` is a preset (tiny, debug, 1b, 8b) or the directory of a Llama from Hugging Face, whose shape and weights it

@@ -11,6 +11,8 @@ from dream_trainer import DreamTrainer
 from tests.api import CONFIGURE, SETUP, MixinHooks
 from tests.docs.pages import PAGES, ROOT, links, name
 
+ARCHITECTURE = [ROOT / "docs/architecture.md", *(ROOT / "docs/architecture").glob("*.md")]
+
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_link_leads_to_a_file(page: Path) -> None:
@@ -19,7 +21,7 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 
 
 def test_every_file_that_the_architecture_names_exists() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = "\n".join(page.read_text() for page in ARCHITECTURE)
     files = set(re.findall(r"[a-z_]+(?:/[a-z_]+)+\.py", text))
     folders = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*)/`", text))
     assert len(files) > 20
@@ -38,12 +40,12 @@ def test_every_room_of_the_package_is_in_the_architecture() -> None:
 
 
 def test_the_architecture_shows_the_setup_order_as_it_is() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/architecture/setup.md").read_text()
     assert "\n".join(f"| {stage} | {reason} |" for stage, reason, _ in (*CONFIGURE, *SETUP)) in text
 
 
 def test_the_api_page_names_everything_public_of_a_trainer() -> None:
-    text = (ROOT / "docs/api/base_trainer.md").read_text()
+    text = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     listed = [cls.__doc__.partition("Attributes:")[2] for cls in DreamTrainer.__mro__ if cls.__doc__]
     attributes = {found for block in listed for found in re.findall(r"^ +(\w+): ", block, re.MULTILINE)}
     assert {"world", "global_step", "best"} <= attributes | set(dir(DreamTrainer))

@@ -1,4 +1,4 @@
-"""docs/pitfalls.md and the marks `pitfall(n)` of the tests say the same."""
+"""The pages of pitfalls and the marks `pitfall(n)` of the tests say the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT
 
-PAGE = ROOT / "docs/pitfalls.md"
+PAGES = (ROOT / "docs/pitfalls.md", ROOT / "docs/pitfalls/state-and-ranks.md")
 MARK = re.compile(r"pytest\.mark\.pitfall\((\d+)\)")
 
 
 def entries() -> dict[int, list[str]]:
-    """By number, the tests that the page names for it, as `file::function`."""
-    parts = re.split(r"^- \*\*(\d+)\.\*\* ", PAGE.read_text(), flags=re.MULTILINE)
+    """By number, the tests that the pages name for it, as `file::function`."""
+    parts = re.split(r"^- \*\*(\d+)\.\*\* ", "\n".join(page.read_text() for page in PAGES), flags=re.MULTILINE)
     numbers = [int(number) for number in parts[1::2]]
     assert numbers == sorted(set(numbers)), "each number once, and in order"
     return {

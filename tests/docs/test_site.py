@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, name
+from tests.docs.questions import QUESTIONS
 from tests.examples.launch import imported
 
 
@@ -48,3 +51,14 @@ def test_a_page_asks_no_other_host_for_anything(site: Path) -> None:
         text = page.read_text()
         for part in ('src="http', 'src="//', '<link rel="stylesheet" href="http', "@import"):
             assert part not in text, f"{page.name}: {part}"
+
+
+def test_llms_txt_leads_to_the_answers_of_thirty_questions(site: Path) -> None:
+    listed = (site / "llms.txt").read_text()
+    assert len(QUESTIONS) == 30
+    for question in QUESTIONS:
+        location = question.page.removesuffix(".md") + ".html"
+        assert f"]({location}): " in listed, question.page
+        article = (site / location).read_text().partition("<article")[2].partition("</article>")[0]
+        text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", article)).split())
+        assert not [part for part in question.answer if part not in text], question.asked

@@ -1,7 +1,7 @@
 """Accumulation: one window from its start to its end, and what each `backward` adds to it.
 
 Gradients are summed as they come and normalised once, in `step`, by what the window really contained, so unequal
-counts are exact (docs/measurements.md#exact-gradients).
+counts are exact (docs/measurements/step.md#exact-gradients).
 """
 
 from __future__ import annotations
