@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """List runs: steps, best metric, state or why it ended, and how their configs differ."""
+    """List runs: steps, best metric, state or why it ended, and how their configs differ; `runs show RUN` shows one."""
 
     directory: Annotated[Positional[Path | None], arg(metavar="DIR", help_behavior_hint="")] = None
     """Directory of runs, or a project or group in it. Default: DREAM_TRAINER_RUNS in the environment, or runs."""
@@ -191,6 +191,53 @@ def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
         advice = f"Did you mean {', '.join(near)}?" if near else "See `config show RUN`."
         raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
     return found[0]
+
+
+# -- `dream-trainer runs show`: one run.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShow:
+    """Show one run: how far it is, why it ended, its best and last values, and how it was started."""
+
+    run_path: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run's directory."""
+    as_json: Json = False
+    """Print JSON: the run's whole record and config."""
+
+    def run(self) -> int:
+        from dream_trainer.trainer.run_record import read_run, run_directories
+
+        path = self.run_path
+        if run_directories(path) != [path]:
+            raise ConfigError(f"{path} is no run's directory. `dream-trainer runs` lists the runs.")
+        run = read_run(path, path)
+        if self.as_json:
+            print_json({**vars(run), "record": asdict(run.record)})
+            return 0
+        record = run.record
+        best = {name: f"{number_cell(one['value'])} at step {one['step']}" for name, one in record.best.items()}
+        rows = {
+            "state": run.state,
+            "why": record.why,
+            "step": f"{record.step} (epoch {record.epoch}, {record.samples} samples)",
+            "began": record.started and f"{age_cell(record.started)} ago",
+            "seen": record.seen and f"{age_cell(record.seen)} ago",
+            "trained for": format_duration(record.seconds),
+            "starts": record.starts,
+            "resumed from": record.resumed_from,
+            _PARENT: record.parent and f"{record.parent['checkpoint']} at {record.parent['step']}",
+            **{f"best {name}": value for name, value in best.items()},
+            **{f"last {name}": f"{number_cell(one['value'])} at step {one['step']}" for name, one in run.last.items()},
+            "ranks": record.world_size,
+            "host": record.host and f"{record.host}, process {record.pid}",
+            "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
+            "command": " ".join(record.argv),
+        }
+        print_table(str(path), [], [[name, str(value)] for name, value in rows.items() if value])
+        if record.error:
+            print(record.error, end="")
+        return 0
 
 
 # -- `dream-trainer config`: the config of a run, and the differences between two.

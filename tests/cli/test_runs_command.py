@@ -66,6 +66,20 @@ def test_runs_are_listed_with_state_step_best_and_what_differs(capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("runs")
+def test_one_run_is_shown_with_its_end_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line.split() for line in said(capsys, "runs", "show", "runs/p/a/two").splitlines()]
+    shown = [" ".join(row) for row in rows]
+    assert shown[0] == "runs/p/a/two"
+    for line in ("state failed", "why ValueError: nan", "trained for 2:00:00", "best val/loss 1 at step 7", "ranks 1"):
+        assert line in shown
+    assert any(line.startswith("step 3 (epoch 0") for line in shown)
+    whole = json.loads(said(capsys, "runs", "show", "runs/p/a/two", "--json"))
+    assert (whole["record"]["step"], whole["config"]["dropout"]) == (3, 0.5)
+    for wrong in ("runs/p/a", "runs/p/none"):
+        assert f"{wrong} is no run's directory" in said(capsys, "runs", "show", wrong, code=2)
+
+
+@pytest.mark.usefixtures("runs")
 def test_the_list_is_narrowed_and_ordered(capsys: pytest.CaptureFixture[str]) -> None:
     def names(*arguments: str) -> list[str]:
         return [run["name"] for run in json.loads(said(capsys, "runs", *arguments, "--json"))]
