@@ -47,7 +47,7 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("page", "run", "count", "left", "rtol"),
     [
-        ("README.md", "readme/toy/one", 13, 0.3, 1e-4),  # every 10 of 128 steps, and the last
+        ("README.md", "train/default/one", 13, 0.3, 1e-4),  # every 10 of 128 steps, and the last
         ("docs/collectives.md", "docs/collectives/simclr", 24, 0.8, 1e-12),  # in float64
     ],
 )
