@@ -100,7 +100,8 @@ class BaseTrainer(AbstractTrainer):
         named = config
         for part in cls.__mro__ if named is None else ():
             if "config" in own_annotations(part) and not is_ours(part):
-                named = get_type_hints(part)["config"]
+                alone = {"__annotations__": {"config": own_annotations(part)["config"]}, "__module__": part.__module__}
+                named = get_type_hints(type(part.__name__, (), alone))["config"]
                 break
         if named is None:
             raise ConfigError(

@@ -273,8 +273,8 @@ def test_a_config_error_ends_a_script_in_a_line_and_a_bug_with_its_traceback(tmp
     assert said.endswith("IndexError: list index out of range\n")
 
 
-class FromLine(dt.BaseTrainer):
-    config: LineConfig
+class FromLine(dt.DreamTrainer):
+    config: WholeConfig
 
     def configure_models(self) -> None: ...
 
@@ -287,10 +287,10 @@ class FromLine(dt.BaseTrainer):
 
 
 def test_a_trainer_is_built_from_the_command_line() -> None:
-    words = ["--experiment", "e", "--learning-rate", "0.5", "--training.max-steps", "3"]
-    for start in (None, given(), LineConfig):
+    words = ["--experiment", "e", "--width", "5", "--training.max-steps", "3"]
+    for start in (None, WholeConfig(experiment="other", width=1), WholeConfig):
         trainer = FromLine.from_cli(start, words)
-        assert (trainer.config.learning_rate, trainer.config.training_parameters.max_steps) == (0.5, 3)
+        assert (trainer.config.width, trainer.config.training_parameters.max_steps) == (5, 3)
         assert trainer.config.experiment == "e"
     with pytest.raises(ConfigError, match=r"BaseTrainer.from_cli\(\) does not know which config to build. Write"):
         dt.BaseTrainer.from_cli(args=words)
