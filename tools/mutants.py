@@ -287,8 +287,8 @@ MUTANTS = [
     Mutant(
         "gradients behind weights that begin with zeros are not verified",
         "dream_trainer/parallel/verify.py",
-        "                part.fill_(_NOT_ZERO)\n",
-        "                pass\n",
+        "            part.fill_(_NOT_ZERO)\n",
+        "            pass\n",
         "tests/trainer/test_wrong_plans.py",
     ),
     Mutant(
@@ -1317,7 +1317,7 @@ MUTANTS = [
     Mutant(
         "the loss of a last stage is computed in half precision",
         "dream_trainer/parallel/pipeline.py",
-        "        if stage < self._last or dtype is None:\n",
+        "        if stage < self.last or dtype is None:\n",
         "        if stage >= 0 or dtype is None:\n",
         "tests/trainer/test_pipeline_half_meshes.py",
     ),
@@ -1583,8 +1583,8 @@ MUTANTS = [
     Mutant(
         "a stage that follows on its own rank counts as sent",
         "dream_trainer/parallel/pipeline.py",
-        "stage < self._last and self._ranks[stage + 1] != here",
-        "stage < self._last",
+        "stage < self.last and self.ranks[stage + 1] != here",
+        "stage < self.last",
         "tests/trainer/test_pipeline_parallel.py -k equals_a_loop",
     ),
     Mutant(

@@ -29,6 +29,7 @@ from dream_trainer.modules.forward_state import as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts
+from dream_trainer.parallel.micro_batches import rows_of
 from dream_trainer.parallel.plain_run import (
     WRONG,
     Back,
@@ -142,9 +143,14 @@ class Verification:
         """Compares `model` on what it is given; of one in stages a collective of all ranks of its pipeline."""
         if name not in self._wholes:
             return
-        began, device = time.perf_counter(), self.world.device
+        began, device, takeover = time.perf_counter(), self.world.device, self.takeover()
+        rows = 1 if takeover is None else takeover.attention.shapes.rows
+        if takeover is not None and own.group is not None:  # it is given a micro-batch
+            takeover.attention.shapes.rows = rows_of((args, kwargs))
         with self._plainly(model, own), preserved_random_state(device), as_before(model), _without_zeros(model):
             misses = self._compare(name, model, own, args, kwargs)
+        if takeover is not None:
+            takeover.attention.shapes.rows = rows
         for module in fsdp_modules(model):
             module.reshard()
         if misses is not None:
