@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 from types import CodeType, FrameType
 
 import torch
@@ -20,13 +19,8 @@ def is_users(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file or not file.startswith(_STANDARD_LIBRARY)
 
 
-def running_line() -> str:
-    """The innermost line of a user's that is running, as `line_of` has it; empty if there is none."""
-    return line_running_in(sys._getframe(1))
-
-
 def line_running_in(innermost: FrameType) -> str:
-    """As `running_line`, of the thread whose innermost frame this is."""
+    """The innermost line of a user's in the thread whose innermost frame this is; empty if there is none."""
     frame: FrameType | None = innermost
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back

@@ -45,7 +45,6 @@ _NAMES = {
     "dream_trainer.compat.async_collectives": "options_of_overlap waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
-    "dream_trainer.compat.computation": "Computation",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
@@ -138,7 +137,7 @@ _NAMES = {
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
     "dream_trainer.parallel.pipeline_stages": (
-        "NumberedAsWhole StageCheck check_stages even_stages keep_only number_lists stages_of_models"
+        "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),
     "dream_trainer.parallel.random_parts": "declare_random_layer undeclared_dropouts",
     "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",

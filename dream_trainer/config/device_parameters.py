@@ -69,10 +69,11 @@ class DeviceParameters:
     """What blocks compute again in backward instead of keeping it (ActivationCheckpointingMixin): nothing, everything,
     all but what is dear to compute, or each block what keeps them within a budget of memory."""
     verify: bool = True
-    """Whether the first training step verifies that ranks which share layers, sequences or experts compute what one
-    process does: block outputs and parameter gradients in evaluation mode. If they differ, all ranks raise StepError.
-    This takes the memory of one more forward and backward of whole sequences, with the weights of one block; forward
-    hooks see these forwards. Without effect under `pipeline_parallel` and `float8`."""
+    """Whether the first training step verifies that ranks which share layers, sequences, experts or stages compute what
+    one process does: block outputs and parameter gradients in evaluation mode. If they differ, all ranks raise
+    StepError. This takes the memory of one more forward and backward of whole sequences (in a pipeline, of one
+    micro-batch through the whole model), with the weights of one block; forward hooks see these forwards. Without
+    effect under `float8`."""
     start_timeout_seconds: PositiveFloat = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: PositiveFloat = 600.0

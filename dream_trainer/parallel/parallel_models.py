@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
     from dream_trainer.parallel.joined_buffers import JoinedBuffers
     from dream_trainer.parallel.mixture_of_experts import ExpertBalance
+    from dream_trainer.parallel.verify import Verification
 
 _NOTHING = nullcontext()
 _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11
@@ -50,6 +51,7 @@ class ParallelModels:
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._world: World | None = None
         self.stages: dict[nn.Module, Any] = {}  # of models that are cut: the `Stages` of parallel/pipeline.py
+        self.verification: Verification | None = None  # of the first training step
         self.whole_in_steps: list[ShardedModel] = []  # the models that are sharded between steps only
         self._optimizers = WholeOptimizers(list)
         self._whole_of: dict[int, nn.Parameter] = {}

@@ -35,12 +35,13 @@ from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import without_exchange
 from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
-from dream_trainer.parallel.pipeline_stages import StageCheck, view_of
+from dream_trainer.parallel.pipeline_stages import Apart, view_of, without_value
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.parallel.shared_draws import numbers_of_place
 
 Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]
+RunStage = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 Schedule = Callable[[bool, bool], None]  # is called with whether this rank has the first stage, and the last
 _KEPT_SCHEDULES = 8
 
@@ -48,7 +49,6 @@ _KEPT_SCHEDULES = 8
 class Stages(NamedTuple):
     names: list[list[str]]  # what each stage holds
     ranks: list[int]  # which rank of the pipeline has it
-    check: StageCheck  # what compares them with the whole model
     kept_blocks: list[nn.Module]  # the repeated blocks of this rank
 
 
@@ -95,26 +95,26 @@ class Pipeline:
     beside: Mapping[nn.Module, Pipeline]
     splits_backwards: bool
     whole: Sequence[nn.Module]
+    verify: Callable[..., None] | None = None
     is_running = False  # whether a call of the model is one of its stage
 
     def __post_init__(self) -> None:
         model, stages, world = self.model, self.stages, self.world
-        self._messages = StageMessages(world, stages.ranks[-1])
-        self._ranks, self._last = stages.ranks, len(stages.ranks) - 1
+        self.messages = StageMessages(world, stages.ranks[-1])
+        self.ranks, self.last = stages.ranks, len(stages.ranks) - 1
         own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
-        self._own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
+        self.own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
         # Of what is around the layers each of several stages has a copy, which is to be as the model's.
         self._copies = [
             (part, original)
-            for stage in self._own.values()
+            for stage in self.own.values()
             for name, part in stage.named_modules()
             if part is not (original := model.get_submodule(name))
         ]
-        self._wrapped = outermost_fsdp_modules(model)
+        self.wrapped = outermost_fsdp_modules(model)
         # A copy has the parameters of its original as they were, and not what is gathered in their place.
         has_own = {id(original) for copied, original in self._copies if list(copied.parameters(recurse=False))}
         self._gathered_first = [module for module in fsdp_modules(model) if id(module) in has_own]
-        self._check: StageCheck | None = stages.check
         self._is_compared = False
         self._built: dict[Any, Schedule] = {}
         self._inputs: list[Any] = []
@@ -170,22 +170,22 @@ class Pipeline:
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
         self._shares = [1 / n] * n if weights is None else weights
         self._loss_fn, self._losses, self._scaled = loss_fn, [], scaled
-        with self._running(), as_one_backward(self._wrapped, reduces=reduces):
-            run(0 in self._own, self._last in self._own)
+        with self.running(), as_one_backward(self.wrapped, reduces=reduces):
+            run(0 in self.own, self.last in self.own)
         loss = torch.stack(self._losses).sum() if self._losses else None
         self._inputs, self._targets, self._losses, self._loss_fn, self._scaled = [], [], [], None, None
-        loss = self._messages.shared_loss(loss)
+        loss = self.messages.shared_loss(loss)
         return loss if weights is None else _mean(loss, weights)
 
     def _run_stage(self, stage: int, like: _Seen, args: tuple[Any, ...], place: int) -> Any:
         """What a stage computes of a micro-batch: what the next one needs, or its share of the loss."""
-        positional, named = self._inputs[place] if stage == 0 else (self._messages.joined(args, like.layouts), {})
+        positional, named = self._inputs[place] if stage == 0 else (self.messages.joined(args, like.layouts), {})
         if any(like.changed):  # which autograd lets nobody do to what a gradient is asked of
             given = zip(positional, like.changed, strict=True)
             positional = tuple([value.clone() if is_changed else value for value, is_changed in given])
-        output = self._output(stage, positional, named)
-        if stage < self._last:
-            parts = self._messages.parts(as_tuple(output))
+        output = self.output(stage, positional, named)
+        if stage < self.last:
+            parts = self.messages.parts(as_tuple(output))
             if any(now.requires_grad and not then.requires_grad for now, then in zip(parts, like.outputs, strict=True)):
                 refuse_unfrozen(stage, self.name)
             return parts
@@ -196,13 +196,13 @@ class Pipeline:
 
     def _may_split(self, stage: int, given: Sequence[Tensor]) -> bool:
         """Whether the backward of a micro-batch, from what a stage gave, may be one for inputs and one for weights."""
-        if not self.splits_backwards or stage < self._last:
+        if not self.splits_backwards or stage < self.last:
             return self.splits_backwards
         return not trained_by(given[0], [parameter for model in self.whole for parameter in model.parameters()])
 
-    def _output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        output, dtype = self._own[stage](*positional, **named), self.output_dtype
-        if stage < self._last or dtype is None:
+    def output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        output, dtype = self.own[stage](*positional, **named), self.output_dtype
+        if stage < self.last or dtype is None:
             return output
         return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
 
@@ -217,33 +217,39 @@ class Pipeline:
         return built
 
     def _build(self, inputs: Any) -> Schedule:
-        if self._check is not None:
-            with self.aside():
-                self._check.run(cut(inputs, self.microbatches, rows_of(inputs))[0], self.warn)
-            self._check = None
+        first = cut(inputs, self.microbatches, rows_of(inputs))[:1]
+        if self.verify is not None:
+            verify, self.verify = self.verify, None
+            verify(Apart(self), *first[0])
         seen: dict[int, _Seen] = {}
+
+        def note(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args = args if number == 0 else tuple([value.clone() for value in args])
+            output = self.output(number, args, kwargs)
+            seen[number] = self._like(number, args, output)
+            return output
+
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
         # Ranks that share experts may have shapes of their own, and then not all of them are here.
-        first = cut(inputs, self.microbatches, rows_of(inputs))[:1]
         ahead = map_tensors(torch.clone, first)  # a stage may change what it is given
         with (
             as_before(self.model),
             preserved_random_state(self.world.device),
             torch.enable_grad(),
             without_exchange(self.model),
-            self._running(),
+            self.running(),
         ):
-            for _ in self._forward(ahead, seen):
+            for _ in self.forward(ahead, note):
                 pass
         stages = [
             ScheduledStage(
-                self._own[number],
+                self.own[number],
                 partial(self._run_stage, number, like),
-                place=(number, len(self._ranks)),
+                place=(number, len(self.ranks)),
                 inputs=like.inputs,
                 outputs=like.outputs,
                 device=self.world.device,
-                group=self._messages.group,
+                group=self.messages.group,
                 backward_context=self.backward_context,
                 may_split=partial(self._may_split, number),
             )
@@ -255,16 +261,16 @@ class Pipeline:
                 return new_schedule(self.schedule, stages, self.microbatches)
         except ValueError as error:
             raise ConfigError(
-                f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self._ranks)} "
-                f"stages on {max(self._ranks) + 1} ranks: {error}"
+                f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self.ranks)} "
+                f"stages on {max(self.ranks) + 1} ranks: {error}"
             ) from error
 
     def _bytes_of(self, stage: int, seen: _Seen) -> int:
         """What a stage sends of a micro-batch: outputs to the next one, and gradients of its inputs back."""
         here, total = self.world.stage_rank, 0
-        if stage < self._last and self._ranks[stage + 1] != here:
+        if stage < self.last and self.ranks[stage + 1] != here:
             total += sum(bytes_sent(tensor)[0] for tensor in seen.outputs)
-        if stage > 0 and self._ranks[stage - 1] != here:
+        if stage > 0 and self.ranks[stage - 1] != here:
             total += sum(bytes_sent(tensor)[1] for tensor in seen.inputs)
         return total
 
@@ -280,10 +286,10 @@ class Pipeline:
         sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
         shares: list[Weight] = list(sizes) if weight is None else [weight(part) for part in target_parts]
         losses: list[Tensor] = []
-        with torch.no_grad(), self._running():
-            for number, output in enumerate(self._forward(cut(inputs, parts, rows))):
+        with torch.no_grad(), self.running():
+            for number, output in enumerate(self.forward(cut(inputs, parts, rows))):
                 losses.append(_checked(loss_fn(output, target_parts[number])).double() * shares[number])
-        return _mean(self._messages.shared_loss(torch.stack(losses).sum() if losses else None), shares)
+        return _mean(self.messages.shared_loss(torch.stack(losses).sum() if losses else None), shares)
 
     def call(self, inputs: Any) -> Any:
         """The outputs of the whole model, on each rank of the pipeline."""
@@ -291,47 +297,44 @@ class Pipeline:
         refuse_calls_with_gradients(self.world.stages)
         self.world.refuse_if_forbidden()
         rows = rows_of(inputs)
-        with self._running():
+        with self.running():
             parts = cut(inputs, min(self.most_without_gradients, rows), rows) if rows else [inputs]
-            outputs = list(self._forward(parts))
+            outputs = list(self.forward(parts))
         joined = concatenated(outputs, _refuse_uneven) if len(outputs) > 1 else None
-        return self._messages.shared_outputs(outputs[0] if len(outputs) == 1 else joined)
+        return self.messages.shared_outputs(outputs[0] if len(outputs) == 1 else joined)
 
-    def _forward(self, parts: list[Any], seen: dict[int, _Seen] | None = None) -> Iterator[Any]:
-        """Runs this rank's stages over micro-batches; the last one's outputs. Notes in `seen` what goes in and out."""
+    def forward(self, parts: list[Any], run: RunStage | None = None) -> Iterator[Any]:
+        """Runs this rank's stages over micro-batches, by `run` with their numbers; the last one's outputs."""
+        run = run or self.output
         sent: list[Message] = []
         stayed: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # for a stage of this rank that follows another
-        for number in self._own:
+        for number in self.own:
             for place, (positional, named) in enumerate(parts):
                 args, kwargs = positional, named
                 if number > 0:
-                    before = self._ranks[number - 1]
+                    before = self.ranks[number - 1]
                     is_here = before == self.world.stage_rank
-                    args, kwargs = stayed.pop((number, place)) if is_here else self._messages.receive(before), {}
-                    if seen is not None:
-                        args = tuple([value.clone() for value in args])
-                output = self._output(number, args, kwargs)
-                if seen is not None:
-                    seen[number] = self._like(number, args, output)
-                if number == self._last:
+                    args, kwargs = stayed.pop((number, place)) if is_here else self.messages.receive(before), {}
+                output = run(number, args, kwargs)
+                if number == self.last:
                     yield output
-                elif self._ranks[number + 1] == self.world.stage_rank:
+                elif self.ranks[number + 1] == self.world.stage_rank:
                     stayed[number + 1, place] = as_tuple(output)
                 else:
-                    sent += self._messages.send(as_tuple(output), self._ranks[number + 1])
+                    sent += self.messages.send(as_tuple(output), self.ranks[number + 1])
         for work, _ in sent:
             work.wait()
 
     def _like(self, number: int, args: tuple[Any, ...], output: Any) -> _Seen:
-        is_last = number == self._last
-        outputs = (torch.empty(()),) if is_last else _without_values(self._messages.parts(as_tuple(output)))
+        is_last = number == self.last
+        outputs = (torch.empty(()),) if is_last else _without_values(self.messages.parts(as_tuple(output)))
         if number == 0:
             return _Seen((torch.zeros(1, dtype=torch.int64),), outputs, (), ())
         changed = tuple([write_count(value) > 0 for value in args])
-        return _Seen(_without_values(self._messages.parts(args)), outputs, tuple(map(layout_of, args)), changed)
+        return _Seen(_without_values(self.messages.parts(args)), outputs, tuple(map(layout_of, args)), changed)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Inside, the model is its stage, and draws random numbers of its own: other layers must not get the same."""
         with numbers_of_place(b"stage", self.world.stage_rank, self.world.device):
             for module in self._gathered_first:
@@ -346,7 +349,7 @@ class Pipeline:
 
 
 def _without_values(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple([torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in tensors])
+    return tuple(map(without_value, tensors))
 
 
 def _checked(loss: Any) -> Tensor:
@@ -392,7 +395,7 @@ class StageMessages:
         assert group is not None  # there are several stages
         assert world.mesh is not None
         self.group: dist.ProcessGroup = group
-        self._device, self._last = world.device, last
+        self._device, self.last = world.device, last
         self._is_last = world.stage_rank == last
         self._layer_mesh: DeviceMesh = world.mesh["tp"]
 
@@ -447,12 +450,12 @@ class StageMessages:
         """The last stage's, 0-dim float64, on all ranks; the others give None."""
         if loss is None:
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        dist.broadcast(loss, dist.get_global_rank(self.group, self._last), group=self.group)
+        dist.broadcast(loss, dist.get_global_rank(self.group, self.last), group=self.group)
         return loss
 
     def shared_outputs(self, outputs: Any) -> Any:
         """The last stage's, on all ranks; those of others do not count."""
-        source = dist.get_global_rank(self.group, self._last)
+        source = dist.get_global_rank(self.group, self.last)
         layouts = [layout_of(leaf) for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
         parts = map_tensors(lambda tensor: self.parts((tensor,))[0], outputs)
         form = [map_tensors(lambda part: torch.empty_like(part, device="meta"), parts), layouts]

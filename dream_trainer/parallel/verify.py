@@ -2,7 +2,7 @@
 
 Before its first forward in training each model runs twice in evaluation mode: as it is, and as one process would, on
 whole sequences and with whole weights, which are gathered block by block. Block outputs and parameter gradients are
-compared before any weight changes.
+compared before any weight changes. Of a model in stages every rank of the pipeline runs the whole on a micro-batch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,38 +20,40 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd import Function
-from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.compat.pytorch import (
-    default_generator_of,
-    is_dtensor,
-    local_tensor,
-    shard_dim,
-    with_local,
-    without_hooks,
-)
+from dream_trainer.compat.pytorch import default_generator_of, is_dtensor, local_tensor, without_torch_function
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
-from dream_trainer.modules.forward_state import ForwardState, as_before, in_evaluation
+from dream_trainer.modules.forward_state import as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts
-from dream_trainer.parallel.sharding import dim_of_part, fsdp_modules
+from dream_trainer.parallel.micro_batches import rows_of
+from dream_trainer.parallel.plain_run import (
+    WRONG,
+    Back,
+    Gradients,
+    PlainRun,
+    WholeTensors,
+    all_gather_objects,
+    copied_without_values,
+    plain,
+    removed_after,
+)
+from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
     from dream_trainer.parallel.context_attention import AttentionTakeover
+    from dream_trainer.parallel.pipeline_stages import Apart
 
 _TF32 = 2.0**-10  # between a number and the next, where float32 products of a GPU may be made of fewer digits
 _SMALL = 0.05  # of a model's largest gradient: what smaller ones are measured by, as those that should be 0
-_N_SKETCHES = 32
+_NOT_ZERO = 0.01
 _DRAWS = "random numbers"  # the place of a difference that says whether a forward drew some
-_WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 class Miss(NamedTuple):
@@ -68,10 +69,33 @@ class Miss(NamedTuple):
         return self.error > self.rounding
 
 
+_UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)
+"""Of a block that only other ranks of the pipeline have."""
+
+
+class _OneStage:
+    """A model that this rank calls as it is."""
+
+    group = None  # the ranks of its pipeline
+    has_output = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.norms_as_in = model
+
+    def back(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], gradients: Back) -> None:
+        gradients(outputs, cotangents, ())
+
+    def buffers(self, path: str) -> list[Tensor]:
+        return [self.norms_as_in.get_buffer(path)]
+
+    def there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.norms_as_in(*args, **kwargs)
+
+
 def is_verifiable(devices: DeviceParameters) -> bool:
-    """Whether ranks share layers, sequences or experts, and a whole forward can be run to compare with."""
-    is_shared = devices.tensor_parallel * devices.context_parallel * devices.expert_parallel > 1
-    return devices.verify and is_shared and devices.pipeline_parallel == 1 and devices.float8 == "none"
+    """Whether ranks share layers, sequences, experts or stages, and a whole forward can be run to compare with."""
+    n_ranks = devices.tensor_parallel * devices.context_parallel * devices.expert_parallel * devices.pipeline_parallel
+    return devices.verify and n_ranks > 1 and devices.float8 == "none"
 
 
 @dataclass(eq=False, repr=False)
@@ -99,8 +123,10 @@ class Verification:
     def begin(self) -> None:
         """Waits for the first forward of each model; they are parallelised by now."""
         for name, model in self.models.items():
-            if name in self._wholes:
-                self._attributes[name] = {place: dict(vars(module)) for place, module in model.named_modules()}
+            if name not in self._wholes:
+                continue
+            self._attributes[name] = {place: dict(vars(module)) for place, module in model.named_modules()}
+            if self.world.stages == 1:  # of a pipeline only some ranks may call what is whole, and those in stages
                 hook = partial(self._before_forward, name)
                 self._waiting[name] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -109,42 +135,58 @@ class Verification:
         if not self.is_in_step() or (takeover is not None and not takeover.is_on()):
             return
         self._waiting.pop(name).remove()
-        began, device = time.perf_counter(), self.world.device
-        with self._plainly(model), preserved_random_state(device), as_before(model):
-            misses = self._compare(name, model, args, kwargs)
+        self.run(name, model, _OneStage(model), args, kwargs)
+
+    def run(
+        self, name: str, model: nn.Module, own: _OneStage | Apart, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Compares `model` on what it is given; of one in stages a collective of all ranks of its pipeline."""
+        if name not in self._wholes:
+            return
+        began, device, takeover = time.perf_counter(), self.world.device, self.takeover()
+        rows = 1 if takeover is None else takeover.attention.shapes.rows
+        if takeover is not None and own.group is not None:  # it is given a micro-batch
+            takeover.attention.shapes.rows = rows_of((args, kwargs))
+        with self._plainly(model, own), preserved_random_state(device), as_before(model), _without_zeros(model):
+            misses = self._compare(name, model, own, args, kwargs)
+        if takeover is not None:
+            takeover.attention.shapes.rows = rows
         for module in fsdp_modules(model):
             module.reshard()
         if misses is not None:
-            self._judge(f"self.{name}", misses, time.perf_counter() - began)
+            self._judge(f"self.{name}", misses, time.perf_counter() - began, own.group)
 
     def _compare(
-        self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, model: nn.Module, own_run: _OneStage | Apart, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Miss] | None:
         """Differences of block outputs in the order in which blocks run, of the model's output, and of gradients."""
-        whole = self._wholes.pop(name)
-        names = {module: place for place, module in model.named_modules()}
-        blocks = [names[block] for block in self.blocks_of(model) if block is not model]
+        whole, device, group = self._wholes.pop(name), self.world.device, own_run.group
         own, others = dict(model.named_modules()), dict(whole.named_modules())
-        told = {f"self.{name}.{block}": block for block in blocks} | {f"the output of self.{name}": ""}
+        names = {module: place for place, module in own.items()}
+        own_blocks = [names[block] for block in self.blocks_of(model) if block is not model]
+        blocks = [block for of_rank in all_gather_objects(own_blocks, group) for block in of_rank]
+        of_output = f"the output of self.{name}"
+        told = {f"self.{name}.{block}": block for block in blocks} | {of_output: ""}
         parts: dict[str, list[Any]] = {place: [] for place in told}
-        of_parameters = _Gradients(model, self.world.device)
-        self._give_what_was_set_since(name, model, whole)
-        run = _WholeRun(model, whole, blocks, of_parameters, self.world.device)
+        tensors = WholeTensors(model, device, group)
+        of_parameters = Gradients(model, whole, tensors, device)
+        self._give_what_was_set_since(name, model, whole, group)
+        run = PlainRun(whole, blocks, tensors, of_parameters, device)
         own_args, own_kwargs = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
-        device = self.world.device
         seed_device(0, device)
-        seeds, of_device = WatchedSeeds(0), _state_of(device)
 
         def keep(place: str, output: Any) -> None:  # a copy, as the next block may write into it
             parts[place].append(map_tensors(lambda tensor: tensor.detach().clone(), output))
 
-        own_blocks = {place: own[block] for place, block in told.items()}
-        with _looked_at(own_blocks, keep), of_parameters.of_running_modules():
-            given = model(*own_args, **own_kwargs)  # may take out of what it is given, or write
-        has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
-        misses = {_DRAWS: Miss(float(has_drawn), torch.inf, 0.0, 0.0)}
+        here = {place: own[block] for place, block in told.items() if block in own and place != of_output}
+        with _looked_at(here, keep), of_parameters.of_running_modules():
+            given = own_run.there(own_args, own_kwargs)  # may take out of what it is given, or write
+        if own_run.has_output:
+            keep(of_output, given)
+        misses: dict[str, Miss] = {}
 
         def look(place: str, output: Any) -> None:
+            misses.setdefault(place, _UNSEEN)
             own_output = parts[place].pop(0) if parts[place] else ()
             for part, expected in zip(leaves(own_output), leaves(output), strict=False):
                 miss = self._miss(part, expected)
@@ -156,27 +198,35 @@ class Verification:
         )
         whole_blocks = {place: others[block] for place, block in told.items()}
         seed_device(0, device)
+        seeds, of_device = WatchedSeeds(0), _state_of(device)
         try:
-            with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, model):
+            with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, own_run.norms_as_in):
                 expected = run(whole_args, whole_kwargs)
-        except _WRONG as error:
+        except WRONG as error:
             self._cannot(name, self._why_it_failed(error))
             return None
+        has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
+        misses[_DRAWS] = Miss(float(has_drawn), torch.inf, 0.0, 0.0)
+        for path, buffer in whole.named_buffers() if group is not None else ():  # also of what each stage has a copy
+            place = f"the buffer self.{name}.{path}"
+            misses[place] = max(
+                (self._miss(part, buffer) or _UNSEEN for part in own_run.buffers(path)), default=_UNSEEN
+            )
         misses |= {
             f"the gradient of self.{name}.{path}": miss
-            for path, miss in self._misses_of_gradients(name, run, list(self._with_cotangents(given, expected)))
+            for path, miss in self._misses_of_gradients(name, own_run, run, given, expected)
         }
         return misses
 
     @contextmanager
-    def _plainly(self, model: nn.Module) -> Iterator[None]:
-        """Inside, nothing is compiled, and all modules but batch norms are in evaluation mode."""
+    def _plainly(self, model: nn.Module, own: _OneStage | Apart) -> Iterator[None]:
+        """Inside, nothing is compiled, and all modules are in evaluation mode, but batch norms outside of stages."""
         takeover = self.takeover()
         uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
         # Without its module, which takes seconds to load, nothing is compiled.
         is_loaded = "torch._dynamo" in sys.modules
         eagerly = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
-        with eagerly, uncompiled, _without_draws(model):
+        with eagerly, uncompiled, _without_draws(model, own.norms_as_in):
             yield
 
     def _aside(self) -> Any:
@@ -190,7 +240,7 @@ class Verification:
                 continue
             if not whole.requires_grad or whole.is_complex():
                 continue
-            part = _plain(part)
+            part = part.full_tensor() if is_dtensor(part) else part
             generator = torch.Generator(whole.device).manual_seed(0)
             of_whole = torch.randn(whole.shape, generator=generator, dtype=whole.dtype, device=whole.device)
             of_part = self._own_part(of_whole, part.shape)
@@ -198,16 +248,17 @@ class Verification:
                 yield part, of_part.to(part.dtype), whole, of_whole
 
     def _misses_of_gradients(
-        self, name: str, run: _WholeRun, outputs: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
+        self, name: str, own_run: _OneStage | Apart, run: PlainRun, given: Any, expected: Any
     ) -> Iterator[tuple[str, Miss]]:
-        """Differences of parameter gradients, which are summed over ranks that share sequences or experts."""
+        """Differences of parameter gradients, which are summed over ranks that share sequences, experts or stages."""
+        outputs = list(self._with_cotangents(given, expected))
         if not outputs:
             return
         gradients = run.gradients
         own_outputs, own_cotangents, whole_outputs, whole_cotangents = zip(*outputs, strict=True)
         with without_autocast(self.devices, run.device) or nullcontext():
             try:
-                gradients.from_outputs(own_outputs, own_cotangents)
+                own_run.back(own_outputs, own_cotangents, gradients.from_outputs)
             except RuntimeError as error:  # torch.utils.checkpoint that is reentrant, or whose second run is another
                 devices = self.devices
                 if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
@@ -226,16 +277,21 @@ class Verification:
         world, shape = self.world, self.world.mesh_shape
         assert world.mesh is not None  # ranks share something
         own, whole = gradients.sketches()
-        is_expert = torch.tensor([is_shared_by_experts(p) for p in gradients.parameters.values()], device=own.device)
+        experts = [is_shared_by_experts(p) for p in gradients.parameters.values()]
+        flags = torch.stack([torch.tensor(experts, device=own.device), gradients.are_split("tp")]).byte()
+        if own_run.group is not None:  # whose other ranks have the other parameters
+            dist.all_reduce(own, group=own_run.group)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=own_run.group)
+        is_expert, is_split = flags.bool()
         of_ranks = own.clone()
         if shape.tp > 1:
             summed = own.clone()
             dist.all_reduce(summed, group=world.mesh["tp"].get_group())
-            of_ranks = torch.where(gradients.are_split("tp")[:, None], summed, own)
+            of_ranks = torch.where(is_split[:, None], summed, own)
         if shape.cp > 1:
             dist.all_reduce(of_ranks, group=world.mesh["cp"].get_group())
         if is_expert.any():  # whose tokens come from all ranks
-            of_all, whole_of_all = own.clone(), whole / (shape.cp * shape.tp)
+            of_all, whole_of_all = own / shape.pp, whole / (shape.cp * shape.tp * shape.pp)
             dist.all_reduce(of_all)
             dist.all_reduce(whole_of_all)
             of_ranks = torch.where(is_expert[:, None], of_all, of_ranks)
@@ -245,17 +301,21 @@ class Verification:
         errors = (errors / sizes.clamp(min=floor)).nan_to_num(nan=torch.inf)
         errors[~own_sizes.isfinite() & ~sizes.isfinite()] = 0.0  # which the policy for such gradients looks at
         for number, (path, parameter) in enumerate(gradients.parameters.items()):
-            rounding = self._rounding(parameter)
+            rounding = self._rounding(parameter.dtype)
             yield path, Miss(errors[number].item(), rounding, own_sizes[number].item(), sizes[number].item())
 
-    def _give_what_was_set_since(self, name: str, own: nn.Module, whole: nn.Module) -> None:
+    def _give_what_was_set_since(
+        self, name: str, own: nn.Module, whole: nn.Module, group: dist.ProcessGroup | None
+    ) -> None:
         """Gives the copy what was set on modules in training; what a plan has set on them is of their part."""
+        kept: dict[str, dict[str, Any]] = {}
         for place, before in self._attributes.pop(name).items():
             now = vars(own.get_submodule(place))
             changed = {key: value for key, value in now.items() if key not in before or value is not before[key]}
-            kept = {key: value for key, value in changed.items() if not key.startswith("_")}
+            kept[place] = {key: value for key, value in changed.items() if not key.startswith("_")}
+        for place, values in (item for of_rank in all_gather_objects(kept, group) for item in of_rank.items()):
             module = whole.get_submodule(place)
-            vars(module).update(kept)
+            vars(module).update(values)
             for key, value in vars(module).items():  # which both would change
                 if not key.startswith("_") and isinstance(value, list | dict):
                     vars(module)[key] = copy.copy(value)
@@ -302,11 +362,11 @@ class Verification:
             return None
         if not part.is_floating_point() or part.numel() == 0:
             return None
-        part, whole = _plain(part.detach()), _plain(whole.detach())
+        part, whole = plain(part), plain(whole)
         expected = self._own_part(whole, part.shape)
         if expected is None:
             return None
-        rounding = self._rounding(part)
+        rounding = self._rounding(part.dtype)
         if torch.finfo(part.dtype).bits < 32:
             part, expected = part.float(), expected.float()
         is_same = (part == expected) | (part.isnan() & expected.isnan())
@@ -354,20 +414,21 @@ class Verification:
             return None
         return whole.narrow(dim, world.mesh["tp"].get_local_rank() * own, own)
 
-    def _rounding(self, part: Tensor) -> float:
+    def _rounding(self, dtype: torch.dtype) -> float:
         half = half_dtype(self.devices)
-        eps = max(torch.finfo(part.dtype).eps, 0.0 if half is None else torch.finfo(half).eps)
-        if part.dtype == torch.float32 and part.device.type != "cpu":
+        eps = max(torch.finfo(dtype).eps, 0.0 if half is None else torch.finfo(half).eps)
+        if dtype == torch.float32 and self.world.device.type != "cpu":
             eps = max(eps, _TF32)
         return float(eps**0.5)
 
-    def _judge(self, name: str, misses: Mapping[str, Miss], seconds: float) -> None:
+    def _judge(self, name: str, misses: Mapping[str, Miss], seconds: float, stages: dist.ProcessGroup | None) -> None:
         """Raises StepError on all ranks of this forward if one of them found a difference."""
-        if misses.keys() <= {_DRAWS}:
+        worst = dict(zip(misses, self._worst_of_ranks(list(misses.values()), stages), strict=True))
+        has_drawn = worst.pop(_DRAWS).error > 0
+        worst = {place: miss for place, miss in worst.items() if miss != _UNSEEN}
+        if not worst:
             self._cannot(name.removeprefix("self."), "it gives nothing that could be compared")
             return
-        worst = dict(zip(misses, self._worst_of_ranks(list(misses.values())), strict=True))
-        has_drawn = worst.pop(_DRAWS).error > 0
         wrong = [place for place, miss in worst.items() if miss.is_wrong]
         if wrong and has_drawn:
             self._cannot(name.removeprefix("self."), "it draws random numbers in evaluation mode")
@@ -382,12 +443,12 @@ class Verification:
                 sys.stderr,
             )
 
-    def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:
+    def _worst_of_ranks(self, misses: Sequence[Miss], stages: dist.ProcessGroup | None) -> list[Miss]:
         world = self.world
         assert world.mesh is not None  # ranks share something
         worst = torch.tensor(misses, dtype=torch.float64, device=world.device)
         groups = [world.mesh[dim].get_group() for dim in ("cp", "tp") if world.mesh[dim].size() > 1]
-        for group in groups:
+        for group in groups if stages is None else [*groups, stages]:
             of_ranks = [torch.empty_like(worst) for _ in range(dist.get_world_size(group))]
             dist.all_gather(of_ranks, worst, group=group)
             stacked = torch.stack(of_ranks)
@@ -402,6 +463,7 @@ class Verification:
         sizes = {
             "context_parallel": devices.context_parallel,
             "expert_parallel": devices.expert_parallel,
+            "pipeline_parallel": devices.pipeline_parallel,
             "tensor_parallel": devices.tensor_parallel,
         }
         mesh = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
@@ -421,6 +483,8 @@ _CAUSES_OF_OUTPUTS = {
     "tensor_parallel": "it counts heads or widths by the config, or its plan does not give its layers what they expect "
     "(docs/tensor-parallel.md)",
     "expert_parallel": "it sends tokens to other experts (docs/experts.md)",
+    "pipeline_parallel": "a stage does what belongs to layers that others hold, or lacks what they compute: one end of "
+    "a skip connection has to cross as well (docs/pipeline-parallel.md)",
 }
 _CAUSES_OF_GRADIENTS = {
     "context_parallel": "attention is called in a torch.autograd.Function, or in torch.utils.checkpoint with "
@@ -428,16 +492,8 @@ _CAUSES_OF_GRADIENTS = {
     "tensor_parallel": "a layer that each rank has whole is given a part of the activations: use SequenceParallel() "
     "for a norm, PrepareModuleInput(..., desired_input_layouts=Replicate()) for others",
     "expert_parallel": "tokens' gradients do not come back from other ranks' experts",
+    "pipeline_parallel": "what stages hand on is detached, or a weight that stages share is no longer one parameter",
 }
-
-
-@contextmanager
-def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Inside, the hooks of these handles are called."""
-    with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
-        yield
 
 
 def _looked_at(places: Mapping[str, nn.Module], look: Callable[[str, Any], None]) -> AbstractContextManager[None]:
@@ -449,190 +505,10 @@ def _looked_at(places: Mapping[str, nn.Module], look: Callable[[str, Any], None]
     return removed_after(module.register_forward_hook(partial(note, place)) for place, module in places.items())
 
 
-class _Gradients:
-    """Gradients of a model's parameters, this rank's and the expected ones, as sketches: no gradient is kept.
-
-    A sketch is `_N_SKETCHES` sums of a gradient with random signs, over the root of its number of elements: so it is
-    linear in the gradient, parts of a parameter add up, and its mean square is about the gradient's.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        every = [(path, p) for path, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-        first: dict[int, str] = {}
-        self._model, self._path = model, {path: first.setdefault(id(p), path) for path, p in every}
-        self.parameters = {path: p for path, p in every if self._path[path] == path}
-        self._running: dict[str, Tensor] = {}
-        self._own: dict[str, Tensor] = {}
-        self._whole: dict[str, Tensor] = {}
-
-    def of_running_modules(self) -> AbstractContextManager[None]:
-        """Records parameters as they are when their modules run, which is unsharded."""
-        units = {module: place for place, module in self._model.named_modules()}
-        wrapped = set(fsdp_modules(self._model))
-        return removed_after(
-            module.register_forward_pre_hook(partial(self._note, place))
-            for module, place in units.items()
-            if module is self._model or module in wrapped
-        )
-
-    def _note(self, place: str, module: nn.Module, _args: Any) -> None:
-        for name, parameter in module.named_parameters(remove_duplicate=False):  # of units inside until they run
-            path = self._path.get(f"{place}.{name}" if place else name)
-            if path is not None:
-                self._running[path] = parameter
-
-    def from_outputs(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-        """Computes this rank's gradients; `grad` stays as it is."""
-        parameters = list(self._running.values())
-        taking = (p.register_hook(partial(self._take_own, path)) for path, p in self._running.items())
-        with without_hooks(parameters), removed_after(taking):
-            torch.autograd.grad(outputs, parameters, cotangents, allow_unused=True)
-
-    def _take_own(self, path: str, gradient: Tensor) -> Tensor:
-        """Returns a gradient of 0, which takes no memory."""
-        parameter, places = self._running[path], [torch.arange(size) for size in gradient.shape]
-        if is_dtensor(gradient) and is_dtensor(parameter):
-            gradient = gradient.redistribute(placements=parameter.placements)
-            for mesh_dim, placement in enumerate(parameter.placements):
-                dim = shard_dim(placement)
-                if dim is not None:
-                    parts = places[dim].chunk(parameter.device_mesh.size(mesh_dim))
-                    rank = parameter.device_mesh.get_local_rank(mesh_dim)
-                    places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
-        local = local_tensor(gradient)
-        self._own[path] = self._sketch(path, local, places)
-        return with_local(gradient, local.new_zeros(()).expand(local.shape))
-
-    def add_whole(self, path: str, gradient: Tensor) -> None:
-        """Adds to the expected gradient of the parameter at `path`."""
-        path = self._path[path]
-        sketch = self._sketch(path, gradient, [torch.arange(size) for size in gradient.shape])
-        self._whole[path] = self._whole[path] + sketch if path in self._whole else sketch
-
-    def _sketch(self, path: str, gradient: Tensor, places: Sequence[Tensor]) -> Tensor:
-        """The sketch of a part, whose elements along each dimension lie at `places` of the parameter."""
-        if gradient.is_complex():
-            gradient, places = torch.view_as_real(gradient), [*places, torch.arange(2)]
-        gradient = gradient.reshape(1, -1) if gradient.ndim < 2 else gradient.flatten(0, -2)
-        if torch.finfo(gradient.dtype).bits < 32:
-            gradient = gradient.float()
-        generator = torch.Generator().manual_seed(zlib.crc32(path.encode()))
-        shape = self.parameters[path].shape
-        signs = [torch.ones(_N_SKETCHES, 1)]
-        for size, place in zip(shape if len(shape) == len(places) else (*shape, 2), places, strict=True):
-            of_dim = torch.randint(2, (_N_SKETCHES, size), generator=generator, dtype=torch.float32).mul_(2).sub_(1)
-            signs.append(of_dim[:, place])
-        if len(signs) == 1:  # of a number
-            signs *= 2
-        rows, *of_rows, of_columns = (of.to(gradient) for of in signs)
-        for of in of_rows:
-            rows = (rows[:, :, None] * of[:, None, :]).flatten(1)
-        sums = ((rows @ gradient) * of_columns).sum(1)
-        sketch: Tensor = sums.double() / max(1, shape.numel()) ** 0.5
-        return sketch
-
-    def sketches(self) -> tuple[Tensor, Tensor]:
-        """This rank's and the expected sketches, `[parameters, _N_SKETCHES]`; 0 if there is no gradient."""
-        zero = torch.zeros(_N_SKETCHES, dtype=torch.float64, device=self._device)
-        own, whole = (torch.stack([of.get(path, zero) for path in self.parameters]) for of in (self._own, self._whole))
-        return own, whole
-
-    def are_split(self, mesh_dim: str) -> Tensor:
-        """Whether ranks along `mesh_dim` have parts of each parameter."""
-        dims = [dim_of_part(self._running.get(path), mesh_dim) for path in self.parameters]
-        return torch.tensor([dim not in (None, -1) for dim in dims], device=self._device)
-
-
-class _WholeRun:
-    """A copy of a model that runs with whole parameters; each block gathers its own, and again in backward.
-
-    All gathered parameters depend on the leaf `anchor`, so that backward reaches them.
-    """
-
-    def __init__(
-        self, model: nn.Module, whole: nn.Module, blocks: Sequence[str], gradients: _Gradients, device: torch.device
-    ) -> None:
-        self.anchor, self.device = torch.zeros((), requires_grad=True), device
-        self._model, self._whole, self.gradients = model, whole, gradients
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            place, _, own = name.rpartition(".")
-            whole.get_submodule(place).register_buffer(own, _plain(buffer.detach()).to(device, copy=True))
-        inner = {place for place in blocks if any(place.startswith(f"{outer}.") for outer in blocks)}
-        self._blocks = [place for place in dict.fromkeys(blocks) if place not in inner]
-        for place in self._blocks:
-            self._gather_when_it_runs(place, whole.get_submodule(place))
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outside = [
-            name
-            for name, _ in self._whole.named_parameters()
-            if not any(name.startswith(f"{place}.") for place in self._blocks)
-        ]
-        return functional_call(self._whole, {name: self._gathered(name) for name in outside}, args, kwargs)
-
-    def _gather_when_it_runs(self, place: str, block: nn.Module) -> None:
-        bare = _WithoutHooks(block)
-        names = [name for name, _ in block.named_parameters()]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            state, calls = ForwardState([block]), iter((True,))
-
-            def run() -> Any:
-                if next(calls, False) is False:  # once more, in backward
-                    state.put_back()
-                values = {f"module.{name}": self._gathered(f"{place}.{name}") for name in names}
-                return functional_call(bare, values, args, kwargs)
-
-            if not torch.is_grad_enabled():
-                return run()
-            return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
-
-        block.forward = forward
-
-    def _gathered(self, name: str) -> Tensor:
-        """A whole parameter; a collective if ranks have parts of it."""
-        parameter = self._parameters[name]
-
-        def gather() -> Tensor:
-            return _plain(parameter.detach()).to(self.device)
-
-        if not parameter.requires_grad:
-            return gather()
-        found: Tensor = _Gathered.apply(self.anchor, gather, partial(self.gradients.add_whole, name))  # type: ignore[no-untyped-call]
-        return found
-
-
-class _WithoutHooks(nn.Module):
-    """A module without its hooks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self._compute = module, module.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compute(*args, **kwargs)
-
-
-class _Gathered(Function):
-    """A whole parameter whose gradient goes to `note`, and which autograd does not keep alive."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gather: Callable[[], Tensor], note: Callable[[Tensor], None]) -> Tensor:
-        ctx.note = note
-        return gather()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None]:
-        ctx.note(grad_outputs[0].detach())
-        return None, None, None
-
-
 @contextmanager
-def _without_draws(model: nn.Module, as_in: nn.Module | None = None) -> Iterator[None]:
+def _without_draws(model: nn.Module, as_in: nn.Module | None) -> Iterator[None]:
     """Inside, modules are in evaluation mode, but batch norms in the mode of those of `as_in`."""
-    others = dict((as_in or model).named_modules())
+    others = {} if as_in is None else dict(as_in.named_modules())
     norms = [
         (module, others[name].training)
         for name, module in model.named_modules()
@@ -644,19 +520,25 @@ def _without_draws(model: nn.Module, as_in: nn.Module | None = None) -> Iterator
         yield
 
 
-def copied_without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are on the meta device; RuntimeError or TypeError if there can be none."""
-    without_values: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        without_values[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, without_values)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """A whole tensor; a collective if ranks have parts of it."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+@contextmanager
+@torch.no_grad()
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are 0 have another value: behind these, gradients are 0 whatever ranks do."""
+    for module in fsdp_modules(model):
+        module.reshard()
+    with without_torch_function():
+        parts = [local_tensor(parameter.detach()) for parameter in model.parameters()]
+    zeros = [part for part in parts if part.numel() and not part.any()]
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(zeros)):
+        for part in zeros:
+            part.fill_(_NOT_ZERO)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(zeros)):
+            for part in zeros:
+                part.zero_()
 
 
 def _state_of(device: torch.device) -> Tensor:

@@ -36,7 +36,6 @@ class Build:
     plan: Plan | None = None
     frozen_draws: set[str] = field(default_factory=set)
     marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
-    verification: Verification | None = None
 
 
 def verified_against_now(runtime: Runtime) -> Verification | None:

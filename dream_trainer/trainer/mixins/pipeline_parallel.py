@@ -84,7 +84,7 @@ class PipelineParallelMixin(AbstractTrainer):
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.parallel.pipeline import Stages
-        from dream_trainer.parallel.pipeline_stages import StageCheck, keep_only, number_lists, stages_of_models
+        from dream_trainer.parallel.pipeline_stages import keep_only, number_lists, stages_of_models
 
         self._refuse_beside_a_pipeline(mesh.size())
         parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
@@ -95,13 +95,13 @@ class PipelineParallelMixin(AbstractTrainer):
             if norms := batch_norms(model):
                 self.warn_once("batch norms in stages", f"{', '.join(norms[:3])} of {type(model).__name__} {_NORMS}")
             number_lists(model, stages)
-            check, blocks = StageCheck(model, stages), self.model_blocks(model)
+            blocks = self.model_blocks(model)
             remember_ties(model, ties_of(model, stages, ranks, here))
             remember_whole(model, blocks)
             keep_only(model, [name for names, of in zip(stages, ranks, strict=True) if of == here for name in names])
             kept = {id(module) for module in model.modules()}
             self._runtime.parallel.stages[model] = Stages(
-                stages, ranks, check, [block for block in blocks if id(block) in kept]
+                stages, ranks, [block for block in blocks if id(block) in kept]
             )
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
@@ -136,6 +136,7 @@ class PipelineParallelMixin(AbstractTrainer):
         self._runtime.accumulation.goes_back_here = self.world.stage_rank == last
         self._runtime.accumulation.trains_whole_models = any(map(self.get_optimizers_by_model, whole))
         pipelines: dict[nn.Module, Pipeline] = {}
+        verification = self._runtime.parallel.verification
         devices: DeviceParameters = self._runtime.config.device_parameters
         for name, model in models.items():
             if is_cut(model):
@@ -156,6 +157,7 @@ class PipelineParallelMixin(AbstractTrainer):
                     beside=pipelines,
                     splits_backwards=_may_split(devices),
                     whole=whole if parameters.computes_weights_apart else [],
+                    verify=None if verification is None else partial(verification.run, name, model),
                 )
         self.__pipelines = pipelines
 

@@ -92,11 +92,11 @@ class SetupMixin(AbstractTrainer):
         assert build.tape is not None  # recorded by `configure`
         build.plan = remember(models, build.tape)
         build.frozen_draws = frozen_draws(models, build.tape)
-        build.verification = verified_against_now(self._runtime)
+        self._runtime.parallel.verification = verification = verified_against_now(self._runtime)
         for stage in SETUP:
             stage.run(self._runtime, self.__build)
-        if build.verification is not None:
-            build.verification.begin()
+        if verification is not None:
+            verification.begin()
         del self.__build
 
     @property

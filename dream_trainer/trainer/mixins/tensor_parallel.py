@@ -33,10 +33,8 @@ class TensorParallelMixin(AbstractTrainer):
         ranks, models = self.world.mesh_shape.tp, self.named_models()
         if ranks == 1:
             return
-        from dream_trainer.parallel.equal_parts import compare_first_gradients
         from dream_trainer.parallel.random_parts import undeclared_dropouts
 
-        compare_first_gradients(self.named_optimizers().values(), models, self.world)
         if undeclared := undeclared_dropouts(models):
             self.warn_once(
                 "undeclared dropouts",
