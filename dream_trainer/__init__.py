@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         simple as simple,
     )
     from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
-    from dream_trainer.callbacks.progress import Progress as Progress
     from dream_trainer.callbacks.weight_average import EMA as EMA
     from dream_trainer.config.checkpoint_parameters import (
         BranchParameters as BranchParameters,
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
     )
     from dream_trainer.events.callback import Callback as Callback
     from dream_trainer.events.collection import CallbackCollection as CallbackCollection
+    from dream_trainer.loggers.progress import Progress as Progress
     from dream_trainer.optim.groups import (
         GroupParameters as GroupParameters,
         freeze as freeze,

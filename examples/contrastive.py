@@ -131,7 +131,9 @@ def main() -> None:
         project="examples",
         group="contrastive",
         experiment="digits",
-        training_parameters=dt.TrainingParameters(n_epochs=40, global_batch_size=256, val_every_n_steps=20),
+        training_parameters=dt.TrainingParameters(
+            n_epochs=40, global_batch_size=256, val_every_n_steps=20, val_every_n_epochs=1
+        ),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=10),
     )
     with SimCLR(parse(config)) as trainer:

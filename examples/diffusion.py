@@ -141,7 +141,9 @@ def main() -> None:
         project="examples",
         group="diffusion",
         experiment="digits",
-        training_parameters=dt.TrainingParameters(n_epochs=60, global_batch_size=64, val_every_n_steps=50),
+        training_parameters=dt.TrainingParameters(
+            n_epochs=60, global_batch_size=64, val_every_n_steps=50, val_every_n_epochs=1
+        ),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=20),
         logger_parameters=dt.LoggerParameters(log_every_n_steps=50),
         callbacks=[dt.EMA(0.995)],

@@ -134,7 +134,9 @@ def main() -> None:
         project="examples",
         group="image_classification",
         experiment="digits",
-        training_parameters=dt.TrainingParameters(n_epochs=15, global_batch_size=64, val_every_n_steps=20),
+        training_parameters=dt.TrainingParameters(
+            n_epochs=15, global_batch_size=64, val_every_n_steps=20, val_every_n_epochs=1
+        ),
     )
     with ImageClassifier(parse(config)) as trainer:
         trainer.fit()

@@ -150,7 +150,7 @@ def main() -> None:
         group="ppo",
         experiment="cart_pole",
         training_parameters=dt.TrainingParameters(
-            n_epochs=8, global_batch_size=32, gradient_clip_norm=0.5, val_every_n_steps=5
+            n_epochs=8, global_batch_size=32, gradient_clip_norm=0.5, val_every_n_steps=5, val_every_n_epochs=1
         ),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1),
         callbacks=[Progress(metrics=("train/return", "val/return"))],

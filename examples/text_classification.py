@@ -154,7 +154,12 @@ def main() -> None:
         group="text_classification",
         experiment="packages",
         training_parameters=dt.TrainingParameters(
-            n_epochs=3, global_batch_size=32, train_batch_size=16, val_batch_size=64, val_every_n_steps=50
+            n_epochs=3,
+            global_batch_size=32,
+            train_batch_size=16,
+            val_batch_size=64,
+            val_every_n_steps=50,
+            val_every_n_epochs=1,
         ),
     )
     with TextClassifier(parse(config)) as trainer:

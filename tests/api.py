@@ -14,7 +14,7 @@ _NAMES = {
         "WeightStats WeightTransfer"
     ),
     "dream_trainer.callbacks.memory": "GIB host_memory",
-    "dream_trainer.callbacks.progress": "Pace",
+    "dream_trainer.loggers.progress": "Pace",
     "dream_trainer.callbacks.summary": "forward_flops",
     "dream_trainer.callbacks.gradient_stats": "group_of",
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",

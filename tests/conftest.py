@@ -50,13 +50,14 @@ LONGEST = tuple(
             "examples/test_llama_costs",
         ),
         *("docs/test_code_blocks", "docs/test_site", "faults/test_kills", "faults/test_local_checkpoints"),
-        *("faults/test_signals", "faults/test_terminals", "callbacks/test_ema", "stores/test_runs"),
-        *("trainer/test_context_parallel", "trainer/test_expert_parallel", "trainer/test_failures"),
+        *("faults/test_signals", "faults/test_terminals", "callbacks/test_ema", "stores/test_local_checkpoints"),
+        *("stores/test_runs", "trainer/test_arithmetic_parity", "trainer/test_context_parallel"),
+        *("trainer/test_expert_parallel", "trainer/test_failures", "trainer/test_pipeline_parallel"),
         *("trainer/test_float8", "trainer/test_verify", "trainer/test_hang", "trainer/test_local_sgd"),
         *("trainer/test_optimizer_resume", "trainer/test_pipeline_meshes", "trainer/test_precision"),
-        *("trainer/test_resume", "trainer/test_several_models", "trainer/test_stragglers"),
+        *("trainer/test_resume", "trainer/test_step_cost", "trainer/test_several_models"),
         *("trainer/test_tensor_parallel", "trainer/test_touched_shards", "trainer/test_uneven_use"),
-        *("trainer/test_when_to_save", "trainer/test_whole_trainers", "weights/test_weights_ranks"),
+        *("trainer/test_stream_resume", "trainer/test_whole_trainers", "weights/test_weights_ranks"),
     )
 )
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.

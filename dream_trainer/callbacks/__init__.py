@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.mixture_weights_by_step import MixtureWeights as MixtureWeights
     from dream_trainer.callbacks.nonfinite_report import NonFiniteReport as NonFiniteReport
     from dream_trainer.callbacks.profiler import Profiler as Profiler
-    from dream_trainer.callbacks.progress import Progress as Progress
     from dream_trainer.callbacks.summary import ModelSummary as ModelSummary, TrainerSummary as TrainerSummary
     from dream_trainer.callbacks.throughput import Throughput as Throughput
     from dream_trainer.callbacks.weight_average import EMA as EMA, SWA as SWA
@@ -30,5 +29,6 @@ if TYPE_CHECKING:
     )
     from dream_trainer.events.collection import CallbackCollection as CallbackCollection
     from dream_trainer.events.sanity_checks import SanityChecks as SanityChecks
+    from dream_trainer.loggers.progress import Progress as Progress
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

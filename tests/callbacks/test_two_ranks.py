@@ -72,7 +72,9 @@ class ReplicatedPair(Pairs, Spread, dt.EvalMixin):
 def followed(trainer_class: Any) -> dict[str, Tensor]:
     """The target after six steps with a validation in between."""
     callbacks = [WeightTransfer("model", "target", decay=0.5, every_n_steps=2), ImageFiles("picture")]
-    config = make_config(max_steps=6, global_batch_size=4, val_every_n_steps=3, callbacks=callbacks)
+    config = make_config(
+        max_steps=6, global_batch_size=4, val_every_n_steps=3, val_every_n_epochs=1, callbacks=callbacks
+    )
     loaders = DistributedDataLoader(Samples(16), 2), DistributedDataLoader(Samples(4), 2)
     with trainer_class(config, *loaders) as trainer:
         trainer.fit()

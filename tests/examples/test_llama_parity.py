@@ -12,6 +12,8 @@ import torch
 
 from tests.examples.launch import ROOT, imported, run_script
 
+FEW_STEPS = 4
+
 
 @pytest.fixture(scope="module")
 def parity() -> Iterator[Any]:
@@ -20,22 +22,31 @@ def parity() -> Iterator[Any]:
 
 
 def spanning(cell: Any) -> list[Any]:
-    """Few cells in which every kind of mesh and every option appears, most of them together."""
+    """Few cells, of two ranks but for one, in which every axis and every option appears, most of them together."""
     return [
         cell(1, 2, 2, accumulation=2, recompute="selective", loss_parallel=True, tied=True, backend="aot_eager"),
-        cell(2, 1, 2, accumulation=2, sequence_parallel=False),
-        cell(1, 2, 1, accumulation=2, recompute="full", odd_parts=True, dtype="float32"),
-        cell(1, 2, 1, accumulation=2, recompute="full", cp=2, attention="ulysses", packed=True),
-        cell(1, 4, 1, recompute="selective", ep=2, tied=True, experts=True),
-        cell(1, 1, 2, accumulation=2, recompute="full", pp=2, microbatches=2, packed=True, tied=True),
-        cell(pp=2, schedule="ZBVZeroBubble", layers=4, experts=True, weighted=False),
+        cell(2, accumulation=2, recompute="full", odd_parts=True, dtype="float32"),
+        cell(recompute="full", cp=2, attention="ulysses", packed=True),
+        cell(1, 2, 1, recompute="selective", ep=2, tied=True, experts=True),
+        cell(pp=2, schedule="ZBVZeroBubble", layers=4, packed=True, weighted=False),
     ]
+
+
+def train_few_steps(cells: list[Any], directory: str) -> Any:
+    """On a rank: what differs by more than rounding does so from the first steps on."""
+    with imported("tools.parity") as module:
+        module.N_STEPS = FEW_STEPS
+        return module.train_cells(cells, directory)
 
 
 @pytest.mark.pitfall(21)
 @pytest.mark.timeout(3600)
-def test_every_mesh_learns_what_one_process_learns(parity: Any, all_cases: bool) -> None:
+def test_every_mesh_learns_what_one_process_learns(
+    parity: Any, all_cases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells = parity.all_cells() if all_cases else spanning(parity.Cell)
+    if not all_cases:
+        monkeypatch.setattr(parity, "train_cells", train_few_steps)
     found = parity.run_cells(cells)
     assert len(found) == len(cells)
     missed = {cell: miss for cell, (miss, _) in found.items() if not miss.is_parity(cell.dtype)}

@@ -217,7 +217,8 @@ class Trained(dt.DreamTrainer):
         )
 
     def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        is_fused = self.config.case.precision == "fp32"  # one operation on DTensors, whose placement takes long to find
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=is_fused)
         if self.config.case.seldom:
             self.gain_optimizer = torch.optim.SGD(self.gain.parameters(), lr=1e-2)
         self.norms: list[float] = []

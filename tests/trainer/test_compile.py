@@ -137,7 +137,7 @@ def observe(directory: str, n_ranks: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a world of one, and of a sharded one of two, saw."""
     return run_world(observe, request.param, str(tmp_path_factory.mktemp("compile")), request.param)

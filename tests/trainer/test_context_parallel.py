@@ -27,20 +27,17 @@ from tests.trainer.sequences import (
 from tests.worlds import run_world
 
 WORLD_2 = [
-    Case(2),
+    Case(2, recompute="selective"),
     Case(2, shard="auto", packed=True, accumulation=2),
     Case(2, attention="ulysses", recompute="full"),
+    Case(2, attention="ulysses", causal=False, overlap=True),
+    Case(2, backend="aot_eager", attention="ulysses", packed=True, shard="auto", recompute="full"),
+]
+FURTHER_2 = [
     Case(2, attention="ulysses", packed=True, shard="auto"),
-    Case(2, causal=False, overlap=True),
-    Case(2, recompute="selective"),
     Case(2, shard="auto", offload=True),
     Case(2, packed=True, causal=False, clip=None),
-]
-COMPILED_2 = [
-    Case(2, backend="aot_eager", attention="ulysses", packed=True, shard="auto", recompute="full"),
     Case(2, backend="aot_eager", nested=True, clip=None),
-]
-COMPILED_MORE_2 = [
     Case(2, backend="aot_eager", packed=True, recompute="selective", accumulation=2),
     Case(2, backend="aot_eager", attention="ulysses", causal=False, recompute="selective", nested=True),
     Case(2, backend="aot_eager", causal=False, shard="auto", recompute="full", overlap=False),
@@ -136,10 +133,10 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([*WORLD_2, *COMPILED_2], id="2 ranks"),
+        pytest.param(WORLD_2, id="2 ranks"),
+        pytest.param(FURTHER_2, id="2 ranks, further", marks=pytest.mark.slow),
         pytest.param(WORLD_4, id="4 ranks"),
         pytest.param(FURTHER_4, id="4 ranks, further", marks=pytest.mark.slow),
-        pytest.param(COMPILED_MORE_2, id="compiled, of 2 ranks", marks=pytest.mark.slow),
         pytest.param(INDUCTOR_2, id="compiled by inductor, of 2 ranks", marks=[pytest.mark.slow, IN_FLOAT64]),
         pytest.param(COMPILED_4, id="compiled, of 4 ranks", marks=pytest.mark.slow),
     ],

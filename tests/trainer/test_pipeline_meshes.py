@@ -40,13 +40,6 @@ RECOMPUTED_4 = [
     Case(2, dp=2, ep=2, experts=True, schedule="InterleavedZeroBubble", recompute="full", blocks=4),
     Case(2, cp=2, schedule="ZBVZeroBubble", compile=True, recompute="full", shard="auto", blocks=4),
 ]
-SEVERAL_8 = [
-    Case(2, dp=2, tp=2, shard="auto", schedule="Interleaved1F1B", blocks=4),
-    Case(2, dp=2, tp=2, shard="auto", schedule="ZBVZeroBubble", blocks=4),
-    Case(2, dp=4, ep=2, experts=True, shard=2, schedule="DualPipeV", blocks=4),
-    Case(4, tp=2, plan="layers", schedule="DualPipeV", blocks=8),
-    Case(4, dp=2, shard="auto", schedule="InterleavedZeroBubble", blocks=8),
-]
 FURTHER_4 = [
     Case(2, dp=2, ep=2, experts=True),
     Case(2, tp=2, accumulation=2, changing=True),
@@ -59,13 +52,6 @@ FURTHER_4 = [
     Case(2, dp=2, ep=2, experts=True, accumulation=2, recompute="full"),
     Case(2, cp=2, ep=2, experts=True),
 ]
-WORLD_8 = [
-    Case(2, dp=2, tp=2, shard="auto", accumulation=2, recompute="full", loss_parallel=True),
-    Case(4, tp=2, plan="layers", blocks=4),
-    Case(2, tp=2, cp=2, loss_parallel=True),
-    Case(2, dp=2, cp=2, shard="auto", packed=True, accumulation=2),
-    Case(2, dp=4, ep=2, experts=True, shard=2),
-]
 
 
 @pytest.mark.parametrize(
@@ -73,10 +59,8 @@ WORLD_8 = [
     [
         pytest.param(WORLD_4, id="4 ranks"),
         pytest.param(FURTHER_4, id="further, of 4 ranks", marks=pytest.mark.slow),
-        pytest.param(WORLD_8, id="8 ranks", marks=pytest.mark.slow),
         pytest.param(SEVERAL_4, id="several stages, of 4 ranks", marks=pytest.mark.slow),
         pytest.param(RECOMPUTED_4, id="backwards in one, of 4 ranks", marks=pytest.mark.slow),
-        pytest.param(SEVERAL_8, id="several stages, of 8 ranks", marks=pytest.mark.slow),
     ],
 )
 def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(cases: list[Case]) -> None:

@@ -52,8 +52,6 @@ WORLD_2 = [
 ]
 WORLD_4 = [
     Cell(2, "sequence", Case("fsdp", 2, accumulation=2, weighted=True, clip=0.05, tied=True)),
-    Cell(2, "layers", Case("fsdp", 2, clip=0.05, optimizer="adamw", accumulation=2, short_window=True), True),
-    Cell(2, "blocks", Case("replicate", 2, accumulation=2, optimizer="adamw", clip=0.05)),
     # A sequence of 6 could not be split over 4 ranks, so they share layers alone.
     Cell(4, "layers", Case(accumulation=2, weighted=True, clip=0.05, tied=True), True),
 ]

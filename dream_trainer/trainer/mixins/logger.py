@@ -21,6 +21,7 @@ from dream_trainer.loggers.buffer import Scalar
 from dream_trainer.loggers.group import LoggerGroup, check_loggers
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import ConsoleLogger
+from dream_trainer.loggers.progress import shows_a_bar
 from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import History, RunLog
 from dream_trainer.loggers.stragglers import Stragglers
@@ -43,11 +44,7 @@ class LoggerMixin(AbstractTrainer):
         super().__init__(config, *args, **kwargs)
         parameters: LoggerParameters = self._runtime.config.logger_parameters
         check_loggers(parameters)
-        self.__has_bar = False
-        if "console" in parameters.loggers:
-            from dream_trainer.callbacks.progress import shows_a_bar
-
-            self.__has_bar = shows_a_bar(self._runtime.config.callbacks)
+        self.__has_bar = "console" in parameters.loggers and shows_a_bar(self._runtime.config.callbacks)
         self.__run_log = RunLog(
             parameters,
             self.run_dir,

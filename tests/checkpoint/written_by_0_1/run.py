@@ -134,7 +134,11 @@ def make_config(experiment: str, *, replicated: bool = False) -> dt.DreamTrainer
         device_parameters=dt.DeviceParameters(device="cpu", dp_shard=1 if replicated else "auto"),
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),  # 0.1 gathered every model block by block
         training_parameters=dt.TrainingParameters(
-            n_epochs=3, gradient_accumulation_steps=2, gradient_clip_val=0.5, val_every_n_steps=2
+            n_epochs=3,
+            gradient_accumulation_steps=2,
+            gradient_clip_val=0.5,
+            val_every_n_steps=2,
+            val_every_n_epochs=1,  # at both, the default of 0.1
         ),
         eval_parameters=dt.EvalParameters(best_metrics={"val/loss": "min", "val/accuracy": "max"}),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_steps=4, save_every_n_epochs=None),
