@@ -73,7 +73,7 @@ class DeviceParameters:
     one process does: block outputs and parameter gradients in evaluation mode. If they differ, all ranks raise
     StepError. This takes the memory of one more forward and backward of whole sequences (in a pipeline, of one
     micro-batch through the whole model), with the weights of one block; forward hooks see these forwards. Without
-    effect under `float8`."""
+    effect under `float8`, and under `pipeline_parallel` with `context_parallel`."""
     start_timeout_seconds: PositiveFloat = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: PositiveFloat = 600.0
