@@ -31,7 +31,7 @@ QUESTIONS = [
     Question("How much host memory does a background save take?", "checkpoints/background.md", ("one more copy",)),
     Question("How do I load only weights from another checkpoint?", "pretrained.md", ("init_from",)),
     Question("How do I use FSDP, and how DDP?", "replicas-and-shards.md", ("DeviceParameters.ddp()", "fsdp()")),
-    Question("How do I train in bf16?", "precision.md", ('"bf16"', "--device-parameters.precision bf16")),
+    Question("How do I train in bf16?", "precision.md", ('"bf16"', "--device.precision bf16")),
     Question("How do I train in float8?", "float8.md", ("torchao", "tensorwise")),
     Question(
         "What do I do about CUDA out of memory?", "troubleshooting.md", ("CUDA out of memory", "train_batch_size")
