@@ -24,7 +24,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from dream_trainer.compat.pytorch import after_accumulation, changes_gradients, local_tensor, whole_of, write_count
+from dream_trainer.compat.pytorch import (
+    after_accumulation,
+    changes_gradients,
+    local_tensor,
+    unnoticed_writes,
+    whole_of,
+    write_count,
+)
 from dream_trainer.errors import StepError
 from dream_trainer.nested import map_tensors
 
@@ -84,7 +91,7 @@ def write_rows(parameter: Any, values: Tensor) -> None:
     parts = torch.chunk(local_tensor(values), mesh.shard_mesh_size, dim=parameter.fsdp_placement.dim)
     if mesh.shard_mesh_rank < len(parts):
         rows = parts[mesh.shard_mesh_rank].to(shard.device)
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(shard):  # most often nothing has changed
+        with unnoticed_writes([shard]):  # most often nothing has changed
             shard.copy_(torch.where(rows == shard.to(rows.dtype), shard, rows.to(shard.dtype)))
 
 

@@ -277,6 +277,11 @@ def without_torch_function() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
+def unnoticed_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """A context in which writes to these tensors leave their version as it is: autograd takes them for unchanged."""
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+
+
 def reading_waits(device: torch.device) -> bool:
     """Whether the host, to read a number from `device`, waits for what runs there."""
     return device.type != "cpu"

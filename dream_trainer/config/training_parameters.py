@@ -42,6 +42,8 @@ class TrainingParameters:
     after one epoch."""
     if TYPE_CHECKING:
         max_epochs: NonNegativeInt | None = None
+    else:
+        max_epochs = property(lambda self: self.n_epochs)
     max_steps: NonNegativeInt | None = None
     """Optimizer steps over the whole run; None sets no limit."""
     max_time: Annotated[timedelta, _check_duration] | None = None

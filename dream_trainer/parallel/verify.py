@@ -22,7 +22,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.compat.pytorch import default_generator_of, is_dtensor, local_tensor, without_torch_function
+from dream_trainer.compat.pytorch import (
+    default_generator_of,
+    is_dtensor,
+    local_tensor,
+    unnoticed_writes,
+    without_torch_function,
+)
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.errors import StepError
 from dream_trainer.modules.forward_state import as_before, in_evaluation
@@ -525,14 +531,14 @@ def _without_zeros(model: nn.Module) -> Iterator[None]:
     with without_torch_function():
         parts = [local_tensor(parameter.detach()) for parameter in model.parameters()]
     zeros = [part for part in parts if part.numel() and not part.any()]
-    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(zeros)):
+    with unnoticed_writes(zeros):
         for part in zeros:
             part.fill_(_NOT_ZERO)
     try:
         with torch.enable_grad():
             yield
     finally:
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(zeros)):
+        with unnoticed_writes(zeros):
             for part in zeros:
                 part.zero_()
 

@@ -425,3 +425,19 @@ def test_flat_tensors_are_gathered_also_in_place_and_summed_back() -> None:
 
     gathered = [1, 1, 2, 2]
     assert run_world(gathered_flat, 2) == [(gathered, gathered, [3, 6]), (gathered, gathered, [9, 12])]
+
+
+def test_autograd_takes_tensors_for_unchanged_that_are_written_to_unnoticed() -> None:
+    import torch
+
+    from dream_trainer.compat.pytorch import unnoticed_writes
+
+    weight = torch.ones(2, requires_grad=True)
+    squares = weight.square().sum()
+    before = weight._version
+    with torch.no_grad(), unnoticed_writes([weight]):
+        weight.fill_(3.0)
+    assert weight._version == before
+    squares.backward()  # as of what is there now
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [6.0, 6.0]

@@ -285,7 +285,12 @@ def make_config(
     **training: Any,
 ) -> Config:
     """The config of one run; further arguments are training parameters."""
-    defaults: dict[str, Any] = {"n_epochs": EPOCHS, "gradient_accumulation_steps": 2, "val_every_n_steps": 4, "val_every_n_epochs": 1}
+    defaults: dict[str, Any] = {
+        "n_epochs": EPOCHS,
+        "gradient_accumulation_steps": 2,
+        "val_every_n_steps": 4,
+        "val_every_n_epochs": 1,
+    }
     return run_config(
         experiment,
         Config,
