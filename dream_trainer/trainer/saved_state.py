@@ -265,7 +265,7 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
             )
             tensors |= prepared.tensors
             finishing.append(prepared.finish)
-        return tensors | runtime.states.tensors_to_load(metadata)
+        return tensors | runtime.states.tensors(metadata)
 
     of_another_run = ["workers.", "local_sgd."] if begins is not None else []
     of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []

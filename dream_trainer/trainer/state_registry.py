@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -27,15 +27,6 @@ logger = logging.getLogger("dream_trainer")
 Scope = Literal["shared", "rank", "tensors"]
 CALLBACK_PREFIX = "callbacks."  # tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`
 REGISTERED_PREFIX = "registered."  # and those of `register_state` `registered.<name>.<name of the tensor>`
-
-
-class KeepsState(Protocol):
-    """A callback, as far as checkpoints know it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def checkpoint_tensors(self) -> dict[str, Tensor]: ...
-    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None: ...
 
 
 class Checkpointed(NamedTuple):
@@ -110,17 +101,14 @@ class StateRegistry:
             if name in saved.get("registered", {}):
                 one.load(saved["registered"][name])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors, sharded as they are; equal where they are not."""
-        return {f"{prefix}{name}": tensor for prefix, of_one in self._tensors() for name, tensor in of_one.items()}
-
-    def tensors_to_load(self, saved: Collection[str]) -> dict[str, Tensor]:
-        """Where a checkpoint with tensors of these names is loaded to: of owners of which it has some."""
+    def tensors(self, saved: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Tensors, sharded as they are; equal where they are not. Of a checkpoint with tensors of the names `saved`,
+        those of owners of which it has some."""
         return {
             f"{prefix}{name}": tensor
             for prefix, of_one in self._tensors()
             for name, tensor in of_one.items()
-            if any(f"{prefix}{other}" in saved for other in of_one)
+            if saved is None or any(f"{prefix}{other}" in saved for other in of_one)
         }
 
     def _tensors(self) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
@@ -196,7 +184,6 @@ def numbered(callbacks: Iterable[C]) -> Iterator[tuple[str, str, C]]:
 def _load_callbacks(runtime: Runtime, checkpoint: Checkpointed) -> None:
     """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
     left, branch = list(checkpoint.shared["callbacks"]), checkpoint.branch
-    callback: KeepsState
     for class_name, prefix, callback in numbered(runtime.config.callbacks):
         match = next((entry for entry in left if entry["class"] == class_name), None)
         if match is not None:
