@@ -12,6 +12,14 @@ import torch.nn as nn
 from dream_trainer.own_time import OwnTime
 
 
+@dataclass(frozen=True)
+class ModelPart:
+    """A part of a model on one of several ranks that see different data; its gradients are sums over them already."""
+
+    copies: dist.ProcessGroup | None  # ranks that have the same part as this one; None if there are no others
+    divisor: float  # what makes a mean over ranks of such a sum, once the copies have been averaged
+
+
 @dataclass
 class GradientState:
     """The state of gradients of sharded and replicated models on this rank; empty in one process."""
@@ -23,16 +31,29 @@ class GradientState:
     waiting: set[Any] = field(default_factory=set)  # groups that ended a backward whose gradients are not reduced yet
     graphs: dict[Any, None] = field(default_factory=dict)  # groups that graphs of gradients refer to
     own_time: OwnTime = field(default_factory=OwnTime)  # this rank's, without collectives
-    shares_experts: bool = False
-    expert_copies: dist.ProcessGroup | None = None  # ranks that have the same experts as this one
+    parts: dict[str, ModelPart] = field(
+        default_factory=dict
+    )  # of what ranks with different data divide, by mesh dimension
     tied: dict[int, tuple[int, ...]] = field(default_factory=dict)  # ranks with a copy of a parameter, by its id
     whole: set[int] = field(default_factory=set)  # ids of those of them in models that every stage has whole
     order: int = 0  # a hash of all collectives of the groups so far, in order
-    steps: int = 0  # a hash of what was stepped so far; 0 but in the stages of a pipeline
+    steps: int = 0  # a hash of what was stepped so far; 0 but in stages
     shard_of: dict[int, nn.Parameter] = field(default_factory=dict)  # by the whole parameter's id, in whole steps
     owners: dict[int, Any] = field(default_factory=dict)  # the group by the storage that its gatherings fill
     saved: Any = None  # the `SavedWeights` that forwards are in
     groups: list[Any] = field(default_factory=list)
+
+    def part(self, parameter: nn.Parameter) -> ModelPart | None:
+        """Which part `parameter` is; None for one that all ranks share, as replicas or shards."""
+        if not self.parts:
+            return None
+        from torch.distributed.tensor import DTensor
+
+        names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+        return next((self.parts[name] for name in names if name in self.parts), None)
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        return self.part(parameter) is not None
 
     def note_collective(self, number: int) -> None:
         """A group begins the collective `number`. Ranks that run different ones would mix up what they send."""

@@ -106,7 +106,9 @@ _NAMES = {
     ),
     "dream_trainer.distributed.signals": "Interrupted Signals",
     "dream_trainer.distributed.watchdog": "Watchdog",
-    "dream_trainer.distributed.world": "World expert_mesh_shape",
+    "dream_trainer.distributed.world": "World",
+    "dream_trainer.parallel.axes": "AXES",
+    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -160,7 +162,7 @@ _NAMES = {
     "dream_trainer.trainer.abstract": "AbstractTrainer",
     "dream_trainer.trainer.base": "BaseTrainer",
     "dream_trainer.trainer.mixin_hooks": "MixinHooks",
-    "dream_trainer.trainer.data_setup": "refuse_short_batches",
+    "dream_trainer.trainer.mixins.pipeline_parallel": "refuse_short_batches",
     "dream_trainer.trainer.describe": "mesh_lines step_traffic",
     "dream_trainer.parallel.equal_parts": "EqualParts",
     "dream_trainer.trainer.event_table": "EVENTS",

@@ -533,8 +533,8 @@ MUTANTS = [
     Mutant(
         "scalars are sharded",
         "dream_trainer/parallel/sharding.py",
-        "if parameter.ndim == 0 or is_shared",
-        "if is_shared",
+        "if parameter.ndim == 0 or is_part",
+        "if is_part",
         "tests/trainer/test_odd_parameters.py",
     ),
     Mutant(
@@ -1072,7 +1072,7 @@ MUTANTS = [
     Mutant(
         "ranks that share sequences need no weight",
         "dream_trainer/trainer/step/accumulation.py",
-        "            if self._context_ranks > 1:\n",
+        "            if self._divided_samples:\n",
         "            if False:\n",
         "tests/trainer/test_context_mistakes.py -k weights",
     ),
@@ -1100,7 +1100,7 @@ MUTANTS = [
     Mutant(
         "copies of experts are averaged over the ranks that share experts",
         "dream_trainer/trainer/step/buckets.py",
-        "            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.data_size\n",
+        "            return part.copies, 1 if part.copies is None else world.data_size\n",
         "            return None, world.data_size\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
@@ -1120,9 +1120,9 @@ MUTANTS = [
     ),
     Mutant(
         "shards of experts are averaged as if ranks that share layers had other tokens",
-        "dream_trainer/trainer/step/gradients.py",
-        "        divisor = devices.expert_parallel / world.data_copies if is_sum else 1\n",
-        "        divisor = devices.expert_parallel if is_sum else 1\n",
+        "dream_trainer/parallel/axis.py",
+        "Part(copies, degree / setup.world.data_copies)",
+        "Part(copies, degree)",
         "tests/trainer/test_expert_parallel.py --all -k 8",
     ),
     Mutant(

@@ -82,8 +82,8 @@ class ModelSummary(Callback):
             size = size_of(model)
             share = "" if size.local_bytes == size.num_bytes else f", {format_bytes(size.local_bytes)} on this rank"
             if trainer.world.stages > 1:
-                share += f", this rank's part of {format_count(values_in_whole(model))} parameters in a pipeline of "
-                share += str(trainer.world.stages)
+                share += f", this rank's part of {format_count(values_in_whole(model))} parameters in "
+                share += f"{trainer.world.stages} stages"
             title = (
                 f"{name}: {format_count(size.parameters)} parameters, {format_count(size.trainable)} trainable, "
                 f"{format_bytes(size.num_bytes)}{share}{self._flops.get(name, '')}"

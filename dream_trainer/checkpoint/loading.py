@@ -52,7 +52,7 @@ def load_tensors(
     task = f"load {path}"
     manifest, metadata = on_all_ranks(world, task, lambda: _open(path))
     unused = from_all_ranks(world, task, lambda: _compare(metadata, tensors))
-    # Under a pipeline no rank has all names: only what no rank asks for is left over.
+    # With stages no rank has all names: only what no rank asks for is left over.
     left_over = {name for name in set.intersection(*unused) if not name.startswith(optional_prefix)}
     if left_over:
         raise CheckpointError(

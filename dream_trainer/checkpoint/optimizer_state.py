@@ -218,11 +218,11 @@ def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
 
 
 def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One optimizer's values of what the stages of a pipeline have."""
+    """One optimizer's values of what the stages of a model have."""
     counts = {len(of_rank["groups"]) for of_rank in values}
     if len(counts) > 1:
         raise CheckpointError(
-            f"the stages of the pipeline have {sorted(counts)} parameter groups in one optimizer. Make the same groups "
+            f"the stages have {sorted(counts)} parameter groups in one optimizer. Make the same groups "
             "on each, an empty one where a stage has no such parameters."
         )
     groups = [dict(group) for group in values[0]["groups"]]

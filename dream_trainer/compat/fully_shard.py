@@ -435,7 +435,7 @@ def _refuse_hooks(parameter: Any) -> None:
     if changes_gradients(parameter.sharded_param):
         raise StepError(
             f"{parameter._param_fqn} has a hook on its gradient, by register_hook. The parameters that fully_shard "
-            "manages, sharded ones and those of models with tensor_parallel, never call it. Change its grad, which is "
+            "manages, sharded ones and those of models with split layers, never call it. Change its grad, which is "
             "this rank's part, in pre_optimizer_step, or by register_post_accumulate_grad_hook in configure_optimizers."
         )
 

@@ -60,6 +60,11 @@ UNSUPPORTED: tuple[Combination, ...] = (
         _FEW_SHAPES,
     ),
     Combination(
+        ("compile_parameters.async_tensor_parallel", "compile=False"),
+        "it overlaps products of compiled blocks alone",
+        "Set device_parameters.compile=True too, or leave it False.",
+    ),
+    Combination(
         ("compile_parameters.fullgraph", "expert_parallel"),
         "experts that ranks share are not compiled, inside of blocks that are",
         "Use fullgraph=False.",
@@ -82,7 +87,7 @@ def refuse_combinations(settings: Mapping[str, Any]) -> None:
     """Raises ConfigError if settings do not go together; those that `settings` lacks are off."""
     for names, reason, remedy in UNSUPPORTED:
         wanted = [name.partition("=") for name in names]
-        if all(_is_on(settings.get(name, False), value) for name, _, value in wanted):
+        if all(name in settings and _is_on(settings[name], value) for name, _, value in wanted):
             first, *others = [_spelled(name, settings[name]) for name, _, _ in wanted]
             raise ConfigError(f"{first} with {' and '.join(others)} is not supported: {reason}. {remedy}")
 
@@ -92,15 +97,16 @@ def settings_of(config: Any) -> dict[str, Any]:
     settings: dict[str, Any] = dict(vars(config.device_parameters))
     settings |= {name: vars(config.training_parameters)[name] for name in ("sync_policy", "on_nonfinite")}
     compiled = vars(config).get("compile_parameters")
-    if compiled is not None and settings["compile"]:
-        settings |= {f"compile_parameters.{name}": vars(compiled)[name] for name in ("dynamic", "fullgraph")}
+    if compiled is not None:
+        names = ("dynamic", "fullgraph") if settings["compile"] else ("async_tensor_parallel",)
+        settings |= {f"compile_parameters.{name}": vars(compiled)[name] for name in names}
     settings["LocalSGDMixin"] = "local_sgd_parameters" in vars(config)
     return settings
 
 
 def _is_on(value: Any, wanted: str) -> bool:
     if wanted:
-        return bool(value == wanted)
+        return str(value) == wanted
     return value is True or (not isinstance(value, bool | None) and value not in (1, "none", "no_sync", "raise"))
 
 

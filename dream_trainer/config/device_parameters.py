@@ -130,6 +130,13 @@ class MeshShape(NamedTuple):
     cp: int
     tp: int
 
+    def setting(self, dimension: str) -> str:
+        """A dimension as the config has it, in messages: "tensor_parallel=2"."""
+        return f"{_SETTINGS.get(dimension, dimension)}={getattr(self, dimension)}"
+
+
+_SETTINGS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel"}
+
 
 def resolve_mesh(
     parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int | None = None

@@ -118,13 +118,14 @@ class World(Ranks):
         place = place_among_hosts(_launches)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
         self.workers = (1 if place is None else place.n_hosts) if workers == "hosts" else workers
-        self.step_size = ranks_per_worker(world_size, self.workers) // parameters.pipeline_parallel
+        of_worker = ranks_per_worker(world_size, self.workers)
         self.mesh_shape: MeshShape = resolve_mesh(
             parameters,
             world_size,
             shard_by_default,
-            ranks_per_host=self._ranks_per_host if self.workers == 1 else self.step_size,
+            ranks_per_host=self._ranks_per_host if self.workers == 1 else of_worker,
         )
+        self.step_size = of_worker // self.mesh_shape.pp
         self.parameter_shape = parameter_shape(parameters, self.mesh_shape, shard_by_default)
         refuse_split_copies(self.mesh_shape, self.workers)
         self.worker = rank // self.step_size if self.workers > 1 else 0
@@ -172,8 +173,13 @@ class World(Ranks):
     def stage_rank(self) -> int:
         return self.rank // (self.world_size // self.stages)
 
-    def pipeline_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other stages of this one's model, in order; None without a pipeline."""
+    @property
+    def divided_samples(self) -> str:
+        """The setting by which ranks have parts of the same samples, and so different numbers of labels; "" without."""
+        return self.mesh_shape.setting("cp") if self.mesh_shape.cp > 1 else ""
+
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other stages of this one's model, in order; None without stages."""
         return None if self.mesh is None or self.stages == 1 else self.mesh["pp"].get_group()
 
     def all_gather_with_gradient(self, values: Tensor) -> Tensor:
@@ -192,18 +198,15 @@ class World(Ranks):
         Raises:
             ValueError: `values` has no rows to gather: it is 0-dim, or a DTensor.
             RanksDifferError: Other sizes than n, or dtypes, differ.
-            ConfigError: Groups of ranks step on their own, share sequences, or hold the stages of a pipeline.
+            ConfigError: Groups of ranks step on their own, share samples, or hold stages of models.
         """
         self.refuse_if_forbidden()
+        shape = self.mesh_shape
+        divided = [shape.setting(dimension) for dimension in ("pp", "cp") if getattr(shape, dimension) > 1]
         refuse(
-            self.stages > 1,
-            f"all_gather_with_gradient speaks to all ranks, and of pipeline_parallel={self.stages} only the last "
-            "stages compute a loss. Use pipeline_parallel=1 with losses that compare samples.",
-        )
-        refuse(
-            self.mesh_shape.cp > 1,
-            f"all_gather_with_gradient gathers the rows of samples, of which each of context_parallel="
-            f"{self.mesh_shape.cp} ranks has a part. Use context_parallel=1 with losses that compare samples.",
+            divided,
+            f"all_gather_with_gradient gathers the rows of whole samples of all ranks. Under {' and '.join(divided)} "
+            "some ranks have parts of them, or no outputs. Use 1 with losses that compare samples.",
         )
         refuse(
             self.workers > 1,
@@ -241,7 +244,8 @@ class World(Ranks):
             _owns_group = True
         _group_users += 1
         self.cpu_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
-        mesh = {**self.mesh_shape._asdict(), "ep": self._parameters.expert_parallel}  # laid in two ways, it would hang
+        sizes = {name: size for name, size in vars(self._parameters).items() if type(size) is int}
+        mesh = {**self.mesh_shape._asdict(), **sizes}  # laid in two ways, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
         keep_own_generators(self.mesh)
@@ -463,7 +467,7 @@ def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tenso
 
 
 def make_groups(world_size: int, shape: MeshShape, workers: int) -> tuple[dist.ProcessGroup | None, ...]:
-    """The ranks that see different data, of this rank's pipeline stages; those over which a step averages gradients;
+    """The ranks that see different data, of this rank's stages; those over which a step averages gradients;
     and those that have this one's place in their groups that step on their own. None where that is all or one."""
     ranks = list(range(world_size))
     of_stage = world_size // shape.pp
@@ -494,20 +498,3 @@ def on_host(world: World, beside: Ranks, *, timeout_seconds: float) -> Ranks:
     group, _ = dist.new_subgroups_by_enumeration(hosts, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
     own = hosts[world.host_number]
     return Ranks(own.index(world.rank), len(own), cast("dist.ProcessGroup", group))
-
-
-EXPERT_MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "ep")  # ep: ranks with different experts, which are neighbours
-
-
-def expert_mesh_shape(replicate: int, shard: int, experts: int) -> tuple[int, int, int]:
-    """Sizes of a stage's dimensions: shards are cut by experts first, and copies where nothing is sharded."""
-    return (replicate, shard // experts, experts) if shard > 1 else (replicate // experts, 1, experts)
-
-
-def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
-    shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)
-    ranks = torch.arange(world.world_size).view(world.stages, *shape, world.mesh_shape.tp)
-    ranks = ranks.movedim(-1, 2).flatten(1, 2)
-    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=EXPERT_MESH_DIMS)
-    world.further_groups.extend(mesh.get_all_groups())  # so that they take its time-outs
-    return mesh

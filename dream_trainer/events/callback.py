@@ -31,7 +31,8 @@ class Callback:
         order: Lower runs earlier among callbacks. Default 0.
         main_process_only: Run on rank 0 alone. Collectives of `trainer.world` raise inside such a callback, because the
             other ranks would never join them.
-        needs_whole_models: It looks at all layers of the models, of which a rank of a pipeline has some; refused there.
+        needs_whole_models: It looks at all layers of the models, of which a rank has some where these are cut into
+            stages; refused there.
         sees_shards: Outside of steps it gets sharded models as shards. Default False: small models (see
             `FSDPParameters.min_group_mib`) are whole in its events, as in those of your trainer. Callbacks that keep
             tensors for each parameter set it. With `main_process_only` models stay shards in any case.

@@ -30,7 +30,7 @@ class Record:
         prefix: str = "",
         media: list[Logged] | None = None,
         media_stamp: Callable[[], Stamp | None] = lambda: None,
-        needs_weight: bool = False,
+        needs_weight: str = "",
         is_own_line: bool = False,
     ) -> None:
         self.metrics = MetricBuffer()
@@ -41,7 +41,7 @@ class Record:
     def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
         if weight is None and self.needs_weight and reduce == "mean":
             raise HookError(
-                f"log({name!r}) without weight= in a validation under context_parallel, where ranks have different "
+                f"log({name!r}) without weight= in a validation under {self.needs_weight}, where ranks have different "
                 "numbers of labels in their parts of a sequence. Pass weight=the number of labels."
             )
         self.metrics.add(self._own_name(name), value, self.weight if weight is None else weight, reduce)

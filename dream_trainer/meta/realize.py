@@ -1,7 +1,7 @@
 """From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part.
 
 `remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, by owning
-module or by name (a pipeline stage may be a copy). No rank talks to another: all replay the same bits."""
+module or by name (a stage may be a copy). No rank talks to another: all replay the same bits."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> Wh
         if blocks is not None and (here.block > 0) != (one.block > 0):
             raise ConfigError(
                 f"blocks=[...] has other modules than the model was cut by, as the one of {here.names[0]}. Leave it "
-                "out, or override model_blocks, which pipelines and optimizers both follow."
+                "out, or override model_blocks, which stages and optimizers both follow."
             )
         names = (*here.names, *(name for name in one.names if name not in here.names))
         parameters.append(one._replace(names=names, parameter=here.parameter, is_trained=here.is_trained))
@@ -138,7 +138,7 @@ class Placed:
     """One trainable parameter and what decides on its group."""
 
     names: tuple[str, ...]  # several if it is tied, of which the first is used
-    parameter: nn.Parameter | None  # None if another stage of a pipeline has it
+    parameter: nn.Parameter | None  # None if another stage has it
     group: GroupParameters | None  # the first that matches
     decays: bool
     depth: int | None  # under `layer_decay`: 0 below the first block, then its block's number
@@ -190,7 +190,7 @@ def parameter_groups(
 
     Biases, scalars and weights of normalisation layers do not decay unless `decay_vectors`.
 
-    Of a model that is cut into stages of a pipeline these are the whole model's groups, empty where the stage has none
+    Of a model that is cut into stages these are the whole model's groups, empty where the stage has none
     of their parameters.
 
     With `layer_decay` = d and L blocks, the rate of block l (1 to L, in order) is `lr * d**(L + 1 - l)`, that of

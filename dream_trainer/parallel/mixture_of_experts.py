@@ -235,6 +235,11 @@ class ExpertBalance:
     def __bool__(self) -> bool:
         return bool(self._layers or self._logged)
 
+    @property
+    def first_balanced(self) -> str | None:
+        """The name of a layer here whose biases move; None if none does."""
+        return next((path for path, layer in self._layers.items() if layer.balance_rate), None)
+
     @torch.no_grad()
     def update(self) -> None:
         """Moves the biases by what the window's forwards counted, and logs how even the loads were; a collective."""
@@ -254,7 +259,7 @@ class ExpertBalance:
 
     def _of_all_stages(self, evenness: dict[str, Tensor]) -> list[Tensor]:
         """That of each layer that is logged; a collective where stages of a pipeline have some each, or the same."""
-        stages = self._world.pipeline_group()
+        stages = self._world.stage_group()
         if stages is None:
             return [evenness[path] for path in self._logged]
         none = torch.zeros(2, device=self._world.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.compat.pytorch import begin_root
-from dream_trainer.errors import StepError
+from dream_trainer.errors import HookError, StepError
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.sharded_model import ShardedModel
-from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
+from dream_trainer.parallel.sharding import fsdp_modules, gathered, outermost_fsdp_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from dream_trainer.compat.touched_shards import TouchableShards
     from dream_trainer.distributed.world import World
+    from dream_trainer.parallel.axis import Parallelism
     from dream_trainer.parallel.joined_buffers import JoinedBuffers
-    from dream_trainer.parallel.mixture_of_experts import ExpertBalance
     from dream_trainer.parallel.verify import Verification
 
 _NOTHING = nullcontext()
@@ -42,7 +42,8 @@ class ParallelModels:
 
     def __init__(self) -> None:
         self.gradients = GradientState()  # what this rank's backwards gave to them
-        self.experts: ExpertBalance | None = None  # the mixtures of experts whose loads are balanced; None without
+        self.axes: tuple[Parallelism, ...] = ()  # in the order in which they change modules
+        self.after_steps: list[Callable[[], None]] = []  # what modules change by all ranks' forwards; collectives
         self.buffers: JoinedBuffers | None = None  # the models' buffers; None until setup
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
@@ -90,7 +91,7 @@ class ParallelModels:
     @property
     def forward_communicates(self) -> bool:
         """Whether a forward runs collectives, so that all ranks must run as many."""
-        return bool(self._shared) or self.gradients.shares_experts
+        return bool(self._shared or self.gradients.parts)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Whether the next backward reduces gradients over the data-parallel ranks."""
@@ -101,12 +102,25 @@ class ParallelModels:
                 module.set_requires_all_reduce(enabled, recurse=False)
 
     def join_buffers(self) -> None:
-        """Makes buffers equal on all ranks by their policies, and sums loads of experts; a collective."""
+        """Makes buffers equal on all ranks by their policies, and runs `after_steps`; a collective."""
         group = None if self._world is None else self._world.averaging_group()
         if self.buffers is not None and self._world is not None and group is not None:
             self.buffers.join(self._world, group)
-        if self.experts is not None:
-            self.experts.update()
+        for change in self.after_steps:
+            change()
+
+    def active_axes(self, config: Any) -> list[Parallelism]:
+        return [axis for axis in self.axes if axis.is_on(config)]
+
+    @contextmanager
+    def gathered(self, *models: nn.Module) -> Iterator[None]:
+        """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No
+        gradients."""
+        with gathered(*models), ExitStack() as stack:
+            for model in models:
+                for axis in self.axes:
+                    stack.enter_context(axis.whole(model))
+            yield
 
     def end_backward(self) -> None:
         """After a backward: ends it where code reads parameters outside of their blocks; a collective there."""
@@ -214,13 +228,28 @@ class ParallelModels:
         made_of_whole = MadeOfWhole(self._whole_of.values())
         touchable, self._touchable = self._touchable, None
         with self.whole(), made_of_whole if self.whole_in_steps else nullcontext():
-            yield
+            try:
+                yield
+            except (ValueError, AttributeError) as error:
+                self._explain_what_is_elsewhere(error)
+                raise
         self._touchable = touchable
         shards, parts = self.gradients.shard_of, {}
         for tensor, parameter in made_of_whole.made:
             sharded = next(one for one in self.whole_in_steps if id(parameter) in one.shard_of)
             parts[id(tensor)] = sharded.part_of(parameter, tensor)
         self._optimizers.adopt(shards, parts)
+
+    def _explain_what_is_elsewhere(self, error: ValueError | AttributeError) -> None:
+        from dream_trainer.compat.pipelining import asked_for_what_is_not_there
+
+        if self.stages and asked_for_what_is_not_there(error):
+            raise HookError(
+                f"configure_optimizers failed ({error}): each rank has the layers of its own stage of the pipeline, "
+                "and None in place of others. Choose parameters by name, and give them to the optimizer as a group, "
+                'which may be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if '
+                'name.startswith("head.")]}]).'
+            ) from error
 
     def forget_whole(self) -> None:
         """Code that may change shards has run: the next `whole` gathers them."""

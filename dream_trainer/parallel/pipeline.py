@@ -391,7 +391,7 @@ PLAIN, WHOLE = -2, -1  # layouts of no DTensor, and of one that each rank has; o
 
 class StageMessages:
     def __init__(self, world: World, last: int) -> None:
-        group = world.pipeline_group()
+        group = world.stage_group()
         assert group is not None  # there are several stages
         assert world.mesh is not None
         self.group: dist.ProcessGroup = group

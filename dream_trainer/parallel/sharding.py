@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from dream_trainer.compat.pytorch import (
 )
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.class_change import own_class
-from dream_trainer.parallel.expert_exchange import is_shared_by_experts, whole_experts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -40,15 +39,21 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def shard_by_blocks(
-    model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any], *, is_cut: bool = False
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: dict[str, Any],
+    root: dict[str, Any],
+    *,
+    is_cut: bool,
+    is_part: Callable[[nn.Parameter], bool],
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32, but
-    for those of a cut model. Parameters without a dimension stay whole."""
+    for those of a cut model. Parameters without a dimension, and those that an axis has divided, stay as they are."""
     from torch.distributed.fsdp import fully_shard
 
     _refuse_what_is_not_cut(model)
     _refuse_ties_across(model, blocks)
-    left_out = {parameter for parameter in model.parameters() if parameter.ndim == 0 or is_shared_by_experts(parameter)}
+    left_out = {parameter for parameter in model.parameters() if parameter.ndim == 0 or is_part(parameter)}
     if left_out:
         config, root = config | {"ignored_params": left_out}, root | {"ignored_params": left_out}
     _refuse_several_dtypes(model, blocks, left_out)
@@ -208,7 +213,6 @@ def gathered(*models: nn.Module) -> Iterator[None]:
                 stack.callback(_are_gathered.discard, model)
             for module in fsdp_modules(model):
                 stack.enter_context(whole_parameters(module))
-            stack.enter_context(whole_experts(model))
             stack.callback(model.register_load_state_dict_pre_hook(_refuse_to_load).remove)
         yield
 

@@ -23,7 +23,7 @@ from dream_trainer.loggers.records import Records
 from dream_trainer.modules.class_change import unwrap
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.precision import autocast, under_autocast
-from dream_trainer.parallel.sharding import frozen, gathered
+from dream_trainer.parallel.sharding import frozen
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.event_table import event_table, notify
 from dream_trainer.trainer.limits import Limits, set_limits
@@ -442,7 +442,7 @@ class AbstractTrainer(MixinHooks):
         gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
         """
         self.world.refuse_if_forbidden()
-        return _both(self._runtime.parallel.whole(), gathered(*models))
+        return _both(self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models))
 
     # -- ours
 

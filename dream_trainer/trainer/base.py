@@ -528,7 +528,7 @@ def watched(runtime: Runtime) -> Iterator[None]:
         phase = "training" if runtime.state.training else "validation"
         exchanges = runtime.coordinator.exchanges  # one before each window and at each validation batch
         alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
-        stage = f", rank {world.stage_rank} of the pipeline" if world.stages > 1 else ""
+        stage = f", stage {world.stage_rank}" if world.stages > 1 else ""
         counted = f"step {runtime.progress.global_step}, batch {runtime.window.local_batches}, exchange {exchanges}"
         return f"{phase}, {counted}{stage}{alone}"
 

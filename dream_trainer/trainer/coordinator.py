@@ -51,7 +51,7 @@ class Coordinator:
         self._pulse = Pulse(world)
         self._is_alone, self._is_main = world.world_size == 1, world.is_main
         gradients.own_time.is_wanted = world.world_size > 1
-        self._is_one_stage = world.stages == 1  # stages of a pipeline run other blocks than each other
+        self._is_one_stage = world.stages == 1  # stages run other blocks than each other
         self._timed = timed
         self._clocks = 0
 
@@ -151,7 +151,7 @@ def refuse_unlike_order(world: World, step: int) -> NoReturn:
     """Raises StepError; all ranks call it, once they know."""
     if world.stages > 1:
         stages = (
-            f"by step {step} the stages of the pipeline have called step() for other optimizers than each other, or in "
+            f"by step {step} the stages have called step() for other optimizers than each other, or in "
             "another order, so that norms were mixed up; no checkpoint has that. Call it for the same optimizers on "
             "every rank, in the same order; where a stage has nothing of one, that has an empty group."
         )

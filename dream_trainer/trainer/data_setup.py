@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 from dream_trainer.data.foreign import EpochAware
@@ -14,7 +14,7 @@ from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, trai
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.stream import ShardStream, TrainStream, loader_batch_size, train_stream
+from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
@@ -220,28 +220,6 @@ def refuse_unlike_turns(loader: Any) -> None:
             raise DataError(
                 f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
                 "one batch size, or set gradient_accumulation_steps instead."
-            )
-
-
-def refuse_short_batches(runtime: Runtime, microbatches: int) -> None:
-    """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
-    assert runtime.data.stream is not None  # connected before
-    for stream in runtime.data.stream.parts.values():
-        if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end
-            continue
-        loader, sharding = stream.reader.loader, stream.reader.sampler.sharding
-        n_trained = stream.length - stream.dropped_samples
-        n_windows = n_trained // stream.global_batch_size
-        ends_before = runtime.state.total_steps is not None and runtime.state.total_steps <= n_windows
-        makes_other_rows = loader.collate_fn is not default_collate
-        if ends_before or makes_other_rows or sharding.batch_size % microbatches:
-            continue
-        last, extra = divmod(n_trained % sharding.chunk_size, sharding.dp_size)
-        if last % microbatches or extra:
-            raise DataError(
-                f"the last batch of an epoch, of {last + bool(extra)} samples, cannot be cut into microbatches="
-                f"{microbatches} of one size, as training in a pipeline needs. Use drop_last=True, a number of samples "
-                f"that is a multiple of {microbatches * sharding.dp_size}, or a collate_fn that pads it."
             )
 
 

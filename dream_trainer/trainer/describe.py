@@ -14,15 +14,13 @@ from dream_trainer.compat.pytorch import local_tensor, reading_waits
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.modules.precision import half_dtype, reduce_dtype
-from dream_trainer.modules.recompute import Recomputed
-from dream_trainer.parallel.expert_exchange import modules_of_experts
-from dream_trainer.parallel.mixture_of_experts import MoE
+from dream_trainer.parallel.axis import AxisSetup, Parallelism
 from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.trainer.event_table import describe_events
+from dream_trainer.trainer.model_setup import Build, axis_setup
 from dream_trainer.trainer.step.gradients import guards_itself
 
 if TYPE_CHECKING:
-    from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
     from dream_trainer.trainer.runtime import Runtime
 
@@ -55,11 +53,10 @@ def _guard(runtime: Runtime, optimizer: Optimizer) -> str:
 
 
 _SHOWN_RANKS = 64
-_EXPERTS = "tokens to their experts and back, and their gradients, in each mixture"
 
 
 def mesh_lines(runtime: Runtime) -> list[str]:
-    """Markdown: a row for each dimension of more than one rank, each rank, and each stage of a pipeline."""
+    """Markdown: a row for each dimension of more than one rank, each rank, and each stage."""
     world = runtime.launched
     if world is None or world.mesh is None:
         return []
@@ -73,13 +70,13 @@ def mesh_lines(runtime: Runtime) -> list[str]:
             told = {} if traffic is None else traffic.by_dimension
             sent = format_bytes(told[name]) if name in told else "-"
             rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
-    experts = runtime.config.device_parameters.expert_parallel
-    if experts > 1:
-        place, of_layers = divmod(world.rank, world.data_copies)
-        ranks = [(place // experts * experts + other) * world.data_copies + of_layers for other in range(experts)]
-        n_bytes = exchanged_for_a_token(runtime)
+    for axis in _among_data(runtime):
+        n_ranks, (place, of_layers) = axis.value(runtime.config), divmod(world.rank, world.data_copies)
+        ranks = [(place // n_ranks * n_ranks + other) * world.data_copies + of_layers for other in range(n_ranks)]
+        n_bytes = axis.sent_per_token(_setup(runtime))
         sent = "-" if n_bytes is None else f"{n_bytes / 2**10:.2f} KiB for each of its tokens, if loads are even"
-        rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | {sent} |")
+        links, name = world.links(ranks), axis.dimension
+        rows.append(f"| {name}, of these | {n_ranks} | {_spelled(ranks)} | {links} | {axis.crossing} | {sent} |")
     if traffic is not None and traffic.inside is not None and traffic.between is not None:
         rows += ["", f"In a step the ranks of this host send one another {format_bytes(traffic.inside)}"]
         rows[-1] += f", and other hosts {format_bytes(traffic.between)}." if world.n_hosts > 1 else "."
@@ -90,13 +87,14 @@ def mesh_lines(runtime: Runtime) -> list[str]:
 def _places(runtime: Runtime, world: World) -> list[str]:
     """A row for each of the first ranks: its host, and its place on each dimension of several."""
     assert world.mesh is not None  # there are several ranks
-    experts = runtime.config.device_parameters.expert_parallel
+    among_data = {axis.dimension: axis.value(runtime.config) for axis in _among_data(runtime)}
     shown = [name for name, size in world.mesh_shape._asdict().items() if size > 1]
-    heads = ["Rank", *["Host"] * (world.n_hosts > 1), *shown, *["ep"] * (experts > 1)]
+    heads = ["Rank", *["Host"] * (world.n_hosts > 1), *shown, *among_data]
     rows: list[list[Any]] = [heads, ["---"] * len(heads)]
     for rank in range(min(world.world_size, _SHOWN_RANKS)):
         (place,) = (world.mesh.mesh == rank).nonzero().tolist()
-        of_rank = {"Rank": rank, "Host": world.host_of(rank), "ep": rank // world.data_copies % experts}
+        of_rank: dict[str, Any] = {"Rank": rank, "Host": world.host_of(rank)}
+        of_rank |= {name: rank // world.data_copies % size for name, size in among_data.items()}
         of_rank |= dict(zip(MESH_DIMS, place, strict=True))
         rows.append([of_rank[head] for head in heads])
     if world.world_size > _SHOWN_RANKS:
@@ -104,11 +102,19 @@ def _places(runtime: Runtime, world: World) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
+def _among_data(runtime: Runtime) -> list[Parallelism]:
+    return [axis for axis in runtime.parallel.active_axes(runtime.config) if axis.is_among_data]
+
+
+def _setup(runtime: Runtime) -> AxisSetup:
+    return axis_setup(runtime, Build(None))
+
+
 def _stages(runtime: Runtime) -> list[str]:
-    """A row for each stage of a pipeline: where it is, and what it holds; and for each model that is in no stages."""
+    """A row for each stage: where it is, and what it holds; and for each model that is in no stages."""
     if not runtime.parallel.stages:
         return []
-    rows = ["", "| Model | Stage | Place in the pipeline | Holds |", "| --- | --- | --- | --- |"]
+    rows = ["", "| Model | Stage | Stage rank | Holds |", "| --- | --- | --- | --- |"]
     for model_name, model in runtime.registry.models().items():
         if model not in runtime.parallel.stages:
             rows.append(f"| {model_name} | - | each | all |")
@@ -139,16 +145,12 @@ def _crossing(runtime: Runtime, dimension: str) -> str:
             )
             if not parameters:
                 return "weights and gradients"
-            stays = runtime.world.stages > 1  # shards of a stage are there through all micro-batches of a pipeline
+            stays = runtime.world.stages > 1  # shards of a stage are there through all micro-batches
             gathered = "once for each batch" if stays else "for forward and again for backward of each micro-batch"
             return f"weights of {whole}, gathered {gathered}; gradients of {gradients}, {often}"
-        case "cp":
-            of_parameters = "weights and gradients of shards" if shards > 1 else f"gradients of {of_trained}"
-            return f"keys and values of each attention, and their gradients; {of_parameters}, as between other ranks"
-        case "pp":
-            return "what each stage gives of each micro-batch, and its gradients; the loss"
         case _:
-            return "activations and their gradients, in each split layer"
+            axes = runtime.parallel.active_axes(runtime.config)
+            return next(axis.crossing for axis in axes if axis.dimension == dimension)
 
 
 def _here(parameters: Sequence[nn.Parameter]) -> int:
@@ -176,11 +178,12 @@ class Traffic:
 
 
 def step_traffic(runtime: Runtime) -> Traffic | None:
-    """None before launch, on one rank, or with shared experts. Of split layers only weights and gradients count."""
+    """None before launch, on one rank, or where ranks with different data divide a model. Of split layers only weights
+    and gradients count."""
     world = runtime.launched
     if world is None or world.mesh is None or not runtime.registry.models():
         return None
-    if runtime.config.device_parameters.expert_parallel > 1:
+    if _among_data(runtime):
         return None
     by_dimension: dict[str, float] = {}
     whole = {shard for model in runtime.parallel.whole_in_steps for shard in model.shard_of.values()}
@@ -198,37 +201,14 @@ def step_traffic(runtime: Runtime) -> Traffic | None:
         _add(sent, runtime, "dp_replicate", inside, 1, within)
         _add(sent, runtime, "dp_replicate", workers, inside, across)
         by_dimension["dp_replicate"] = within + across
-    if world.stages > 1:
-        from dream_trainer.parallel.pipeline import Pipelined
-
-        of_models = [
-            m._pipeline.bytes_of_a_batch for m in runtime.registry.models().values() if isinstance(m, Pipelined)
-        ]
-        known = [n_bytes for n_bytes in of_models if n_bytes is not None]
-        if len(known) == len(of_models):  # each as if its forward_backward ran once for each batch
-            by_dimension["pp"] = runtime.state.accumulation_steps * sum(known)
+    for axis in runtime.parallel.active_axes(runtime.config):
+        if (of_batch := axis.sent_per_batch(_setup(runtime))) is not None:
+            by_dimension[axis.dimension] = runtime.state.accumulation_steps * of_batch
     if whole and shape.dp_replicate > 1:  # whose gradients are averaged over both dimensions at once
         return Traffic(by_dimension, inside=None, between=None)
     if world.stages * world.sample_copies > 1:  # other stages send other numbers, and activations any
         return Traffic(by_dimension, inside=None, between=None)
     return Traffic(by_dimension, inside=sent[True], between=sent[False])
-
-
-def exchanged_for_a_token(runtime: Runtime) -> float | None:
-    """Bytes a rank sends per token, forth and back, if experts are chosen evenly; None for unknown layers."""
-    models = runtime.registry.models().values()
-    devices: DeviceParameters = runtime.config.device_parameters
-    mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
-    if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
-        return None
-    again = [part for model in models for part in model.modules() if isinstance(part, Recomputed)]
-    computed_again = {part for block in again for part in block.modules()}
-    sent = 0.0
-    for mixture in mixtures:
-        dtype, times = half_dtype(devices) or mixture.experts.gate.dtype, 6 if mixture in computed_again else 4
-        sent += times * mixture.top_k * mixture.router.in_features * dtype.itemsize
-    elsewhere = 1 - 1 / devices.expert_parallel
-    return sent * elsewhere / devices.tensor_parallel  # ranks that share layers send a part of the rows each
 
 
 def _of_shards(runtime: Runtime, n: int) -> float:
@@ -249,7 +229,7 @@ def _of_shards(runtime: Runtime, n: int) -> float:
         n_trained = sum(_size(p, reduce_dtype(devices)) for p in model.shard_of.values() if p.requires_grad)
         averaged = _all_reduced(runtime.world.step_size, n * n_trained)
         gathered_once += (n - 1) * model.bytes_of_part + averaged
-    # In a pipeline shards stay gathered through a batch, and are given back after it. Sizes are of shares.
+    # In stages shards stay gathered through a batch, and are given back after it. Sizes are of shares.
     return gathered_once + (n - 1) * (accumulation * gathered + reductions * reduced)
 
 

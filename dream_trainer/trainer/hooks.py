@@ -5,7 +5,7 @@ Mixins give some hooks a default of their own; a user's method always wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,55 +68,13 @@ class Hooks:
         """
         return {}
 
-    def pipeline_stages(self, model: nn.Module, n_stages: int) -> Sequence[Sequence[str]] | None:
-        """The names of what each stage of a pipeline holds of `model` (PipelineParallelMixin): of parts, as
-        `named_modules` has them, and of parameters. Each parameter is in one stage. None: each rank has all.
-
-        Default: equally many blocks each, by `model_blocks`; what is registered before them is in the first stage, and
-        what follows in the last, as is what lies between two stages' blocks in the one before it. None for a model of
-        fewer blocks.
-        """
-        from dream_trainer.parallel.pipeline_stages import even_stages
-
-        blocks = self.model_blocks(model)
-        return even_stages(model, blocks, n_stages) if len(blocks) >= n_stages else None
-
-    def apply_pipeline_parallel(self, mesh: DeviceMesh) -> None:
-        """Cuts models down to the stage of this rank in `mesh` (one dimension, pp). PipelineParallelMixin's default:
-        by `pipeline_stages`. Called if `device_parameters.pipeline_parallel` > 1."""
-
-    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
-        """Splits layers over `mesh` (one dimension, tp) with `parallelize_module`; every model's plan is its own.
-
-        Required if `device_parameters.tensor_parallel` > 1; see TensorParallelMixin.
-        """
-
-    def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
-        """Splits the experts of mixtures over `mesh` (one dimension, ep) with `dream_trainer.modules.split_experts`.
-
-        ExpertParallelMixin's default: those of every `dream_trainer.modules.MoE`. Called if
-        `device_parameters.expert_parallel` > 1.
-        """
-
-    def apply_float8(self) -> None:
-        """Makes linear layers multiply in float8. Float8Mixin's default: those of `model_blocks`. Called if
-        `device_parameters.float8` is not "none"."""
-
-    def apply_activation_checkpointing(self) -> None:
-        """Makes parts of the models recompute their activations. ActivationCheckpointingMixin's default: by
-        `model_blocks`. Called if `device_parameters.activation_checkpointing` is not "none"."""
-
-    def apply_compile(self) -> None:
-        """Compiles parts of the models in place. CompileMixin's default: by `model_blocks`. Called if
-        `device_parameters.compile` is set."""
-
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
         """Shards every model with `fully_shard(module, **config)`; the config has the mesh and, if configured, the
         precision's and the offload's policy. FSDPMixin's default: by `model_blocks`, then the root."""
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
         """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: nothing, since `step`
-        averages gradients; with `cpu_offload` or tensor parallelism by `model_blocks`, then the root."""
+        averages gradients; with `cpu_offload` or split layers by `model_blocks`, then the root."""
 
     def init_weights(self) -> None:
         """Initialises parameters, seen as full tensors. Default: what the constructors computed, then each module's own
@@ -171,27 +129,6 @@ class Hooks:
         is trained, on a stream of its own; what is computed there is ready when `training_step` gets it.
         """
         return to_device(batch, device)
-
-    def cut_batch(self, batch: Any, cut: Callable[..., Any]) -> Any:
-        """What a step gets of `batch`, with every tensor along the sequence cut to this rank's positions
-        (ContextParallelMixin). Required if `device_parameters.context_parallel` > 1; if it is overridden, it is called
-        before each step on any number of ranks, so that the steps need not know.
-
-        A mask `[batch, 1, queries, keys]` is cut along its queries alone: `cut(mask, dim=-2)`. Labels are shifted
-        before they are cut, not in the step, and positions are tensors of the batch.
-
-        Args:
-            batch: On the device.
-            cut: `cut(tensor, dim=1)` gives this rank's positions of a tensor whose dimension `dim` is the sequence;
-                the tensor itself where no ranks share it.
-
-        Example:
-            ```python
-            def cut_batch(self, batch, cut):  # PackedRows: all tensors are [rows, row_length]
-                return {name: cut(tensor) for name, tensor in batch.items()}
-            ```
-        """
-        return batch
 
     def batch_size(self, batch: Any) -> int:
         """Number of samples in a batch of your own loader, on the host. Default: as many as there are graphs

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
     from dream_trainer.loggers.media import MediaLog
     from dream_trainer.loggers.records import Records
+    from dream_trainer.parallel.axis import Parallelism
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
@@ -51,8 +52,8 @@ class MixinHooks(Hooks):
     # (FSDPMixin).
     _keeps_ranks_equal: ClassVar[bool] = False
     _shards_parameters: ClassVar[bool] = False
-    # Whether batches can be cut along sequences (ContextParallelMixin).
-    _cuts_sequences: ClassVar[bool] = False
+    # The way to divide work, or to change modules, that a mixin brings.
+    _parallelism: ClassVar[Parallelism | None] = None
     # Whether a dict of named validation loaders is understood (EvalMixin).
     _names_validation_loaders: ClassVar[bool] = False
     # Whether the run can be saved, at any time (CheckpointMixin).
@@ -136,7 +137,7 @@ class MixinHooks(Hooks):
     def _close(self) -> None:
         """Releases what the mixins opened."""
 
-    # -- what training code calls, and PipelineParallelMixin does in another way
+    # -- what training code calls; of models in stages a mixin does it in another way
 
     def forward_backward(
         self,
@@ -149,22 +150,22 @@ class MixinHooks(Hooks):
     ) -> Tensor:
         """The loss of a batch, and its gradients: `loss = loss_fn(model(*inputs), targets)`, then `backward(loss)`.
 
-        With a pipeline (PipelineParallelMixin) a batch's micro-batches go through its stages there and back, and the
-        same `training_step` serves both. In a validation, or under `torch.no_grad()`, it is the loss alone.
+        Of a model in stages a batch's micro-batches go through these there and back, and the same `training_step`
+        serves both. In a validation, or under `torch.no_grad()`, it is the loss alone.
 
         Args:
             model: Called with `inputs`.
-            inputs: Positional arguments; with a pipeline every tensor in them is cut along its first dimension.
+            inputs: Positional arguments; in stages every tensor in them is cut along its first dimension.
             targets: What else the loss needs; cut alike.
             loss_fn: Gives the mean loss, a scalar, of outputs and targets.
             weight: Over how many tokens or samples that is the mean, as `backward` takes it: a number, or a function of
-                targets, which a pipeline asks for each micro-batch and needs.
+                targets, which stages ask for each micro-batch and need.
 
         Returns:
             The loss of the whole batch.
 
         Raises:
-            StepError: As `backward` does; or a pipeline cannot do what is asked for.
+            StepError: As `backward` does; or stages cannot do what is asked for.
         """
         loss = loss_fn(model(*inputs), targets)
         if self.training and torch.is_grad_enabled():

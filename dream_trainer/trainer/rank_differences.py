@@ -177,7 +177,7 @@ def refuse_different_optimizers(runtime: Runtime) -> None:
             facts |= plain_facts(f"scheduler {name!r}: {key}", _number(value))
     advice = "Build them from the same values on every rank."
     if runtime.world.stages > 1:
-        advice += " Stages of a pipeline need the same groups in the same order, if with other parameters."
+        advice += " Stages need the same groups in the same order, if with other parameters."
     refuse_differences(runtime.world, facts, advice)
     names = {
         id(parameter): f"{name}.{path}"

@@ -49,7 +49,7 @@ def validate(
             prefix = f"val/{name}/" if name else "val/"
             further = runtime.hooks._start_loader_metrics()
             media = None if runtime.state.is_sanity_validation else runtime.records.validation_media
-            record = Record(prefix=prefix, media=media, needs_weight=runtime.world.mesh_shape.cp > 1)
+            record = Record(prefix=prefix, media=media, needs_weight=runtime.world.divided_samples)
             with runtime.records.inside(record), runtime.parallel.whole():
                 _run_loader(runtime, batches, in_step(runtime, batches, max_batches, coordinator), record, further)
             logged = _without_prefix(record.metrics.reduce(runtime.world))
@@ -129,8 +129,8 @@ def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], A
     """What a step returned: values to log, and the weight that it gave them or else the batch's size."""
     if record.needs_weight and isinstance(returned, dict) and returned:
         raise HookError(
-            "validation_step returned values without their weight, under context_parallel, where ranks have different "
-            "numbers of labels in their parts of a sequence. Return such a dict and the number of labels: "
+            f"validation_step returned values without their weight, under {record.needs_weight}, where ranks have "
+            "different numbers of labels in their parts of a sequence. Return such a dict and the number of labels: "
             '{"loss": loss}, count.'
         )
     result, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, record.weight)

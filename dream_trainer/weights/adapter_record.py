@@ -32,7 +32,7 @@ def adapters_of(model: nn.Module) -> Adapters | None:
 
 
 def whole_adapters(models: Mapping[str, nn.Module], world: Ranks) -> dict[str, Adapters]:
-    """The active adapters of those models that have some, of all stages of a pipeline. Every rank calls this."""
+    """The active adapters of those models that have some, of all stages. Every rank calls this."""
     adapted = {name: model for name, model in models.items() if peft_model(model) is not None}
     if not adapted:
         return {}

@@ -68,7 +68,7 @@ def _problems(report: LoadReport) -> list[str]:
 
 
 def merged(reports: Sequence[LoadReport]) -> LoadReport:
-    """One report of all ranks. Under a pipeline each rank has other names: unexpected is only what no rank expects."""
+    """One report of all ranks. With stages each rank has other names: unexpected is only what no rank expects."""
     missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))
     mismatched = {name: reason for report in reports for name, reason in report.mismatched.items()}
     failed = {*missing, *mismatched}
@@ -224,7 +224,7 @@ class _Target(NamedTuple):
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have."""
+    """Parameters and persistent buffers under all their names, also those that other stages have."""
     tensors = stored_in_place(model, "the model")
     for name, value in tensors.items():
         if value.is_meta:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dream_trainer import DreamTrainer
-from tests.api import CONFIGURE, SETUP, MixinHooks
+from tests.api import AXES, CONFIGURE, SETUP, MixinHooks
 from tests.docs.pages import PAGES, ROOT, links, name
 
 ARCHITECTURE = [ROOT / "docs/architecture.md", *(ROOT / "docs/architecture").glob("*.md")]
@@ -41,7 +41,9 @@ def test_every_room_of_the_package_is_in_the_architecture() -> None:
 
 def test_the_architecture_shows_the_setup_order_as_it_is() -> None:
     text = (ROOT / "docs/architecture/setup.md").read_text()
-    assert "\n".join(f"| {stage} | {reason} |" for stage, reason, _ in (*CONFIGURE, *SETUP)) in text
+    axes = [(axis.name, axis.reason) for axis in AXES if axis.order is not None]
+    stages = [*(stage[:2] for stage in CONFIGURE), *axes, *(stage[:2] for stage in SETUP)]
+    assert "\n".join(f"| {stage} | {reason} |" for stage, reason in stages) in text
 
 
 def test_the_api_page_names_everything_public_of_a_trainer() -> None:

@@ -126,7 +126,7 @@ MISTAKES = {
     "no weight": "backward() was called without weight= under context_parallel=2",
     "no weight in validation": "validation_step returned values without their weight, under context_parallel",
     "no weight in log": "log('loss') without weight= in a validation under context_parallel",
-    "rows of samples": "gathers the rows of samples, of which each of context_parallel=2 ranks has a part",
+    "rows of samples": "gathers the rows of whole samples of all ranks. Under context_parallel=2 some ranks have parts",
 }
 
 

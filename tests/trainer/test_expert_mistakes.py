@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import ConfigError, GatedExperts, HookError, MoE, expert_mesh_shape, resolve_mesh, split_experts
+from tests.api import ConfigError, GatedExperts, HookError, MoE, resolve_mesh, shape_among_data, split_experts
 from tests.trainer.mixtures import VOCABULARY, WIDTH, Case, Trained, config_of, split_dense_layers
 from tests.trainer.small import run_ranks
 
@@ -87,7 +87,7 @@ def test_it_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
 def test_experts_are_shared_by_ranks_that_share_shards(
     replicate: int, shard: int, experts: int, expected: tuple[int, int, int]
 ) -> None:
-    assert expert_mesh_shape(replicate, shard, experts) == expected
+    assert shape_among_data(replicate, shard, experts) == expected
     devices = dt.DeviceParameters(dp_replicate=replicate, dp_shard=shard, expert_parallel=experts)
     resolve_mesh(devices, replicate * shard, shard_by_default=True)
     with pytest.raises(ConfigError, match=r"expert_parallel=3 does not divide the \d ranks of dp_"):

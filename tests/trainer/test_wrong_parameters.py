@@ -44,12 +44,13 @@ class Bare(dt.BaseTrainer, dt.SetupMixin):
 @pytest.mark.parametrize(
     ("devices", "words"),
     [
-        ({"activation_checkpointing": "full"}, "'full', but Bare .*Add ActivationCheckpointingMixin"),
-        ({"compile": True}, "compile=True, but Bare does not.*Add CompileMixin to its bases and Comp"),
-        ({"expert_parallel": 2}, "expert_parallel=2, but Bare .* Add ExpertParallelMixin to its bases"),
-        ({"float8": "rowwise"}, "does not override apply_float8. Add Float8Mixin to its bases"),
-        ({"context_parallel": 2}, "It takes ContextParallelMixin among the trainer's bases"),
-        ({"pipeline_parallel": 2}, "Add PipelineParallelMixin to its bases and PipelineParallelConfigMixin"),
+        ({"activation_checkpointing": "full"}, "activation_checkpointing='full', .* no ActivationCheckpointingMixin"),
+        ({"compile": True}, "compile=True, but Bare has no CompileMixin. Add it .* leave it at False"),
+        ({"expert_parallel": 2}, "expert_parallel=2, but Bare has no ExpertParallelMixin. Add it"),
+        ({"float8": "rowwise"}, "has no Float8Mixin. Add it .* leave it at 'none'"),
+        ({"context_parallel": 2}, "has no ContextParallelMixin. Add it"),
+        ({"pipeline_parallel": 2}, "has no PipelineParallelMixin. Add it to the trainer's bases. Or leave it at 1"),
+        ({"tensor_parallel": 2}, "has no TensorParallelMixin. Add it"),
     ],
     ids=str,
 )

@@ -58,8 +58,8 @@ class _OfPositions:
         kind = mask_kind(documents, kind, target, None)  # None: never "varlen", unless it was asked for
         if kind == "varlen":
             raise StepError(
-                'packed_attention_mask(kind="varlen") has the queries and keys of one rank. Under context_parallel use '
-                'another kind, or attention="ulysses".'
+                'packed_attention_mask(kind="varlen") has the queries and keys of one rank. Where ranks share '
+                'sequences use another kind, or attention="ulysses".'
             )
         parts = self._attention.parts
         whole = parts.joined(documents, 1).to(target, non_blocking=True)

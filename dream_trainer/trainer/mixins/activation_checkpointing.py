@@ -11,6 +11,8 @@ from dream_trainer.config.parallel_parameters import (
 )
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.recompute import recompute
+from dream_trainer.parallel.axes import RECOMPUTATION
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -18,6 +20,7 @@ class ActivationCheckpointingMixin(AbstractTrainer):
     """Recomputes activations in backward. Override `apply_activation_checkpointing` to choose modules by hand."""
 
     _config_class: ClassVar[type | None] = ActivationCheckpointingConfigMixin
+    _parallelism: ClassVar[Parallelism | None] = RECOMPUTATION
 
     def apply_activation_checkpointing(self) -> None:
         """Makes the blocks of every trained model recompute their activations.
@@ -27,7 +30,6 @@ class ActivationCheckpointingMixin(AbstractTrainer):
         Raises:
             ConfigError: No trained model has repeated blocks.
         """
-        super().apply_activation_checkpointing()
         parameters: ActivationCheckpointingParameters = self._runtime.config.activation_checkpointing_parameters
         mode = self._runtime.config.device_parameters.activation_checkpointing
         trained = set(self._runtime.registry.trainable_models())

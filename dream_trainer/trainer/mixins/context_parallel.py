@@ -19,9 +19,10 @@ from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError, RanksDifferError
 from dream_trainer.loggers.records import NoRecord
+from dream_trainer.parallel.axes import CONTEXT
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.hooks import Hooks
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -52,7 +53,28 @@ class ContextParallelMixin(AbstractTrainer):
     """
 
     _config_class: ClassVar[type | None] = ContextParallelConfigMixin
-    _cuts_sequences: ClassVar[bool] = True
+    _parallelism: ClassVar[Parallelism | None] = CONTEXT
+
+    def cut_batch(self, batch: Any, cut: Callable[..., Any]) -> Any:
+        """What a step gets of `batch`, with every tensor along the sequence cut to this rank's positions. Required
+        if `device_parameters.context_parallel` > 1; if it is overridden, it is called before each step on any number of
+        ranks, so that the steps need not know.
+
+        A mask `[batch, 1, queries, keys]` is cut along its queries alone: `cut(mask, dim=-2)`. Labels are shifted
+        before they are cut, not in the step, and positions are tensors of the batch.
+
+        Args:
+            batch: On the device.
+            cut: `cut(tensor, dim=1)` gives this rank's positions of a tensor whose dimension `dim` is the sequence;
+                the tensor itself where no ranks share it.
+
+        Example:
+            ```python
+            def cut_batch(self, batch, cut):  # PackedRows: all tensors are [rows, row_length]
+                return {name: cut(tensor) for name, tensor in batch.items()}
+            ```
+        """
+        return batch
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
@@ -71,7 +93,7 @@ class ContextParallelMixin(AbstractTrainer):
 
     def _wrap_step(self, step: Step) -> Step:
         step = super()._wrap_step(step)
-        if type(self).cut_batch is Hooks.cut_batch:
+        if type(self).cut_batch is ContextParallelMixin.cut_batch:
             return step
 
         def with_whole_batch(batch: Any, batch_idx: int) -> Any:

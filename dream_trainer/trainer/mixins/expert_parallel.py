@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.errors import HookError
+from dream_trainer.parallel.axes import EXPERT
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.expert_exchange import split_experts
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -22,13 +26,14 @@ class ExpertParallelMixin(AbstractTrainer):
         ```
     """
 
+    _parallelism: ClassVar[Parallelism | None] = EXPERT
+
     def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
-        """Splits the experts of every `MoE` of the models over `mesh`.
+        """Splits the experts of every `MoE` of the models over `mesh` (one dimension, ep).
 
         Raises:
             HookError: There is none.
         """
-        super().apply_expert_parallel(mesh)
         mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
         devices = self._runtime.config.device_parameters
         has_whole_models = devices.pipeline_parallel == 1  # of a pipeline's stages one may have none

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dream_trainer.config.parallel_parameters import Float8ConfigMixin, Float8Parameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
+from dream_trainer.parallel.axes import FLOAT8
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ class Float8Mixin(AbstractTrainer):
     """Training in float8. Override `apply_float8` to choose layers by hand, or `model_blocks` to name the blocks."""
 
     _config_class: ClassVar[type | None] = Float8ConfigMixin
+    _parallelism: ClassVar[Parallelism | None] = FLOAT8
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -45,7 +48,6 @@ class Float8Mixin(AbstractTrainer):
         from dream_trainer.compat.torchao import float8_config
         from dream_trainer.modules.float8_linears import compute_in_float8, gather_in_float8, has_products
 
-        super().apply_float8()
         recipe, parameters = self._runtime.config.device_parameters.float8, self._runtime.config.float8_parameters
         if not parameters.emulate and not has_products(self.world.device):
             raise ConfigError(

@@ -23,12 +23,12 @@ class FSDPMixin(AbstractTrainer):
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
         """Wraps each block of every model with parameters, then the model, in `fully_shard`; frozen models too.
 
-        The root keeps its own parameters gathered between forward and backward, as `fully_shard` does by default; with
-        a pipeline, blocks keep theirs too, through all micro-batches of a batch.
+        The root keeps its own parameters gathered between forward and backward, as `fully_shard` does by default; the
+        blocks of a stage keep theirs too, through all micro-batches of a batch.
 
         Args:
             config: Keyword arguments of `fully_shard`: the mesh, the policies of precision and offload if configured,
-                and with a pipeline `reshard_after_forward`.
+                and in stages `reshard_after_forward`.
         """
         super().apply_fully_shard(config)
         runtime, models = self._runtime, self._runtime.registry.parameterised_models()
@@ -39,7 +39,8 @@ class FSDPMixin(AbstractTrainer):
         for model in models:
             if model in small:
                 continue
-            shard_by_blocks(model, self.model_blocks(model), blocks, config, is_cut=is_cut(model))
+            blocks_of_model, is_part = self.model_blocks(model), runtime.parallel.gradients.is_part
+            shard_by_blocks(model, blocks_of_model, blocks, config, is_cut=is_cut(model), is_part=is_part)
             if self._runtime.config.fsdp_parameters.separate_reduce_group:
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups
 

@@ -18,7 +18,6 @@ from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.events.callback import Callback
-from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.mixin_hooks import NoRounds
 from dream_trainer.trainer.step.buckets import in_buckets
@@ -130,11 +129,6 @@ def _refuse_what_crosses_workers(runtime: Runtime) -> None:
                     f"{path} is a SyncBatchNorm over all ranks, and workers meet only every "
                     f"{runtime.config.local_sgd_parameters.every_n_steps} steps. Use BatchNorm, whose statistics are "
                     "averaged, or give it a process_group within a worker."
-                )
-            if isinstance(module, MoE) and module.balance_rate:
-                raise ConfigError(
-                    f"{path} balances its experts by the loads of all ranks, and workers meet only every "
-                    f"{runtime.config.local_sgd_parameters.every_n_steps} steps. Use balance_rate=0."
                 )
 
 

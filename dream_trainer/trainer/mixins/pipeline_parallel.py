@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
-from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.data.stream import ShardStream
+from dream_trainer.errors import ConfigError, DataError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.optim.groups import remember_whole
+from dream_trainer.parallel.axes import PIPELINE
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.joined_buffers import batch_norms
 from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_ties, ties_of
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.data_setup import refuse_short_batches
 from dream_trainer.trainer.step.tied_gradients import connect_copies
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.parallel.pipeline import Pipeline, Stages
+    from dream_trainer.trainer.runtime import Runtime
 
 
 _NORMS = (
@@ -60,6 +64,8 @@ class PipelineParallelMixin(AbstractTrainer):
 
     _config_class: ClassVar[type | None] = PipelineParallelConfigMixin
 
+    _parallelism: ClassVar[Parallelism | None] = PIPELINE
+
     __pipelines: Mapping[nn.Module, Pipeline] = MappingProxyType({})
 
     def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -68,6 +74,19 @@ class PipelineParallelMixin(AbstractTrainer):
             stages: Stages = self._runtime.parallel.stages[model]
             return stages.kept_blocks
         return super().model_blocks(model)
+
+    def pipeline_stages(self, model: nn.Module, n_stages: int) -> Sequence[Sequence[str]] | None:
+        """The names of what each stage holds of `model`: of parts, as
+        `named_modules` has them, and of parameters. Each parameter is in one stage. None: each rank has all.
+
+        Default: equally many blocks each, by `model_blocks`; what is registered before them is in the first stage, and
+        what follows in the last, as is what lies between two stages' blocks in the one before it. None for a model of
+        fewer blocks.
+        """
+        from dream_trainer.parallel.pipeline_stages import even_stages
+
+        blocks = self.model_blocks(model)
+        return even_stages(model, blocks, n_stages) if len(blocks) >= n_stages else None
 
     def apply_pipeline_parallel(self, mesh: DeviceMesh) -> None:
         """Cuts each model that is trained down to the stages of this rank. Those that `pipeline_stages` gives None for
@@ -81,7 +100,6 @@ class PipelineParallelMixin(AbstractTrainer):
                 something else is asked for that a pipeline cannot do.
             HookError: `pipeline_stages` does not name each parameter once.
         """
-        super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.parallel.pipeline import Stages
         from dream_trainer.parallel.pipeline_stages import keep_only, number_lists, stages_of_models
@@ -217,7 +235,7 @@ class PipelineParallelMixin(AbstractTrainer):
             own_time.leave_collective()
             return loss
 
-        return accumulation.run_pipeline(run, total, model)
+        return accumulation.run_schedule(run, total, model)
 
     @contextmanager
     def gathered(self, *models: nn.Module) -> Iterator[None]:
@@ -238,3 +256,25 @@ class PipelineParallelMixin(AbstractTrainer):
 def _may_split(devices: DeviceParameters) -> bool:
     """Whether gradients of weights may be computed apart from those of inputs."""
     return devices.activation_checkpointing == "none" and devices.float8 == "none" and not devices.compile
+
+
+def refuse_short_batches(runtime: Runtime, microbatches: int) -> None:
+    """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
+    assert runtime.data.stream is not None  # connected before
+    for stream in runtime.data.stream.parts.values():
+        if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end
+            continue
+        loader, sharding = stream.reader.loader, stream.reader.sampler.sharding
+        n_trained = stream.length - stream.dropped_samples
+        n_windows = n_trained // stream.global_batch_size
+        ends_before = runtime.state.total_steps is not None and runtime.state.total_steps <= n_windows
+        makes_other_rows = loader.collate_fn is not default_collate
+        if ends_before or makes_other_rows or sharding.batch_size % microbatches:
+            continue
+        last, extra = divmod(n_trained % sharding.chunk_size, sharding.dp_size)
+        if last % microbatches or extra:
+            raise DataError(
+                f"the last batch of an epoch, of {last + bool(extra)} samples, cannot be cut into microbatches="
+                f"{microbatches} of one size, as training in a pipeline needs. Use drop_last=True, a number of samples "
+                f"that is a multiple of {microbatches * sharding.dp_size}, or a collate_fn that pads it."
+            )

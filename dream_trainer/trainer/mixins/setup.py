@@ -1,6 +1,7 @@
 """SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics.
 
-The order is two lists, `CONFIGURE` and `SETUP`, with the reason for each place; `describe()` prints them.
+The order is three lists, `CONFIGURE`, the parallelisms (parallel/axes.py) and `SETUP`, with the reason for each place;
+`describe()` prints them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
+from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init
@@ -24,30 +25,25 @@ from dream_trainer.modules.precision import half_dtype, norms_in_float32
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
+from dream_trainer.parallel.axes import AXES
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
-from dream_trainer.parallel.mixture_of_experts import ExpertBalance
 from dream_trainer.parallel.sharding import is_cut, move_what_is_whole, refuse_unsupported, shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.model_setup import (
     Build,
-    compile_blocks,
-    cut_into_stages,
+    axis_setup,
     is_whole_in_steps,
-    multiply_in_float8,
     parameter_mesh,
-    recompute_blocks,
+    set_up_axis,
     sharding_keywords,
-    split_layers,
-    split_mixtures,
     verified_against_now,
 )
 from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned
 from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
-from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
+from dream_trainer.trainer.user_class.class_checks import parallelisms_of
 from dream_trainer.weights.first_values import forget_first_values, remember_first_values
 
 if TYPE_CHECKING:
@@ -72,7 +68,10 @@ class SetupMixin(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        refuse_unused_parallelism(type(self), config.device_parameters)
+        axes = dict.fromkeys((*AXES, *parallelisms_of(type(self))))
+        self._runtime.parallel.axes = tuple(sorted(axes, key=lambda axis: axis.order or 0))
+        for axis in self._runtime.parallel.active_axes(config):
+            axis.validate(type(self), config)
         self.__build = Build(Tape(config.seed))
 
     def configure(self) -> None:
@@ -93,7 +92,7 @@ class SetupMixin(AbstractTrainer):
         build.plan = remember(models, build.tape)
         build.frozen_draws = frozen_draws(models, build.tape)
         self._runtime.parallel.verification = verification = verified_against_now(self._runtime)
-        for stage in SETUP:
+        for stage in setup_stages(self._runtime):
             stage.run(self._runtime, self.__build)
         if verification is not None:
             verification.begin()
@@ -125,12 +124,12 @@ class SetupMixin(AbstractTrainer):
         super().apply_replicate(mesh)
         if not _wraps_replicas(self._runtime):
             return
-        config = {"mesh": mesh} | sharding_keywords(self._runtime)
+        config, is_part = {"mesh": mesh} | sharding_keywords(self._runtime), self._runtime.parallel.gradients.is_part
         for model in self._runtime.registry.trainable_models():
-            shard_by_blocks(model, self.model_blocks(model), config, config, is_cut=is_cut(model))
+            shard_by_blocks(model, self.model_blocks(model), config, config, is_cut=is_cut(model), is_part=is_part)
 
     def _setup_stages(self) -> list[tuple[str, str]]:
-        stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *SETUP)]
+        stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *setup_stages(self._runtime))]
         return [*super()._setup_stages(), *stages_with_reasons, ("resume", "last, over everything it restores")]
 
 
@@ -209,8 +208,7 @@ def _are_wrapped(runtime: Runtime) -> bool:
 
 
 def _wraps_replicas(runtime: Runtime) -> bool:
-    devices: DeviceParameters = runtime.config.device_parameters
-    return devices.cpu_offload or devices.tensor_parallel > 1
+    return runtime.config.device_parameters.cpu_offload or runtime.world.data_copies > 1
 
 
 def _make_ready_to_wrap(runtime: Runtime) -> None:
@@ -230,9 +228,8 @@ def _materialise(runtime: Runtime, build: Build) -> None:
     remember_first_values(models, build.plan)
     build.tape = None  # it keeps what the constructors computed
     runtime.unloaded_bases = UnloadedBases(models, build.frozen_draws)
-    is_logged = runtime.records.media is not None or type(runtime.hooks).log is not MixinHooks.log
-    balance = ExpertBalance(models, world, partial(runtime.hooks.log_dict, weight=1.0) if is_logged else None)
-    runtime.parallel.experts = balance or None
+    for axis in runtime.parallel.axes:
+        axis.connect(axis_setup(runtime, build))
     if world.world_size == 1:
         return
     for model in models.values():
@@ -252,22 +249,8 @@ def _load_pretrained(runtime: Runtime, build: Build) -> None:
 
 def _configure_optimizers(runtime: Runtime, build: Build) -> None:
     runtime.parallel.reshard()
-    try:
-        with runtime.parallel.configuring_optimizers():
-            returned = runtime.hooks.configure_optimizers()  # type: ignore[func-returns-value]
-    except (ValueError, AttributeError) as error:
-        if runtime.world.stages == 1:
-            raise
-        from dream_trainer.compat.pipelining import asked_for_what_is_not_there
-
-        if not asked_for_what_is_not_there(error):
-            raise
-        raise HookError(
-            f"configure_optimizers failed ({error}): each rank has the layers of its own stage of the pipeline, and "
-            "None in place of others. Choose parameters by name, and give them to the optimizer as a group, which may "
-            'be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if name.startswith("head.")]}]'
-            ")."
-        ) from error
+    with runtime.parallel.configuring_optimizers():
+        returned = runtime.hooks.configure_optimizers()  # type: ignore[func-returns-value]
     refuse_returned("configure_optimizers", "self.optimizer", returned)
     optimizers, plan = runtime.registry.optimizers(), build.plan
     if not optimizers:
@@ -309,26 +292,6 @@ CONFIGURE: tuple[SetupStage, ...] = (
 )
 SETUP: tuple[SetupStage, ...] = (
     SetupStage(
-        "pipeline parallel",
-        "first of what changes modules: what other ranks hold is gone before anything is done to it",
-        cut_into_stages,
-    ),
-    SetupStage("tensor parallel", "before what wraps modules: it names layers as the model's author did", split_layers),
-    SetupStage(
-        "float8", "over layers that are split already, whose parts have the sizes that count", multiply_in_float8
-    ),
-    SetupStage(
-        "expert parallel",
-        "as tensor parallelism; experts are sharded here, inside of the blocks that are sharded later",
-        split_mixtures,
-    ),
-    SetupStage(
-        "activation checkpointing",
-        "inside compilation, so that the compiler sees what is computed twice",
-        recompute_blocks,
-    ),
-    SetupStage("compile", "before sharding: a sharded block compiles to almost nothing", compile_blocks),
-    SetupStage(
         "fully_shard / replicate",
         "before anything is real, so that no rank ever holds more than its shard and one tensor",
         _shard_or_replicate,
@@ -348,3 +311,8 @@ SETUP: tuple[SetupStage, ...] = (
     SetupStage("configure_schedulers", "over the optimizers, with total_steps known", _configure_schedulers),
     SetupStage("configure_metrics", "before a resume, which may restore them", _configure_metrics),
 )
+
+
+def setup_stages(runtime: Runtime) -> list[SetupStage]:
+    axes = [axis for axis in runtime.parallel.axes if axis.order is not None]
+    return [*(SetupStage(axis.name, axis.reason, partial(set_up_axis, axis)) for axis in axes), *SETUP]

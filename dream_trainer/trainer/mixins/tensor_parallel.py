@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dream_trainer.checks import listed
 from dream_trainer.config.parallel_parameters import TensorParallelConfigMixin
+from dream_trainer.parallel.axes import TENSOR
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class TensorParallelMixin(AbstractTrainer):
@@ -27,6 +32,11 @@ class TensorParallelMixin(AbstractTrainer):
     """
 
     _config_class: ClassVar[type | None] = TensorParallelConfigMixin
+    _parallelism: ClassVar[Parallelism | None] = TENSOR
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        """Splits layers over `mesh` (one dimension, tp) with `parallelize_module`; every model's plan is its own.
+        Required if `device_parameters.tensor_parallel` > 1."""
 
     def _finish_setup(self) -> None:
         super()._finish_setup()

@@ -45,7 +45,7 @@ class Accumulation:
         self._world, self._registry, self._warn_once = world, registry, warn_once
         self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None  # under fp16
         self._backward_context = without_autocast(devices, world.device)
-        self._context_ranks, self._stages = world.mesh_shape.cp, world.stages
+        self._stages, self._divided_samples = world.stages, world.divided_samples
         self._call = "forward_backward" if self._stages > 1 else "backward"  # of the user's, as messages name it
         self._parallel, self._local_gradients = parallel, parallel.gradients
         self.turns = Turns(registry, parallel.gradients)
@@ -58,8 +58,8 @@ class Accumulation:
         self.stepped = False  # whether `step` ran in the window
         self.is_open = False
         self.counted_batches = 0  # all but those of `backward(None)`
-        self.goes_back_here = True  # whether backwards of models that pipeline ranks have whole run on this rank
-        self.trains_whole_models = False  # whether a pipeline has such models
+        self.goes_back_here = True  # whether backwards of models that no stage divides run on this rank
+        self.trains_whole_models = False  # whether there are such models beside stages
         self.is_uneven = False  # whether ranks hold different numbers of samples in it
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
@@ -206,7 +206,7 @@ class Accumulation:
             self._own.refuse_changed_gradients(optimizers)
         return all(final)
 
-    def run_pipeline(self, run: Callable[[], Tensor], weight: Weight | None, model: nn.Module) -> Tensor:
+    def run_schedule(self, run: Callable[[], Tensor], weight: Weight | None, model: nn.Module) -> Tensor:
         """Accumulates the gradients that `run` gives, which are those of the loss that it returns times `weight`."""
         if not self.is_open:
             self._refuse_backward()
@@ -227,9 +227,9 @@ class Accumulation:
         if weight is None:
             if self._weighted:
                 self._refuse_mixture()
-            if self._context_ranks > 1:
+            if self._divided_samples:
                 raise StepError(
-                    f"{self._call}() was called without weight= under context_parallel={self._context_ranks}, where "
+                    f"{self._call}() was called without weight= under {self._divided_samples}, where "
                     "ranks have different numbers of labels in their parts of a sequence. Pass weight=the number of "
                     "labels that the loss is the mean of: here, of this rank's part."
                 )
@@ -263,9 +263,9 @@ class Accumulation:
                 f"{self._call}() was called between two windows, where its gradients would leak into the next."
             )
         raise StepError(
-            f"backward() was called under pipeline_parallel={self._stages}, where no rank has a whole model's graph. "
-            "Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; it does "
-            "the same in one process."
+            f"backward() was called under {self._world.mesh_shape.setting('pp')}, where no rank has a whole model's "
+            "graph. Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; "
+            "it does the same in one process."
         )
 
     def _refuse_lost_gradients(self) -> NoReturn:
@@ -340,11 +340,11 @@ class Accumulation:
         """A step found gradients; looks whether `backward` made any of them. Called until a step has some."""
         if self._backwards or self._world.data_size == 1:
             return
-        if self._context_ranks > 1:
+        if self._divided_samples:
             raise StepError(
-                f"step() found gradients that self.{self._call}() has not made, under context_parallel="
-                f"{self._context_ranks}, where ranks have different numbers of labels in their parts of a sequence. In "
-                f"place of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
+                f"step() found gradients that self.{self._call}() has not made, under "
+                f"{self._divided_samples}, where ranks have different numbers of labels in their parts of a sequence. "
+                f"In place of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
             )
         self._warn_once(
             "own backward",

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_div_, local_tensor, local_tensors, with_local
 from dream_trainer.errors import StepError
-from dream_trainer.parallel.expert_exchange import is_shared_by_experts
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,8 +48,8 @@ def make_buckets(
 
     def of_ranks(p: nn.Parameter) -> tuple[dist.ProcessGroup | None, int]:
         # All ranks of a step have a copy of a plain parameter; those of the same data have parts of a split layer.
-        if is_shared_by_experts(p):  # whose gradients are sums over the ranks that share experts already
-            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.data_size
+        if (part := gradients.part(p)) is not None:  # whose gradients are sums over the ranks of other parts already
+            return part.copies, 1 if part.copies is None else world.data_size
         return (world.data_group, world.data_size) if isinstance(p, DTensor) else (world.step_group, world.step_size)
 
     def kind(p: nn.Parameter) -> tuple[torch.dtype, dist.ProcessGroup | None, int]:

@@ -24,7 +24,6 @@ from dream_trainer.compat.pytorch import (
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
-from dream_trainer.parallel.expert_exchange import is_shared_by_experts
 from dream_trainer.trainer.step.buckets import Averaging, make_buckets
 from dream_trainer.trainer.step.overlap import OverlappedAveraging
 
@@ -56,7 +55,7 @@ class StepPlan:
     parameters: list[nn.Parameter]  # all their parameters, each once
     groups: list[ParameterGroup]  # the same, grouped by how many ranks hold each of their elements
     sums: list[int]  # places of those groups whose gradients are still to be divided
-    tied: list[tuple[nn.Parameter, tuple[int, ...]]]  # with all ranks of the pipeline that have a copy
+    tied: list[tuple[nn.Parameter, tuple[int, ...]]]  # with all ranks that have a copy
     averaging: Averaging  # of the gradients that no backward reduces over ranks; of none at world size 1
     is_whole: bool  # averaged gradients are equal to the bit on all ranks
     shared: list[nn.Parameter]  # parameters whose gradients a backward reduces, each rank keeping its shard
@@ -65,7 +64,7 @@ class StepPlan:
     n_groups: tuple[int, ...]  # parameter count per optimizer group when the plan was made, to notice `add_param_group`
     dtype: torch.dtype  # the widest dtype among the parameters, in which the norm is computed
     one_dtype: bool  # whether all parameters have it
-    is_mixed: bool  # whether DTensors are stepped beside plain parameters, as experts that ranks share are
+    is_mixed: bool  # whether DTensors are stepped beside plain parameters, as parts are
     ranks: dist.ProcessGroup | None  # those that step together; None for all
 
 
@@ -85,11 +84,10 @@ def plan_step(
     parameters = list(by_id.values())
     kinds: dict[tuple[int, bool, float, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        is_reduced = id(parameter) in gradients.shared or gradients.expert_copies is None
-        # Of experts it is the sum over the ranks that share them; a bucket would have divided by all ranks. And copies
-        # on ranks of the same data had parts of the rows.
-        is_sum = is_reduced and is_shared_by_experts(parameter)
-        divisor = devices.expert_parallel / world.data_copies if is_sum else 1
+        part = gradients.part(parameter)
+        # A part's is the sum over the ranks of all parts; a bucket would have divided by all ranks.
+        is_sum = part is not None and (id(parameter) in gradients.shared or part.copies is None)
+        divisor = part.divisor if part is not None and is_sum else 1
         first, *_ = gradients.tied.get(id(parameter), (world.stage_rank,))
         kind = copies_of(parameter, world.step_size), isinstance(parameter, DTensor), divisor, first == world.stage_rank
         kinds.setdefault(kind, []).append(parameter)
@@ -210,7 +208,7 @@ def global_norm(
 
 
 def norm_over_stages(norm: Tensor, stages: dist.ProcessGroup) -> Tensor:
-    """The 2-norm over the stages of a pipeline, of each one's norm; a collective."""
+    """The 2-norm over all stages, of each one's norm; a collective."""
     import torch.distributed as dist
 
     square = norm.double().square()

@@ -71,7 +71,7 @@ class OptimizerStep:
         self._registry, self._accumulation = registry, accumulation
         self._loss_scale = accumulation.loss_scale
         self._turns = accumulation.turns
-        self._world, self._stages, self._device = world, world.pipeline_group(), world.parameter_device
+        self._world, self._stages, self._device = world, world.stage_group(), world.parameter_device
         self._ties = (
             None if self._stages is None else TiedGradients(registry, world, self._stages, gradients, accumulation)
         )

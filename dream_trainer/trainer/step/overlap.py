@@ -31,7 +31,7 @@ class OverlappedAveraging(Averaging):
 
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
         group, meet_others = world.further_group(), (None, world.step_group, world.data_group)
-        # The ranks that have the same experts do nothing else together.
+        # The ranks that have the same part do nothing else together.
         super().__init__([replace(b, group=group) if b.group in meet_others else b for b in buckets], world)
         self._window: list[tuple[Bucket, list[nn.Parameter]]]
         self._number: dict[Tensor, int]  # the place in `_window` of each parameter

@@ -1,4 +1,4 @@
-"""Parameters that several ranks of a pipeline have copies of: each copy's gradient is the sum of all."""
+"""Parameters that several stages have copies of: each copy's gradient is the sum of all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.registry import Registry
     from dream_trainer.trainer.step.accumulation import Accumulation
 
-_FIXES = ("Put it into the same group", "Have apply_tensor_parallel split it alike")
+_FIXES = ("Put it into the same group", "Have it split alike")
 
 
 def connect_copies(registry: Registry, world: World, gradients: GradientState) -> None:
-    """Has `step` add up the gradients of what several ranks of a pipeline have; a collective, if stages share some."""
+    """Has `step` add up the gradients of what several stages have; a collective, if stages share some."""
     whole = [id(p) for model in registry.models().values() if not is_cut(model) for p in model.parameters()]
     gradients.whole |= set(whole)
     gradients.tied |= dict.fromkeys(whole, tuple(range(world.stages)))
@@ -51,7 +51,7 @@ def connect_copies(registry: Registry, world: World, gradients: GradientState) -
         for found, fix in zip(zip(*of_ranks, strict=True), _FIXES, strict=True):
             if len({said.partition(" is ")[2] for said in found}) > 1:
                 raise HookError(
-                    f"{' and '.join(tie.names)} are one parameter, of which stages of the pipeline have copies, and "
+                    f"{' and '.join(tie.names)} are one parameter, of which several stages have copies, and "
                     f"{', '.join(dict.fromkeys(found))}. {fix} under each of its names."
                 )
     gradients.tied |= {id(parameter): ties[key][0].ranks for key, (_, parameter) in own.items()}
@@ -123,7 +123,7 @@ class TiedGradients:
             assert self._ties is not None  # since the first step
             name = next(f"{key[0]}.{tie.own_name}" for key, (tie, own) in self._ties.items() if own is parameter)
             raise StepError(
-                f"{name} was frozen since its last step, and other stages of the pipeline have copies of it that are "
+                f"{name} was frozen since its last step, and other stages have copies of it that are "
                 "trained. Freeze it in all of them in the same step, under each of its names, or in none."
             )
 
@@ -182,13 +182,13 @@ class TiedGradients:
     def _compare(self, of_ranks: Sequence[tuple[int, dict[tuple[str, ...], bool]]]) -> None:
         if len({number for number, _ in of_ranks}) > 1:
             raise StepError(
-                "stages of the pipeline have called step() for other optimizers than each other, or in another order. "
+                "stages have called step() for other optimizers than each other, or in another order. "
                 "Step the same ones on all, in the same order, also those that have nothing in a stage."
             )
         for names in dict.fromkeys(names for _, trained in of_ranks for names in trained):
             if len({trained[names] for _, trained in of_ranks if names in trained}) > 1:
                 raise StepError(
-                    f"{' and '.join(names)} are one parameter, of which stages of the pipeline have copies, and it is "
+                    f"{' and '.join(names)} are one parameter, of which several stages have copies, and it is "
                     "frozen in some of them. Freeze it under each of its names, or under none."
                 )
 

@@ -15,13 +15,14 @@ from dream_trainer.config.combinations import refuse_combinations, settings_of
 from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.callback import Callback
+from dream_trainer.parallel.axes import AXES
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.event_table import EVENTS
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
 
 if TYPE_CHECKING:
-    from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.trainer.runtime import Runtime
 
 
@@ -34,11 +35,7 @@ def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     for kind, names in _hooks(cls, config.callbacks).items():
         _refuse_uncalled(kind, names)
     _check_hooks(cls)
-    if cls.cut_batch is not Hooks.cut_batch and not cls._cuts_sequences:
-        raise HookError(
-            f"{cls.__name__} overrides cut_batch, which only ContextParallelMixin calls. Add it to the trainer's "
-            "bases, and ContextParallelConfigMixin to its config's."
-        )
+    _refuse_hooks_of_missing_mixins(cls)
     _refuse_lost_state(cls)
     _check_signatures(cls, config.callbacks)
 
@@ -76,7 +73,8 @@ def _check_hooks(cls: type) -> None:
 
 def _hooks(cls: type[MixinHooks], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
     """The names of what may be overridden in the user's trainer and in each class of callbacks."""
-    hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers"}}
+    of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
+    hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
     return hooks | {type(callback): {*vars(Callback)} for callback in callbacks}
 
 
@@ -172,34 +170,19 @@ def _may_change_arguments(decorated: Any) -> bool:
     return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
 
 
-_BRING = "Add {0} to its bases and {1} to its config's, which bring a default."
-_HOOKS_OF_DEVICES = {  # by the field of DeviceParameters that asks for each, with what to do about it
-    "context_parallel": (
-        "cut_batch",
-        "Cut each batch along its sequences there. It takes ContextParallelMixin among the trainer's bases.",
-    ),
-    "pipeline_parallel": (
-        "apply_pipeline_parallel",
-        _BRING.format("PipelineParallelMixin", "PipelineParallelConfigMixin"),
-    ),
-    "tensor_parallel": ("apply_tensor_parallel", "Split each model's layers there with parallelize_module."),
-    "float8": ("apply_float8", _BRING.format("Float8Mixin", "Float8ConfigMixin")),
-    "expert_parallel": ("apply_expert_parallel", "Add ExpertParallelMixin to its bases, which brings a default."),
-    "activation_checkpointing": (
-        "apply_activation_checkpointing",
-        _BRING.format("ActivationCheckpointingMixin", "ActivationCheckpointingConfigMixin"),
-    ),
-    "compile": ("apply_compile", _BRING.format("CompileMixin", "CompileConfigMixin")),
-}
+def parallelisms_of(cls: type) -> list[Parallelism]:
+    """Those that the mixins of `cls` bring."""
+    return [brought for part in _parts(cls) if (brought := vars(part).get("_parallelism")) is not None]
 
 
-def refuse_unused_parallelism(cls: type[MixinHooks], devices: DeviceParameters) -> None:
-    for field, (hook, advice) in _HOOKS_OF_DEVICES.items():
-        value, default = vars(devices)[field], getattr(type(devices), field)
-        if value != default and getattr(cls, hook) is getattr(Hooks, hook):
-            raise ConfigError(
-                f"{field}={value!r}, but {cls.__name__} does not override {hook}. {advice} Or leave it at {default!r}."
-            )
+def _refuse_hooks_of_missing_mixins(cls: type) -> None:
+    brought = parallelisms_of(cls)
+    for axis in AXES:
+        for hook in (axis.hook, *axis.other_hooks):
+            if axis not in brought and definers(cls, hook):
+                raise HookError(
+                    f"{cls.__name__} overrides {hook}, which only {axis.mixin} calls. Add it to the trainer's bases."
+                )
 
 
 _SETUP_HOOKS = (
@@ -255,7 +238,14 @@ def _nearest(name: str, hooks: set[str]) -> str | None:
 
 # Attributes that a mixin of another library declares.
 _DECLARATIONS = frozenset(
-    {"_required_hooks", "_config_class", "_keeps_ranks_equal", "_shards_parameters", "_names_validation_loaders"}
+    {
+        "_required_hooks",
+        "_config_class",
+        "_keeps_ranks_equal",
+        "_shards_parameters",
+        "_names_validation_loaders",
+        "_parallelism",
+    }
 )
 # Hooks that a user may assign, say `self.training_step = torch.compile(self.training_step)`.
 _STEPS = frozenset({"training_step", "validation_step", "predict_step", "move_batch", "batch_size"})

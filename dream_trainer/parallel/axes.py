@@ -1,0 +1,244 @@
+"""The parallelisms of this package: what each is in the list that setup goes over (parallel/axis.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+
+from dream_trainer.compat.async_collectives import options_of_overlap, waited, why_memory_is_not_shared
+from dream_trainer.compat.pytorch import is_dtensor
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.modules.class_change import Changed, change_class
+from dream_trainer.modules.precision import half_dtype
+from dream_trainer.modules.recompute import Recomputed
+from dream_trainer.parallel.axis import AxisSetup, MeshParallelism, Parallelism
+from dream_trainer.parallel.expert_exchange import (
+    divide_rows,
+    keep_out_of_graphs,
+    modules_of_experts,
+    shard_experts,
+    whole_experts,
+)
+from dream_trainer.parallel.mixture_of_experts import ExpertBalance, MoE
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.distributed.world import World
+
+
+class Traced(Changed):
+    """Calls its own forward from here: the compiler would pass over PyTorch's own files and layers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Waiting(Traced):
+    """Is called with what collectives have finished, before its compiled code begins."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*map(waited, args), **{name: waited(value) for name, value in kwargs.items()})
+
+
+class PipelineParallelism(MeshParallelism):
+    """Stages of a model on different ranks."""
+
+    def apply(self, setup: AxisSetup) -> None:
+        """Has the hook cut models; ties between stages are its own to keep."""
+        self.split(setup, self.mesh(setup))
+
+    def sent_per_batch(self, setup: AxisSetup) -> float | None:
+        """As if each model's forward_backward ran once for each batch."""
+        from dream_trainer.parallel.pipeline import Pipelined
+
+        of_models = [
+            model._pipeline.bytes_of_a_batch for model in setup.models.values() if isinstance(model, Pipelined)
+        ]
+        known = [n_bytes for n_bytes in of_models if n_bytes is not None]
+        return sum(known) if len(known) == len(of_models) else None
+
+
+class TensorParallelism(MeshParallelism):
+    """Layers divided among ranks that see the same data."""
+
+    def apply(self, setup: AxisSetup) -> None:
+        """Refuses a plan that split nothing, too."""
+        super().apply(setup)
+        if not any(is_dtensor(parameter) for model in setup.models.values() for parameter in model.parameters()):
+            names = " or ".join(f"self.{name}" for name in setup.models)
+            raise HookError(
+                f"{type(setup.hooks).__name__}.{self.hook} split no parameter of {names}: each of the "
+                f"{self.value(setup.config)} ranks would do the whole work. Split layers there with "
+                "parallelize_module(model, mesh, plan), whose plan names them as the model does, or set "
+                f"{self.setting}=1."
+            )
+
+    def compile_options(self, config: Any, world: World | None) -> dict[str, Any]:
+        """Layers that are split cannot be of variable shapes, as None would make them."""
+        parameters = config.compile_parameters
+        if not parameters.async_tensor_parallel or world is None or world.mesh is None:
+            return {"dynamic": False}
+        group = world.mesh[self.dimension].get_group()
+        if (why_not := why_memory_is_not_shared(group, world.device)) is not None:
+            raise ConfigError(
+                f"compile_parameters.async_tensor_parallel=True: {why_not}. It needs GPUs that read each other's "
+                "memory, as those that NVLink connects do. Use False elsewhere."
+            )
+        return {"dynamic": False, "mode": None, "options": options_of_overlap(parameters.mode)}
+
+    def prepare_block(self, block: nn.Module) -> None:
+        """What collectives have begun is finished before compiled code begins."""
+        change_class(block, Waiting)
+
+
+class ContextParallelism(Parallelism):
+    """Sequences divided among ranks; its mixin cuts each batch."""
+
+    def compile_options(self, config: Any, world: World | None) -> dict[str, Any]:
+        """Each shape by itself."""
+        return {"dynamic": False}
+
+    def refuse_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Refuses a block within another."""
+        names = {module: name for name, module in model.named_modules()}
+        for block in blocks:
+            inner = next((module for module in block.modules() if module is not block and module in blocks), None)
+            if inner is not None:
+                raise ConfigError(
+                    f"model_blocks gives {names.get(block)!r} and {names.get(inner)!r}, which is within it: under "
+                    "context_parallel each block is compiled whole, by itself. Name one of the two, or use "
+                    "compile=False."
+                )
+
+    def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
+        """Compiled whole, with attention that communicates."""
+        from dream_trainer.parallel.compiled_attention import compile_with_shared_attention
+
+        compile_with_shared_attention(
+            block, backend=options["backend"], mode=options["mode"], options=options["options"]
+        )
+        return True
+
+
+class ExpertParallelism(MeshParallelism):
+    """Experts of mixtures divided among ranks that see different data."""
+
+    def split(self, setup: AxisSetup, mesh: DeviceMesh) -> None:
+        """Has the hook divide experts, and shards each rank's part."""
+        super().split(setup, mesh)
+        models = setup.models
+        if not any(setup.world.all_gather_object(bool(modules_of_experts(models.values())))):
+            raise HookError(
+                f"{type(setup.hooks).__name__}.{self.hook} split no experts: each of the {self.value(setup.config)} "
+                "ranks would have all of them. Call split_experts there for each module of stacked weights, or set "
+                f"{self.setting}=1."
+            )
+        if setup.world.data_copies > 1 and setup.world.parameter_mesh is not None:
+            divide_rows(models.values(), setup.world.parameter_mesh["tp"])
+        if setup.config.device_parameters.compile:
+            keep_out_of_graphs(models.values())
+        shard_experts(models, mesh, dict(setup.sharding))
+
+    def connect(self, setup: AxisSetup) -> None:
+        """Mixtures of experts balance them by the loads of all ranks, be they divided or not."""
+        balance = ExpertBalance(setup.models, setup.world, setup.log)
+        if balance:
+            setup.parallel.after_steps.append(balance.update)
+        if setup.world.workers > 1 and (path := balance.first_balanced) is not None:
+            raise ConfigError(
+                f"{path} balances its experts by the loads of all ranks, and workers meet only every "
+                f"{setup.config.local_sgd_parameters.every_n_steps} steps. Use balance_rate=0."
+            )
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Each rank has all experts."""
+        return whole_experts(model)
+
+    def sent_per_token(self, setup: AxisSetup) -> float | None:
+        """If experts are chosen evenly; None for layers of others, whose sizes nobody knows."""
+        models, devices = setup.models.values(), setup.config.device_parameters
+        mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
+        if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
+            return None
+        again = [part for model in models for part in model.modules() if isinstance(part, Recomputed)]
+        computed_again = {part for block in again for part in block.modules()}
+        sent = 0.0
+        for mixture in mixtures:
+            dtype, times = half_dtype(devices) or mixture.experts.gate.dtype, 6 if mixture in computed_again else 4
+            sent += times * mixture.top_k * mixture.router.in_features * dtype.itemsize
+        elsewhere: float = 1 - 1 / devices.expert_parallel
+        n_copies: int = devices.tensor_parallel
+        return sent * elsewhere / n_copies  # ranks that share layers send a part of the rows each
+
+
+PIPELINE = PipelineParallelism(
+    "pipeline parallel",
+    "first of what changes modules: what other ranks hold is gone before anything is done to it",
+    order=10,
+    setting="pipeline_parallel",
+    dimension="pp",
+    mixin="PipelineParallelMixin",
+    hook="apply_pipeline_parallel",
+    other_hooks=("pipeline_stages",),
+    crossing="what each stage gives of each micro-batch, and its gradients; the loss",
+)
+TENSOR = TensorParallelism(
+    "tensor parallel",
+    "before what wraps modules: it names layers as the model's author did",
+    order=20,
+    setting="tensor_parallel",
+    dimension="tp",
+    mixin="TensorParallelMixin",
+    hook="apply_tensor_parallel",
+    advice="Split each model's layers there with parallelize_module.",
+    crossing="activations and their gradients, in each split layer",
+)
+FLOAT8 = Parallelism(
+    "float8",
+    "over layers that are split already, whose parts have the sizes that count",
+    order=30,
+    setting="float8",
+    mixin="Float8Mixin",
+    hook="apply_float8",
+)
+CONTEXT = ContextParallelism(
+    "context parallel",
+    setting="context_parallel",
+    dimension="cp",
+    mixin="ContextParallelMixin",
+    hook="cut_batch",
+    advice="Cut each batch along its sequences there.",
+    crossing="keys and values of each attention, and their gradients",
+)
+EXPERT = ExpertParallelism(
+    "expert parallel",
+    "as tensor parallelism; experts are sharded here, inside of the blocks that are sharded later",
+    order=40,
+    setting="expert_parallel",
+    dimension="ep",
+    is_among_data=True,
+    mixin="ExpertParallelMixin",
+    hook="apply_expert_parallel",
+    crossing="tokens to their experts and back, and their gradients, in each mixture",
+)
+RECOMPUTATION = Parallelism(
+    "activation checkpointing",
+    "inside compilation, so that the compiler sees what is computed twice",
+    order=50,
+    setting="activation_checkpointing",
+    mixin="ActivationCheckpointingMixin",
+    hook="apply_activation_checkpointing",
+)
+COMPILATION = Parallelism(
+    "compile",
+    "before sharding: a sharded block compiles to almost nothing",
+    order=60,
+    setting="compile",
+    mixin="CompileMixin",
+    hook="apply_compile",
+)
+AXES = (PIPELINE, TENSOR, FLOAT8, CONTEXT, EXPERT, RECOMPUTATION, COMPILATION)

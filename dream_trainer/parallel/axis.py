@@ -1,0 +1,189 @@
+"""Parallelism: one way to divide a model's work, as one object. Setup, messages and descriptions go over the list.
+
+A mixin brings its own as `_parallelism`; so does one from another package (docs/extend.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dream_trainer.checks import divisors, refuse, spell
+from dream_trainer.errors import ConfigError
+from dream_trainer.gradient_state import ModelPart
+from dream_trainer.parallel.sharding import keeping_tied_and_frozen
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.world import World
+    from dream_trainer.modules.parameter_marks import ParameterMarks
+    from dream_trainer.parallel.parallel_models import ParallelModels
+
+
+@dataclass(frozen=True)
+class AxisSetup:
+    """What a parallelism sets up."""
+
+    models: Mapping[str, nn.Module]  # by the trainer's attributes
+    config: Any  # the trainer's
+    world: World
+    parallel: ParallelModels
+    hooks: Any  # the trainer's methods that its author may override
+    marks: ParameterMarks  # of parameters, to put back where they were replaced
+    sharding: Mapping[str, Any]  # keyword arguments of `fully_shard`
+    log: Callable[[dict[str, Any]], None] | None  # numbers of the running step; None where nothing is logged
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """One way to divide a model's work among ranks, or to change how its modules compute.
+
+    Attributes:
+        name: What messages and descriptions call it.
+        order: Its place among those that change modules, before these are sharded; None if it changes none. Those of
+            this package: 10 pipeline, 20 tensor, 30 float8, 40 expert parallelism, 50 activation checkpointing, 60
+            compilation.
+        reason: Why it has this place.
+        setting: The field of `device_parameters` that turns it on; "" if `value` asks elsewhere.
+        dimension: The mesh dimension of its ranks; "" if it has none.
+        is_among_data: Whether its ranks are some of those that see different data. They get a mesh of their own, and
+            gradients of what lies on it are sums over them already.
+        mixin: The class that brings it, which messages advise, and if there is one that class of configs.
+        hook: The trainer's method that does it; with the mesh of `dimension`, if it has one, as its argument.
+        advice: What to do where the hook is not overridden; "" if the mixin has a default.
+        other_hooks: Further methods that only the mixin calls.
+        crossing: What crosses its ranks, in words.
+    """
+
+    name: str
+    reason: str = ""
+    order: int | None = None
+    setting: str = ""
+    dimension: str = ""
+    is_among_data: bool = False
+    mixin: str = ""
+    hook: str = ""
+    advice: str = ""
+    other_hooks: tuple[str, ...] = ()
+    crossing: str = ""
+
+    def value(self, config: Any) -> Any:
+        """What the config asks for: a number of ranks where there is a dimension; 1, False and "none" are off."""
+        return vars(config.device_parameters)[self.setting]
+
+    def is_on(self, config: Any) -> bool:
+        value = self.value(config)
+        return value is True or value not in (1, False, "none")
+
+    def validate(self, trainer_class: type, config: Any) -> None:
+        """Called where it is on, before launch. `trainer_class` may lack the mixin that brings this.
+
+        Raises:
+            ConfigError: The class cannot do what the config asks for.
+        """
+        bringer = next((part for part in trainer_class.__mro__ if vars(part).get("_parallelism") == self), None)
+        asked = f"{self.setting}={self.value(config)!r}, but {trainer_class.__name__}"
+        leave = f"Or leave it at {getattr(type(config.device_parameters), self.setting, 1)!r}."
+        if bringer is None:
+            raise ConfigError(f"{asked} has no {self.mixin}. Add it to the trainer's bases. {leave}")
+        if self.advice and getattr(trainer_class, self.hook) is vars(bringer)[self.hook]:
+            raise ConfigError(f"{asked} does not override {self.hook}. {self.advice} {leave}")
+
+    def apply(self, setup: AxisSetup) -> None:
+        """Changes the models, which are on meta; called where it is on. Default: the hook does it."""
+        getattr(setup.hooks, self.hook)()
+
+    def connect(self, setup: AxisSetup) -> None:
+        """The models are real; called whether it is on or not."""
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, each rank has the weights that it lacks of `model`, and forwards do not communicate. No gradients."""
+        return nullcontext()
+
+    def compile_options(self, config: Any, world: World | None) -> dict[str, Any]:
+        """Arguments of `nn.Module.compile` that are to differ from the config's, where it is on."""
+        return {}
+
+    def refuse_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Raises ConfigError if it cannot have these compiled one by one."""
+
+    def prepare_block(self, block: nn.Module) -> None:
+        """Before `block` is compiled, where it is on."""
+
+    def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
+        """Whether it has compiled `block` in its own way, where it is on."""
+        return False
+
+    def sent_per_token(self, setup: AxisSetup) -> float | None:
+        """Bytes that a rank sends for each of its tokens, there and back; None if it cannot be told."""
+        return None
+
+    def sent_per_batch(self, setup: AxisSetup) -> float | None:
+        """Bytes that a rank sends for each of its batches; None if it cannot be told."""
+        return None
+
+
+class MeshParallelism(Parallelism):
+    """One whose ranks have parts of the models' parameters: its hook splits them over the mesh."""
+
+    def apply(self, setup: AxisSetup) -> None:
+        """Has the hook split parameters; what was tied, frozen or marked before is so after it."""
+        mesh = self.mesh(setup)
+        with keeping_tied_and_frozen(setup.models):
+            self.split(setup, mesh)
+        setup.marks.put_back(setup.models)
+
+    def split(self, setup: AxisSetup, mesh: DeviceMesh) -> None:
+        """Default: calls the hook with the mesh of one dimension."""
+        getattr(setup.hooks, self.hook)(mesh[self.dimension])
+
+    def mesh(self, setup: AxisSetup) -> DeviceMesh:
+        """The parameters' mesh; laid anew, with the dimension in it, for ranks that see different data."""
+        if not self.is_among_data:
+            assert setup.world.parameter_mesh is not None  # there are several ranks
+            return setup.world.parameter_mesh
+        degree = self.value(setup.config)
+        mesh = lay_mesh_among_data(setup.world, self.dimension, degree)
+        copies = ranks_with_one_part(setup.world, mesh)
+        setup.parallel.gradients.parts[self.dimension] = ModelPart(copies, degree / setup.world.data_copies)
+        return mesh
+
+
+def shape_among_data(replicate: int, shard: int, degree: int) -> tuple[int, int, int]:
+    """Sizes of (dp_replicate, dp_shard, the dimension): shards are cut first, and copies where nothing is sharded."""
+    return (replicate, shard // degree, degree) if shard > 1 else (replicate // degree, 1, degree)
+
+
+def lay_mesh_among_data(world: World, dimension: str, degree: int) -> DeviceMesh:
+    """A mesh whose last dimension has neighbours of those ranks that see different data; every rank calls it."""
+    _, copies, shards, *_ = world.parameter_shape
+    n_ranks = shards if shards > 1 else copies
+    refuse(
+        n_ranks % degree,
+        f"{degree} ranks of {dimension} do not divide the {n_ranks} of {'dp_shard' if shards > 1 else 'dp_replicate'}, "
+        f"among which they are. Use {spell(divisors(n_ranks))}.",
+    )
+    shape = shape_among_data(copies, shards, degree)
+    ranks = torch.arange(world.world_size).view(world.stages, *shape, world.mesh_shape.tp)
+    ranks = ranks.movedim(-1, 2).flatten(1, 2)
+    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=("pp", "dp_replicate", "dp_shard", dimension))
+    world.further_groups.extend(mesh.get_all_groups())  # so that they take its time-outs
+    return mesh
+
+
+def ranks_with_one_part(world: World, mesh: DeviceMesh) -> ProcessGroup | None:
+    """The ranks that have the same place as this one in the last dimension of `mesh`; None if there are no others."""
+    if mesh["dp_shard"].size() == 1:
+        copies = mesh["dp_replicate"]
+        return copies.get_group() if copies.size() > 1 else None
+    groups = mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)
+    group = cast("ProcessGroup", dist.new_subgroups_by_enumeration(groups.tolist())[0])
+    world.further_groups.append(group)
+    return group
