@@ -16,14 +16,16 @@ class OwnTime:
         is_wanted: Whether there is another rank to compare with; without one nobody need tell it of windows.
         seconds: Of own work, in all windows.
         windows: Number of windows.
+        waited: Seconds between `enter_collective` and `leave_collective`.
     """
 
-    __slots__ = ("_began", "_left", "is_wanted", "seconds", "windows")
+    __slots__ = ("_began", "_left", "is_wanted", "seconds", "waited", "windows")
 
     def __init__(self) -> None:
         self.is_wanted = False
         self.seconds = 0.0
         self.windows = 0
+        self.waited = 0.0
         self._began = self._left = 0.0
 
     def begin_window(self) -> None:
@@ -41,4 +43,6 @@ class OwnTime:
 
     def leave_collective(self) -> None:
         """It has met them."""
-        self._began += perf_counter() - self._left
+        waited = perf_counter() - self._left
+        self.waited += waited
+        self._began += waited

@@ -108,7 +108,7 @@ _NAMES = {
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
     "dream_trainer.parallel.axes": "AXES",
-    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism shape_among_data",
+    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -162,6 +162,7 @@ _NAMES = {
     "dream_trainer.trainer.abstract": "AbstractTrainer",
     "dream_trainer.trainer.base": "BaseTrainer",
     "dream_trainer.trainer.mixin_hooks": "MixinHooks",
+    "dream_trainer.trainer.receipt": "Start receipt",
     "dream_trainer.trainer.mixins.pipeline_parallel": "refuse_short_batches",
     "dream_trainer.trainer.describe": "mesh_lines step_traffic",
     "dream_trainer.parallel.equal_parts": "EqualParts",

@@ -2122,14 +2122,14 @@ MUTANTS = [
     ),
     Mutant(
         "a base that nobody loaded passed over",
-        "dream_trainer/trainer/unloaded_base.py",
+        "dream_trainer/weights/unloaded_base.py",
         "2 * drawn > total",
         "drawn > total",
         "tests/trainer/test_unloaded_base.py -k numbers",
     ),
     Mutant(
         "weights copied by hand taken for drawn",
-        "dream_trainer/trainer/unloaded_base.py",
+        "dream_trainer/weights/unloaded_base.py",
         "torch.equal(_some_of(parameter), self._drawn[name])",
         "parameter.shape is not None",
         "tests/trainer/test_unloaded_base.py -k no_fault",

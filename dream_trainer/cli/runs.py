@@ -206,6 +206,7 @@ class RunShow:
     """Print JSON: the run's whole record and config."""
 
     def run(self) -> int:
+        from dream_trainer.trainer.receipt import PARTS, receipt
         from dream_trainer.trainer.run_record import read_run, run_directories
 
         path = self.run_path
@@ -235,6 +236,10 @@ class RunShow:
             "command": " ".join(record.argv),
         }
         print_table(str(path), [], [[name, str(value)] for name, value in rows.items() if value])
+        if (told := receipt(record.times)) is not None:
+            parts = [(words, told.seconds[name]) for name, words in PARTS.items() if told.seconds[name] > 0]
+            cells = [[words, format_duration(seconds), f"{seconds / told.total:.1%}"] for words, seconds in parts]
+            print_table(f"time: goodput {told.goodput:.1%}", ["part", "time", "share"], cells)
         if record.error:
             print(record.error, end="")
         return 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self, get_type_hints
@@ -438,6 +439,7 @@ class BaseTrainer(AbstractTrainer):
         self.settle()
         self._land(is_last=False)
         coordinator, loaders = runtime.coordinator, runtime.data.validation
+        began = time.monotonic()
         while True:
             try:
                 metrics = validate(runtime, loaders, schedule.validation_batches, coordinator)
@@ -452,6 +454,7 @@ class BaseTrainer(AbstractTrainer):
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
                 if stopped:
                     return False
+        runtime.window.validation_seconds += time.monotonic() - began
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         schedule.validated()
         self._validated(metrics)

@@ -88,3 +88,4 @@ class WindowState:
     epoch_ends: bool = False  # whether the epoch ends with it
     validates: bool = False  # whether a validation follows it
     local_batches: int = 0  # training batches processed since this process started
+    validation_seconds: float = 0.0  # of validations in this process

@@ -150,7 +150,11 @@ def _crossing(runtime: Runtime, dimension: str) -> str:
             return f"weights of {whole}, gathered {gathered}; gradients of {gradients}, {often}"
         case _:
             axes = runtime.parallel.active_axes(runtime.config)
-            return next(axis.crossing for axis in axes if axis.dimension == dimension)
+            crossing = next(axis.crossing for axis in axes if axis.dimension == dimension)
+            if getattr(runtime.world.parameter_shape, dimension) > 1:
+                return crossing
+            of_parameters = "weights and gradients of shards" if shards > 1 else f"gradients of {of_trained}"
+            return f"{crossing}; {of_parameters}, as between other ranks"
 
 
 def _here(parameters: Sequence[nn.Parameter]) -> int:

@@ -6,6 +6,7 @@ RunRecorder writes it; `dream-trainer runs` reads it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -13,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from dream_trainer.best_value import is_better
-from dream_trainer.checkpoint.files import step_directories
+from dream_trainer.checkpoint.files import named_step, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, is_checkpoint, read_manifest
 from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.checks import listed
@@ -31,11 +32,14 @@ from dream_trainer.distributed.job_store import job_store
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
+from dream_trainer.trainer.receipt import Start, process_began, receipt
 from dream_trainer.version import __version__
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.runtime import Runtime
 
+
+logger = logging.getLogger("dream_trainer")
 
 RECORD_NAME = "run.json"
 CONFIG_NAME = "config.json"
@@ -62,6 +66,8 @@ class RunRecord:
     started: float = 0.0  # when it was first started, in seconds since 1970
     seen: float = 0.0  # when this was written
     starts: int = 0  # how often training was started or went on in a new process
+    times: list[dict[str, Any]] = field(default_factory=list)
+    """Of each of these starts what its time went to (trainer/receipt.py)."""
     step: int = 0  # optimizer steps completed
     epoch: int = 0
     samples: int = 0  # samples consumed by all ranks
@@ -245,10 +251,16 @@ LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are k
 
 
 class RunRecorder:
+    _made_here: ClassVar[bool] = False  # whether a trainer was made before in this process, which began for that one
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._record: RunRecord | None = None
         self._made = time.time()
+        self._is_first_here = not RunRecorder._made_here
+        RunRecorder._made_here = True
+        self._times: list[dict[str, Any]] = []  # of the starts before this one
+        self._start: Start | None = None
         self._has_directory = self._is_new = False
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
@@ -271,6 +283,8 @@ class RunRecorder:
     def _is_set_up(self) -> None:
         self._has_directory = True  # claimed, if the trainer claims one
         runtime = self._runtime
+        if runtime.world.is_main and runtime.coordinator.trains:
+            self._times = _times_so_far(runtime.run_dir)  # a resume drops the end of the log
         if runtime.world.is_main and runtime.coordinator.trains and read_record(runtime.run_dir) is None:
             self._is_new = not (runtime.run_dir / CONFIG_NAME).exists()
             self._write_config()  # of a run that was there before, only once it has resumed
@@ -280,7 +294,7 @@ class RunRecorder:
         self._write_config()
         before = read_record(runtime.run_dir)
         if before is None or (before.step > 0 and runtime.progress.global_step == 0):
-            before = RunRecord(started=now, starts=0)
+            before, self._times = RunRecord(started=now, starts=0), []
         is_new_process = self._record is None
         code = _own_code() if self._record is None else self._record.code
         self._record = RunRecord(
@@ -298,6 +312,10 @@ class RunRecorder:
             versions={"torch": torch.__version__, "dream_trainer": __version__},
             code=code,
         )
+        if self._start is None:
+            began = process_began() if self._is_first_here else self._made
+            step = runtime.progress.global_step
+            self._start = Start(began=began, trained_from=now, seen=now, first_step=step, last_step=step)
         if is_new_process and runtime.progress.global_step > 0:
             self._say_what_code_changed(before.code, code)
         self._write("running")
@@ -335,6 +353,8 @@ class RunRecorder:
 
     def _saved(self, path: Path) -> None:
         if self._record is not None:
+            if self._start is not None and (step := named_step(path)) is not None:
+                self._start.mark(step, time.time())
             self._write(self._record.state, self._record.why)
 
     def nothing_to_train(self, because: str) -> None:
@@ -360,6 +380,8 @@ class RunRecorder:
             self._write("stopped", coordinator.stopped_because)
         else:
             self._write("finished")
+        if self._record is not None and (told := receipt(self._record.times)) is not None:
+            logger.info("%s", told.words())
 
     def _failed(self, exc: BaseException) -> None:
         """Any rank may fail, and rank 0 may not live to hear of it."""
@@ -406,7 +428,16 @@ class RunRecorder:
         record.state, record.why, record.seen = state, why, time.time()
         record.step, record.epoch, record.samples = progress.global_step, progress.current_epoch, progress.samples_seen
         record.seconds = progress.elapsed_seconds
+        if self._start is not None:  # on rank 0, once it has begun to train
+            record.times = [*self._times, self._time_of(self._start, record.seen)]
         self._guarded(lambda: write_record(self._runtime.run_dir, record))
+
+    def _time_of(self, start: Start, now: float) -> dict[str, Any]:
+        runtime = self._runtime
+        start.seen, start.last_step = now, runtime.progress.global_step
+        start.validation, start.saving = runtime.window.validation_seconds, runtime.saver.seconds
+        start.data, start.ranks = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time.waited
+        return start.plain()
 
     def _write_config(self) -> None:
         def write() -> None:
@@ -423,6 +454,17 @@ class RunRecorder:
             write()
         except (OSError, ConfigError) as error:
             self._runtime.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")
+
+
+def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
+    """What went before in the run; its last start may have died, and left no more than lines in the log."""
+    record = read_record(run_dir)
+    if record is None or not record.times:
+        return []
+    last = Start.of(record.times[-1])
+    _follow_log(record, run_dir / LOG_NAME)
+    last.seen, last.last_step = max(last.seen, record.seen), max(last.last_step, record.step)
+    return [*record.times[:-1], last.plain()]
 
 
 def _gone(world_size: int) -> dict[int, str]:

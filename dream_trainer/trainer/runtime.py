@@ -24,7 +24,7 @@ from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.state_registry import StateRegistry
-from dream_trainer.trainer.unloaded_base import UnloadedBases
+from dream_trainer.weights.unloaded_base import UnloadedBases
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.watchdog import Watchdog

@@ -73,7 +73,8 @@ def _launch_and_set_up(runtime: Runtime) -> None:
     seed_everything(hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank))
     session.is_resumed = True
     runtime.hooks._resume()
-    runtime.unloaded_bases.warn(runtime.registry, runtime.warn_once)
+    registry = runtime.registry
+    runtime.unloaded_bases.warn(registry.models(), registry.optimizers().values(), runtime.warn_once)
 
 
 def go_on(runtime: Runtime) -> None:

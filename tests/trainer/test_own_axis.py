@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, HookError
+from tests.api import ConfigError, DistributedDataLoader, HookError, lay_mesh_among_data
 from tests.trainer.arithmetic import full, same_bits, step_by_hand
 from tests.trainer.rows_axis import RowsConfig, RowsMixin, Table
 from tests.trainer.small import run_config
@@ -182,12 +182,17 @@ def test_a_run_goes_on_to_the_bit_on_its_ranks_and_within_rounding_on_one() -> N
         torch.testing.assert_close(alone["state"][name], value, rtol=1e-10, atol=1e-10)
 
 
-def test_ranks_that_do_not_divide_the_world_are_refused_on_all(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="{0: 1, 1: 1}"):
-        run_world(train, 2, [config_of(3)])
-    assert (
-        "3 ranks of rows do not divide the 2 of dp_shard, among which they are. Use 1 or 2." in capfd.readouterr().err
-    )
+def lay_three() -> str:
+    with Trained(config_of(1)) as trainer:
+        trainer.launch_and_resume()
+        with pytest.raises(ConfigError) as raised:
+            lay_mesh_among_data(trainer.world, "rows", 3)
+    return str(raised.value)
+
+
+def test_ranks_that_do_not_divide_the_world_are_refused_on_all() -> None:
+    said = "3 ranks of rows do not divide the 2 of dp_shard, among which they are. Use 1 or 2."
+    assert run_world(lay_three, 2) == [said, said]
 
 
 def test_without_its_mixin_a_hook_of_an_axis_is_refused() -> None:

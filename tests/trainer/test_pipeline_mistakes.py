@@ -240,7 +240,7 @@ class Other(Trained):
 
 MISTAKES = {
     "elsewhere": "the step asked for 'weight' of None ('NoneType' object has no attribute 'weight') under pipeline_par",
-    "groups": "one parameter, of which stages of the pipeline have copies, and embedding.weight is in group 0 of optim",
+    "groups": "one parameter, of which several stages have copies, and embedding.weight is in group 0 of optim",
     "of nothing": "configure_optimizers failed (optimizer got an empty parameter list): each rank has the layers of",
     "microbatches": "microbatches=1 is less than pipeline_parallel=2",
     "unfrozen": "what stage 0 of self.model gives needs gradients, and did not in the first batch of this shape",

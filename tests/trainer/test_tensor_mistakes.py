@@ -117,4 +117,4 @@ def of_two_dtypes() -> nn.Module:
 )
 def test_weights_that_no_block_can_hold_are_refused_by_their_names(make: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        shard_by_blocks(make(), [], {}, {})
+        shard_by_blocks(make(), [], {}, {}, is_cut=False, is_part=lambda _: False)

@@ -42,9 +42,9 @@ from dream_trainer.trainer.model_setup import (
 )
 from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned
-from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import parallelisms_of
 from dream_trainer.weights.first_values import forget_first_values, remember_first_values
+from dream_trainer.weights.unloaded_base import UnloadedBases, frozen_draws
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -5,8 +5,7 @@ Whatever fills a base, its values are looked at afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.meta.realize import plain_name
 from dream_trainer.meta.tape import Tape
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.registry import Registry
 
 _LOOKED_AT = 8
 
@@ -33,13 +29,18 @@ class UnloadedBases:
         models = models or {}
         self._drawn = {name: _some_of(parameter) for name, parameter in _parameters(models) if name in drawn}
 
-    def warn(self, registry: Registry, warn_once: Callable[[str, str], None]) -> None:
+    def warn(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        warn_once: Callable[[str, str], None],
+    ) -> None:
         """Warns of each model that is mostly frozen as it was drawn, and trains the rest; once the resume is over."""
         if not self._drawn:
             return
-        groups = [group for optimizer in registry.optimizers().values() for group in optimizer.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         stepped = {id(parameter) for group in groups for parameter in group["params"]}  # may be thawed later
-        for model_name, model in registry.models().items():
+        for model_name, model in models.items():
             trained = drawn = total = 0
             for name, parameter in _parameters({model_name: model}):
                 total += parameter.numel()
