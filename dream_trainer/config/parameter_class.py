@@ -96,7 +96,8 @@ def declaring(cls: type, name: str) -> list[type]:
 
 
 def is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("dream_trainer.")
+    """Whether a class is the framework's and not a user's; recipes are written as users' classes are."""
+    return cls.__module__.startswith("dream_trainer.") and not cls.__module__.startswith("dream_trainer.recipes.")
 
 
 def own_annotations(cls: type) -> dict[str, Any]:
