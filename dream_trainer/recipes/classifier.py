@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 import dream_trainer as dt
 
@@ -64,8 +65,14 @@ class Classifier(dt.DreamTrainer):
         )
 
     def loader(self, dataset: Any, batch_size: int, *, is_train: bool) -> Any:
-        """A loader over one of the two that `datasets` returned; override it to collate."""
-        return dt.data.DistributedDataLoader(dataset, batch_size, shuffle=is_train, drop_last=is_train)
+        """A loader over one of the two that `datasets` returned."""
+        return dt.data.DistributedDataLoader(
+            dataset, batch_size, shuffle=is_train, drop_last=is_train, collate_fn=self.collate
+        )
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Samples as a batch; override it to pad."""
+        return default_collate(samples)
 
     def configure_optimizers(self) -> None:
         self.optimizers = dt.build_optimizers(self.config.optimizer, self.model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import dream_trainer as dt
@@ -37,10 +38,12 @@ class SupervisedFineTuning(LanguageModel):
     else:
         config: SupervisedFineTuningConfig
 
-    def pre_configure(self) -> None:
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the data, for transformers."""
         from transformers import AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.config.tokenizer or self.config.pretrained)
+        return AutoTokenizer.from_pretrained(self.config.tokenizer or self.config.pretrained)
 
     def encode(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Tokens of a line's prompt and answer, and how much predicting each counts.

@@ -77,11 +77,10 @@ class LanguageModel(dt.DreamTrainer):
 
     def documents(self) -> tuple[Any, Any]:
         """Training and validation documents in their order; None validates nothing. Override it for mixtures."""
-        train, val = self.config.train_data, self.config.val_data
-        return (
-            dt.data.Mixture({"train": self.source(train)}, max_epochs={"train": 1}),
-            None if val is None else dt.data.Mixture({"val": self.source(val)}, max_epochs={"val": 1}),
-        )
+        paths = {"train": self.config.train_data, "val": self.config.val_data}
+        sources = {name: self.source(path) for name, path in paths.items() if path is not None}
+        mixtures = {name: dt.data.Mixture({name: one}, max_epochs={name: 1}) for name, one in sources.items()}
+        return mixtures["train"], mixtures.get("val")
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         sizes, (train, val) = self.config.training_parameters, self.documents()
@@ -125,7 +124,8 @@ class LanguageModel(dt.DreamTrainer):
         return {"loss": loss}, count
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
-        self.log("val/perplexity", torch.tensor(metrics["val/loss"]).exp())
+        if "val/loss" in metrics:
+            self.log("val/perplexity", torch.tensor(metrics["val/loss"]).exp())
 
     @torch.no_grad()
     def generate(self, prompt: Sequence[int], length: int, *, temperature: float = 1.0, seed: int = 0) -> list[int]:
