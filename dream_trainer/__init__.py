@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         loggers as loggers,
         modules as modules,
         optim as optim,
+        recipes as recipes,
         simple as simple,
     )
     from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import PurePath
+from typing import TypeVar
 
 from dream_trainer.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 
 def check_integer(name: str, value: object, *, minimum: int, hint: str = "") -> None:
@@ -111,6 +114,20 @@ def refuse(condition: object, message: str, kind: type[Exception] = ConfigError)
     """Raises an error of `kind` if `condition` holds."""
     if condition:
         raise kind(message)
+
+
+def all_of(checks: Iterable[Callable[[], T]]) -> list[T]:
+    """What each of `checks` returns; the ConfigErrors that they raise come as one error, which lists them."""
+    results, errors = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        lines = [f"{len(errors)} errors in the config:", *(f"- {error}" for error in errors)]
+        raise errors[0] if len(errors) == 1 else ConfigError("\n".join(lines))
+    return results
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -41,7 +41,7 @@ def main() -> None:
         batch_size=32,
         epochs=15,
         monitor="val/accuracy",
-        callbacks=[EarlyStopping("val/accuracy", patience=3)],
+        callbacks=[EarlyStopping(patience=3)],
         name="examples/simple/simple",
     ) as trainer:
         trainer.fit()

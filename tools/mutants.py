@@ -883,7 +883,7 @@ MUTANTS = [
     Mutant(
         "mixins' config fields not checked",
         "dream_trainer/trainer/user_class/class_checks.py",
-        "    _check_config_classes(cls, config)\n",
+        "partial(_check_config_classes, cls, config), ",
         "",
         "tests/trainer/test_mixins.py",
     ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dream_trainer.best_value import mode_of
 from dream_trainer.checks import check_between, check_name, refuse
+from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
@@ -32,9 +33,10 @@ class EarlyStopping(Callback):
     one's checkpoint has all its patience. Sanity validations and `evaluate` do not count.
 
     Args:
-        metric: Name of a validation metric, as it is logged.
-        mode: Whether lower ("min") or higher ("max") is better; None asks the metric: its torchmetrics object, else its
-            name, such as "val/loss" or "val/accuracy".
+        metric: Name of a validation metric, as it is logged; None: `best_metric` of the config's checkpoint_parameters,
+            else "val/loss".
+        mode: Whether lower ("min") or higher ("max") is better; None: `best_mode`, if the metric is `best_metric`, else
+            what the metric says: its torchmetrics object, or its name, such as "val/loss" or "val/accuracy".
         patience: Validations without an improvement that end the run; at least 1.
         min_delta: What a value must be better by; not negative, in the metric's unit.
 
@@ -47,7 +49,7 @@ class EarlyStopping(Callback):
             `metric` are better; in training, if `metric` is not among the validation's.
     """
 
-    metric: Annotated[str, partial(check_name, example="val/loss")] = "val/loss"
+    metric: Annotated[str, partial(check_name, example="val/loss")] | None = None
     _: KW_ONLY
     mode: Literal["min", "max"] | None = None
     patience: PositiveInt = 3
@@ -55,20 +57,24 @@ class EarlyStopping(Callback):
 
     def __post_init__(self) -> None:
         check_fields(self, EarlyStopping)
-        self._known_mode = self.mode
+        self._known_mode: Literal["min", "max"] | None = self.mode
         self.best: float | None = None
         self.validations_without_improvement = 0
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
+        config = trainer.config
+        kept = config.checkpoint_parameters if isinstance(config, CheckpointConfigMixin) else CheckpointParameters()
+        self._known_metric = self.metric or kept.best_metric or "val/loss"
+        self._known_mode = self.mode or (kept.best_mode if self._known_metric == kept.best_metric else None)
         self.best, self.validations_without_improvement = None, 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         lacking = _what_validation_lacks(trainer)
-        refuse(lacking is not None, f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
+        refuse(lacking is not None, f"EarlyStopping({self._known_metric!r}) has no validation to go by: {lacking}")
         self._known_mode = mode_of(
-            self.metric,
-            self.mode,
-            higher_is_better=higher_is_better(trainer.named_metrics(), self.metric),
+            self._known_metric,
+            self._known_mode,
+            higher_is_better=higher_is_better(trainer.named_metrics(), self._known_metric),
             named_by="EarlyStopping's metric",
             set_by="mode",
         )
@@ -84,14 +90,14 @@ class EarlyStopping(Callback):
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         if trainer.is_evaluating:  # on whatever data
             return
-        if self.metric not in metrics:
+        if self._known_metric not in metrics:
             raise ConfigError(
-                f"EarlyStopping goes by {self.metric!r}, which is not among the validation's metrics. "
+                f"EarlyStopping goes by {self._known_metric!r}, which is not among the validation's metrics. "
                 f"Use one of {sorted(metrics)}."
             )
         if trainer.is_sanity_validation:
             return
-        value = metrics[self.metric]
+        value = metrics[self._known_metric]
         if self._is_improvement(value):
             self.best, self.validations_without_improvement = value, 0
             return
@@ -123,10 +129,10 @@ class EarlyStopping(Callback):
         if self._is_due():
             count = self.validations_without_improvement
             if self.best is None:
-                trainer.request_stop(f"{self.metric} was NaN in each of {count} validations")
+                trainer.request_stop(f"{self._known_metric} was NaN in each of {count} validations")
             else:
                 best = format_number(self.best)
-                trainer.request_stop(f"{self.metric} was not better than {best} in {count} validations")
+                trainer.request_stop(f"{self._known_metric} was not better than {best} in {count} validations")
 
 
 def _what_validation_lacks(trainer: AbstractTrainer) -> str | None:

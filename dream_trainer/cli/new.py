@@ -15,8 +15,8 @@ from dream_trainer.errors import ConfigError
 Template = Literal["image", "text", "gan", "diffusion", "ppo", "contrastive", "gpt"]
 
 EXAMPLES: dict[Template, tuple[str, ...]] = {
-    "image": ("image_classification.py",),
-    "text": ("text_classification.py",),
+    "image": ("image_classification.py", "pictures.py"),
+    "text": ("text_classification.py", "packages.py", "pictures.py"),
     "gan": ("gan.py",),
     "diffusion": ("diffusion.py",),
     "ppo": ("ppo.py",),

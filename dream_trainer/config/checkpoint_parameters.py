@@ -113,7 +113,8 @@ class CheckpointParameters:
     keep_best: PositiveInt | None = None
     """Best checkpoints to keep, by `best_metric`."""
     best_metric: str | None = None
-    """Name of a validation metric, such as "val/loss". NaN is never best. One that the first validation does not give
+    """Name of a validation metric, such as "val/loss", which `load_best`, `trainer.best` and EarlyStopping go by too.
+    NaN is never best. One that the first validation does not give
     is an error there, or before the first step if no validation could give it."""
     best_mode: Mode | None = None
     """Whether the smallest ("min") or the largest ("max") value is best. None asks the metric: its torchmetrics object,

@@ -9,11 +9,12 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from dream_trainer.checks import did_you_mean, refuse
+from dream_trainer.checks import all_of, did_you_mean, refuse
 from dream_trainer.config.parameter_class import members, with_new_names
 from dream_trainer.config.serialize import structure
 from dream_trainer.config.trainer_config import BaseTrainerConfig
@@ -173,13 +174,14 @@ def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file
 def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], place: str = "") -> Any:
     """A dataclass with `changes`, of files, and `given`, which are not plain; all else is as in `start`."""
     cls = _class_of(start)
-    values = dict(given)
+    asked: dict[str, Callable[[], Any]] = {}
     for f in fields(cls):
         dotted = f"{place}{f.name}"
         if dotted in changes:
-            values[f.name] = _value(changes[dotted], field_types(cls)[f.name], dotted)
+            asked[f.name] = partial(_value, changes[dotted], field_types(cls)[f.name], dotted)
         elif f"{dotted}." in changes:
-            values[f.name] = _changed(section_of(start, f), changes, {}, f"{dotted}.")
+            asked[f.name] = partial(_changed, section_of(start, f), changes, {}, f"{dotted}.")
+    values = {**given, **dict(zip(asked, all_of(asked.values()), strict=True))}
     if start is cls and (missing := [f"{place}{name}" for name in required_fields(cls) if name not in values]):
         raise ConfigError(f"no file sets {', '.join(missing)}, which {cls.__name__} has no default for.")
     try:

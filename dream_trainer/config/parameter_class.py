@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from dream_trainer.checks import (
+    all_of,
     check_boolean,
     check_choice,
     check_directory,
@@ -22,6 +23,7 @@ from dream_trainer.checks import (
     check_positive,
     check_string,
     did_you_mean,
+    refuse,
     spell,
 )
 from dream_trainer.errors import ConfigError
@@ -67,10 +69,9 @@ def parameters(cls: type[T]) -> type[T]:
 
 
 def check_fields(instance: object, cls: type) -> None:
-    """Raises ConfigError for the first field of the dataclass `cls` whose value in `instance` its type excludes."""
+    """Raises ConfigError for the fields of the dataclass `cls` whose values in `instance` their types exclude."""
     types = _types(cls)
-    for f in fields(cls):
-        _check(f.name, getattr(instance, f.name), types[f.name])
+    all_of(partial(_check, f.name, getattr(instance, f.name), types[f.name]) for f in fields(cls))
 
 
 def with_new_names(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +97,8 @@ def declaring(cls: type, name: str) -> list[type]:
 
 
 def is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("dream_trainer.")
+    """Whether a class is the framework's and not a user's; recipes are written as users' classes are."""
+    return cls.__module__.startswith("dream_trainer.") and not cls.__module__.startswith("dream_trainer.recipes.")
 
 
 def own_annotations(cls: type) -> dict[str, Any]:
@@ -142,9 +144,10 @@ def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
     elif is_dataclass(kind):
         check_instance(name, value, kind)  # type: ignore[arg-type]
     elif origin in (Mapping, dict):
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise ConfigError(f"{name}={value!r} is not a dict with strings as keys. Use {name}={{'name': ...}}.{hint}")
-        for key, item in value.items():
+        items = value.items() if isinstance(value, Mapping) else [(None, None)]
+        is_wrong = not all(isinstance(key, str) for key, _ in items)
+        refuse(is_wrong, f"{name}={value!r} is not a dict with strings as keys. Use {name}={{'name': ...}}.{hint}")
+        for key, item in items:
             _check(f"{name}[{key!r}]", item, arguments[1])
 
 

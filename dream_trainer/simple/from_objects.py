@@ -177,7 +177,8 @@ class Trainer:
             training_parameters=limits,
             device_parameters=DeviceParameters(device=device, dp_shard=1) if isinstance(device, str) else device,
             eval_parameters=EvalParameters(best_metrics={self._metric: self._mode} if self._metric else {}),
-            checkpoint_parameters=checkpoints or _default_checkpoints(name, self._metric, self._mode),
+            checkpoint_parameters=checkpoints
+            or _default_checkpoints(name, self._metric if name or monitor else "", self._mode),
             logger_parameters=loggers or LoggerParameters(loggers=("jsonl",) if name else ()),
             callbacks=[self._epochs, *(one for one in callbacks if isinstance(one, Callback))],
         )
@@ -328,11 +329,12 @@ def _monitored(
 
 
 def _default_checkpoints(name: str | None, metric: str, mode: Mode) -> CheckpointParameters:
+    best: dict[str, Any] = {"best_metric": metric, "best_mode": mode} if metric else {}
     if not name:
-        return CheckpointParameters(save_every_n_epochs=None, save_at_end=False, save_on_exception=False)
+        return CheckpointParameters(save_every_n_epochs=None, save_at_end=False, save_on_exception=False, **best)
     if not metric:
         return CheckpointParameters(keep_last=1)
-    return CheckpointParameters(keep_last=1, keep_best=1, save_on_best=True, best_metric=metric, best_mode=mode)
+    return CheckpointParameters(keep_last=1, keep_best=1, save_on_best=True, **best)
 
 
 def _scratch_directory() -> Path:

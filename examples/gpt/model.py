@@ -119,19 +119,3 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, self.cos[:time], self.sin[:time], mask)
         return self.head(self.norm(x))
-
-
-@torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, length: int, *, window: int, device: torch.device) -> bytes:
-    """Continues `prompt` by `length` bytes, drawn at temperature 0.8.
-
-    A sharded model gathers its weights in each forward, so every rank must call this together. All draw from the same
-    seed on the CPU and so choose the same bytes.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.tensor(list(prompt), device=device).unsqueeze(0)
-    for _ in range(length):
-        logits = model(tokens[:, -window:])[0, -1].float().cpu()
-        drawn = torch.multinomial(torch.softmax(logits / 0.8, dim=-1), 1, generator=generator)
-        tokens = torch.cat((tokens, drawn.to(device).unsqueeze(0)), dim=1)
-    return bytes(tokens[0].tolist())

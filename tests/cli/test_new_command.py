@@ -53,7 +53,7 @@ def test_a_project_is_the_example_under_its_own_name(
 
 def test_a_project_trains(tmp_path: Path) -> None:
     assert main(["new", "mine", "--from", "gpt"]) == 0
-    sizes = "--model.n-layers 2 --model.n-heads 2 --model.dim 16 --model.window 32 --sample-bytes 8 --warmup-steps 2"
+    sizes = "--model.n-layers 2 --model.n-heads 2 --model.dim 16 --model.window 32 --sample-bytes 8"
     arguments = f"{sizes} --training-parameters.max-steps 2 --device-parameters.device cpu".split()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     line = [sys.executable, "train.py", *arguments]

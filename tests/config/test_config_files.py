@@ -228,3 +228,14 @@ def test_yaml_says_what_its_text_says() -> None:
         "merged": {"a": 1, "b": 2},
     }
     assert repr(found) == repr(same)
+
+
+def test_errors_in_several_sections_of_a_file_come_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: x\ntraining: {n_epochs: -1}\nlogger: {log_every_n_steps: 0, strict: false}\n")
+    with pytest.raises(ConfigError) as caught:
+        dt.load_config(dt.DreamTrainerConfig(experiment="one"), file)
+    text = str(caught.value)
+    assert text.startswith("3 errors in the config:\n- ")
+    for name in ("seed", "n_epochs", "log_every_n_steps"):
+        assert name in text

@@ -42,3 +42,11 @@ def test_sizes_that_do_not_divide_are_answered_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         accumulation_steps(TrainingParameters(global_batch_size=total), batch_size, dp_size)
+
+
+def test_errors_in_several_fields_come_as_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainingParameters(n_epochs=-1, val_batch_size=0, train_batch_size=8)
+    first, *others = str(caught.value).splitlines()
+    assert first == "2 errors in the config:"
+    assert [line.split("=")[0] for line in others] == ["- n_epochs", "- val_batch_size"]

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ def run_here(name: str, *arguments: str, cwd: Path) -> None:
         patch.syspath_prepend(str(ROOT / "examples"))
         patch.setattr(sys, "argv", [name, *arguments])
         importlib.import_module(name).main()
-    for module in {"lora", "dpo"} - before:
+    for module in {"lora", "dpo", "pictures"} - before:
         sys.modules.pop(module, None)
 
 
@@ -69,8 +70,8 @@ def test_peft_and_transformers_load_what_lora_wrote(base: Path) -> None:
 
 
 def test_dpo_saves_its_policy_and_not_its_reference(base: Path, tmp_path: Path) -> None:
-    run_here("dpo", "--base", str(base / "base"), *FEW[2:], "3", cwd=tmp_path)
-    assert {name.split(".")[0] for name in saved_models(tmp_path / "runs/examples/dpo/manual")} == {"policy"}
+    run_here("dpo", "--pretrained", str(base / "base"), *FEW[2:], "3", cwd=tmp_path)
+    assert {name.split(".")[0] for name in saved_models(tmp_path / "runs/examples/dpo/manual")} == {"model"}
     assert (tmp_path / "policy/config.json").exists()
     assert (tmp_path / "dpo.png").exists()
 
@@ -81,7 +82,7 @@ def dpo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     before = set(sys.modules)
     yield importlib.import_module("dpo")
-    for module in {"lora", "dpo"} - before:
+    for module in {"lora", "dpo", "pictures"} - before:
         sys.modules.pop(module, None)
 
 
@@ -92,8 +93,11 @@ def test_the_dpo_loss_is_the_papers(base: Path, dpo: ModuleType) -> None:
         for parameter in policy.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     batch = dpo.pairs()[:3]
-    trainer = SimpleNamespace(policy=policy, reference=reference, config=SimpleNamespace(beta=0.3, label_smoothing=0.2))
-    found = dpo.Prefer.loss(trainer, batch)
+    labels = batch.clone()
+    labels[:, :, :48] = -100
+    trainer = SimpleNamespace(model=policy, reference=reference, config=SimpleNamespace(beta=0.3, label_smoothing=0.2))
+    trainer.answer_log_probability = partial(dpo.Prefer.answer_log_probability, trainer)
+    found = dpo.Prefer.preferences(trainer, {"tokens": batch, "labels": labels})
 
     def likelihood(model: Any, row: Tensor) -> Tensor:
         logs = model(input_ids=row[None]).logits[0].double().log_softmax(-1)

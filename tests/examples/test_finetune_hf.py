@@ -22,7 +22,8 @@ SCRIPT = ROOT / "examples" / "finetune_hf.py"
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     yield importlib.import_module("finetune_hf")
-    sys.modules.pop("finetune_hf")
+    for module in ("finetune_hf", "packages"):
+        sys.modules.pop(module)
 
 
 def metric(run: Path, name: str) -> list[float]:
@@ -40,14 +41,18 @@ def test_it_learns_and_exports_what_transformers_load(
     with example.Finetune(config) as trainer:
         trainer.fit()
         for _ in range(2):  # the second time over the first, and the tokenizer beside it
-            trainer.export_for_transformers(Path("out"))
+            trainer.export("out", overwrite=True)
+            trainer.tokenizer.save_pretrained("out")
         batch = next(iter(trainer.configure_dataloaders()[1]))
         with torch.no_grad():
             ours = trainer.model.eval()(**batch).logits
     losses = metric(trainer.run_dir, "train/loss")
     assert losses[0] == pytest.approx(torch.tensor(3.0).log().item(), abs=0.15)
     assert metric(trainer.run_dir, "val/loss")[-1] < 0.8 * losses[0]
-    assert not any(example.is_validation(text) for text, _ in trainer.train_texts.examples)
+    found = (example.packages.docstrings(example.PACKAGES, held_out=held_out) for held_out in (False, True))
+    train, val = ({text for text, _ in part} for part in found)
+    assert len(train) > 5 * len(val) > 50
+    assert not train & val
 
     model, report = AutoModelForSequenceClassification.from_pretrained("out", output_loading_info=True)
     assert not report["missing_keys"]
@@ -61,7 +66,7 @@ def test_it_learns_and_exports_what_transformers_load(
 
     # What it exported is a pretrained model like any other: encoder and head start from it.
     again = example.default_config()
-    again.experiment, again.model = "again", tmp_path / "out"
+    again.experiment, again.pretrained = "again", str(tmp_path / "out")
     again.training_parameters = type(again.training_parameters)(max_steps=0, train_batch_size=16)
     with example.Finetune(again) as trainer:
         trainer.fit()

@@ -14,7 +14,7 @@ from tests.examples.launch import ROOT, run_script
 
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
 TINY = (
-    "--model.n-layers 2 --model.n-heads 2 --model.dim 16 --model.window 32 --sample-bytes 8 --warmup-steps 2 "
+    "--model.n-layers 2 --model.n-heads 2 --model.dim 16 --model.window 32 --sample-bytes 8 --schedule.warmup-steps 2 "
     "--training-parameters.val-every-n-steps 4 --checkpoint-parameters.save-every-n-steps 4 "
     "--logger-parameters.log-every-n-steps 1 --device-parameters.device cpu"
 ).split()
@@ -93,7 +93,7 @@ def test_half_precision_reaches_the_loss_of_float32(tmp_path: Path) -> None:
     for precision, n_processes in (("fp32", 1), ("bf16", 1), ("fp16", 2)):
         directory = tmp_path / precision
         directory.mkdir()
-        arguments = [*TINY, "--learning-rate", "0.02", "--device-parameters.precision", precision]
+        arguments = [*TINY, "--optimizer.lr", "0.02", "--device-parameters.precision", precision]
         arguments += "--training-parameters.max-steps 80 --training-parameters.val-every-n-steps 80".split()
         arguments += (
             "--training-parameters.val-steps-per-epoch 4 --checkpoint-parameters.save-every-n-steps 1000".split()

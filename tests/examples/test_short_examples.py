@@ -71,8 +71,12 @@ BY_NAME = {example.name: example for example in SHORT}
 def run_here(directory: Path, example: Example, max_steps: int) -> None:
     """Runs an example as `python examples/<name>.py` does, in this process."""
     os.chdir(directory)
-    sys.argv = [example.name, *example.every, "--training-parameters.max-steps", str(max_steps)]
-    runpy.run_path(str(EXAMPLES / f"{example.name}.py"), run_name="__main__")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.setattr(sys, "argv", [example.name, *example.every, "--training-parameters.max-steps", str(max_steps)])
+        runpy.run_path(str(EXAMPLES / f"{example.name}.py"), run_name="__main__")
+    for module in ("pictures", "packages"):
+        sys.modules.pop(module, None)
 
 
 def run_all(directory: Path) -> None:

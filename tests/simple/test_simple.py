@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -433,3 +433,15 @@ def test_what_is_printed_is_a_line_for_each_epoch(
     assert first.startswith("epoch 1/2  step 6/12  train/loss 1.")
     assert re.fullmatch(r"epoch 2/2 .* val/loss \S+  val/accuracy \S+  \d\.\d s", second)
     assert caplog.text == ""
+
+
+def test_early_stopping_without_a_metric_goes_by_the_monitor() -> None:
+    """A loss that falls is never better where the highest is best."""
+    x = torch.randn(32, 4)
+    data, stopping = (x, x.sum(1, keepdim=True)), dt.EarlyStopping(patience=2)
+    highest: dict[str, Literal["min", "max"]] = {"val/loss": "max"}
+    with dt.Trainer(
+        nn.Linear(4, 1), loss="mse", lr=0.01, train=data, val=data, epochs=9, monitor=highest, callbacks=[stopping]
+    ) as trainer:
+        trainer.fit()
+        assert trainer.epoch == 3

@@ -86,6 +86,13 @@ def test_saving_on_the_best_and_early_stopping_know_it_too() -> None:
         assert (trainer.global_step, stopping.best) == (3, 0.75)
 
 
+def test_early_stopping_goes_by_the_best_metric_of_the_config() -> None:
+    for mode, step, best in ((None, 3, 0.75), ("min", 2, 0.25)):
+        stopping = EarlyStopping(patience=1)
+        asked = config("val/accuracy", best_mode=mode, experiment=str(mode), callbacks=[stopping])
+        assert (fit(Scored(asked)).global_step, stopping.best) == (step, best)
+
+
 class Unknown(Scored):
     name = "score"
 

@@ -6,11 +6,12 @@ import inspect
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.checks import all_of
 from dream_trainer.config.combinations import refuse_combinations, settings_of
 from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     """Checks that `cls` has the hooks its parts require, each with its arguments, and `config` the fields they read."""
     check_config(config)
-    _check_config_classes(cls, config)
-    refuse_combinations(settings_of(config))
+    all_of([partial(_check_config_classes, cls, config), partial(refuse_combinations, settings_of(config))])
     refuse_taken_names(cls)
     for kind, names in _hooks(cls, config.callbacks).items():
         _refuse_uncalled(kind, names)

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-
-def is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("dream_trainer.")
+from dream_trainer.config.parameter_class import is_ours as is_ours
 
 
 def definers(cls: type, name: str) -> list[type]:
