@@ -123,7 +123,10 @@ class TrainerChecks:
         per_pass, total = facts["steps_per_pass"], facts["total_steps"]
         is_slow = scout.records[0]["step_seconds"] > SLOW
         wanted, self.epoch = ((6, 2) if is_slow else (9, 3)) if self._quick else (12, 3)
-        if per_pass is not None and per_pass <= (3 if self._quick else 8):
+        flags = [word.partition("=")[0].replace("_", "-") for word in self._launcher.program.arguments]
+        if total is not None and any(flag.endswith(".max-steps") for flag in flags):
+            wanted = total  # as the user says
+        elif per_pass is not None and per_pass <= (3 if self._quick else 8):
             wanted, self.epoch = max(wanted // per_pass, 3 if per_pass < 8 else 2) * per_pass, None
         length = self.epoch or per_pass or 3
         self.steps = wanted if total is None else min(wanted, max(1, total))
@@ -359,7 +362,9 @@ class TrainerChecks:
             if name == "accumulation" and not counts_unlike and difference.stage == "logged":
                 text = "the loss depends on which samples share a micro-batch, so accumulation changes it"
                 return Finding(what, None, text, [self._place(difference, "in one", "in two")])
-            if counts_unlike and difference.stage == "logged":
+            if cause:
+                pass
+            elif counts_unlike and difference.stage == "logged":
                 cause.append(
                     "Each part of the batch has the loss that it should have, and parts of unequal numbers of tokens "
                     "or samples count alike. Give self.backward(loss, weight=...) and logged values their weight."
