@@ -41,8 +41,10 @@ def first_difference(one: Sequence[Run], other: Sequence[Run], rank: int = 0) ->
     """The first bit that differs, in the order in which a step computes."""
     a, b = one[0].records[rank], other[0].records[rank]
     built = _unlike(0, "initial weights", a["built"], b["built"])
-    if built is not None or [*a["built"]] != [*b["built"]]:
-        return built or Difference(0, "order", "order of parameters", ", ".join(a["built"]), ", ".join(b["built"]))
+    if [*a["built"]] != [*b["built"]]:
+        return Difference(0, "order", "parameters", ", ".join(a["built"]), ", ".join(b["built"]))
+    if built is not None:
+        return built
     ours, theirs = steps_of(one, rank), steps_of(other, rank)
     for step in sorted(ours.keys() & theirs.keys()):
         for stage in STAGES:

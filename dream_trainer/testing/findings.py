@@ -88,7 +88,7 @@ class TrainerChecks:
             raise ProgramError(scout.error["trace"].strip() if scout.error else f"{scout.why()}\n{output}".strip())
         self._launcher.preload(scout.records[0]["modules"])
         self.facts = facts = scout.records[0]["facts"]
-        self._launcher.patience = 60 + 20 * scout.seconds
+        self._launcher.patience = 20 + 3 * scout.seconds
         self._plan(scout)
         self.meshes = self._meshes(scout, meshes)
         self._run("alone")

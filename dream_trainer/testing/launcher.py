@@ -67,7 +67,7 @@ class Launcher:
 
     def __init__(self, program: Program, tell: Callable[[str], None] = lambda line: None) -> None:
         self.program, self._tell = program, tell
-        self.patience = 120.0
+        self.patience = 120.0  # seconds in which no rank finishes a batch
         self._cores = max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
         self._free, self._changed = self._cores, threading.Condition()
         self._ended: dict[str, int] = {}
@@ -160,13 +160,15 @@ class Launcher:
                 self._pids[name] = process.pid
             else:
                 self._order(name)
-        deadline = time.monotonic() + self.patience
+        progress, deadline = 0, time.monotonic() + self.patience
         if killed is not None:
             threading.Thread(target=killed, args=(self._killer(names), _steps_of(job)), daemon=True).start()
         waiting: list[str] = []
         while any(self._code(name, processes, rank) is None for rank, name in enumerate(names)):
             failed = any(self._code(name, processes, rank) for rank, name in enumerate(names))
             deadline = min(deadline, time.monotonic() + 20) if failed else deadline
+            if not failed and (now := _progress_of(job)) > progress:
+                progress, deadline = now, time.monotonic() + self.patience
             if time.monotonic() > deadline:
                 waiting = [] if failed else self._where(job, names)
                 for name in names:
@@ -229,9 +231,14 @@ def _steps_of(job: Job) -> Callable[[int], int]:
 
     def steps(rank: int) -> int:
         file = Path(job.directory) / f"steps_{rank}"
-        return len(file.read_text().split()) if file.exists() else 0
+        return sum(word.isdigit() for word in file.read_text().split()) if file.exists() else 0
 
     return steps
+
+
+def _progress_of(job: Job) -> int:
+    """Grows with each batch of any rank."""
+    return sum(file.stat().st_size for file in Path(job.directory).glob("steps_*"))
 
 
 def _users_line(stacks: Path) -> str:

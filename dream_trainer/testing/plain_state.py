@@ -118,7 +118,7 @@ class PlainState:
             self._walk(path, loader, depth)
 
     def _walk(self, path: str, value: Any, depth: int) -> None:
-        if id(value) in self._seen:
+        if id(value) in self._seen or (depth == 0 and isinstance(value, nn.Module)):  # a model, or a dict of models
             return
         if isinstance(value, DataLoader | DistributedDataLoader | StreamLoader):
             self._walk_loader(path, value, depth)
@@ -197,4 +197,4 @@ def _data(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own_file(file: str) -> bool:
-    return is_users(file) and "site-packages" not in file and "dist-packages" not in file
+    return file.startswith("/") and is_users(file) and "site-packages" not in file and "dist-packages" not in file

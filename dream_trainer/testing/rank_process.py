@@ -16,6 +16,8 @@ import pickle
 import select
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -131,6 +133,7 @@ def _probe(job: Job) -> Any:
 def live(job: Job, rank: int) -> None:
     """What a rank does, to the end of its process."""
     directory = Path(job.directory)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.environ |= job.environment | {"RANK": str(rank)}
     if job.ranks > 1:
         sizes: dict[str, object] = {
@@ -152,6 +155,13 @@ def live(job: Job, rank: int) -> None:
         except BaseException as error:
             (directory / f"error_{rank}").write_text(json.dumps(told(error)))
             _end(1)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the one that started it is gone, even if it hangs."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _run(job: Job, rank: int) -> None:

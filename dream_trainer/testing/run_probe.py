@@ -118,6 +118,7 @@ class Probe(Callback):
 
     @override
     def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        os.write(self._line, b"batch\n")
         step = trainer.global_step + 1
         if "timed" in self.mode:
             self._enter = time.process_time()
@@ -194,6 +195,7 @@ class Probe(Callback):
 
     @override
     def post_val_batch(self, trainer: Any, result: dict[str, Any], batch_idx: int) -> None:
+        os.write(self._line, b"validation\n")
         if "timed" in self.mode or trainer.is_evaluating:
             return
         now = self._weights(trainer) | {n: summary(b).digest for n, b in _buffers(trainer)}

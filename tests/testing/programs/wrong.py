@@ -309,12 +309,6 @@ class ScheduleTwice(Small):
         self.scheduler.step()
 
 
-class ClearsGradients(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        self.optimizer.zero_grad()
-        return super().training_step(batch, batch_idx)
-
-
 # -- order, clock and validation
 
 
