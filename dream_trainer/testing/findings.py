@@ -654,8 +654,13 @@ def _counts_unlike(alone: Run, run: Run, step: int) -> bool:
     whole = steps_of([alone])[step]["results"]
     parts = [result for record in run.records for result in record["steps"][step]["results"]]
     names = [name for name in whole[0] if all(name in part for part in (*whole, *parts))]
-    for name in names:
-        ours, theirs = sorted(part[name] for part in whole), sorted(part[name] for part in parts)
+    each = len(parts) // len(whole)
+    if len(run.records) == 1 and each > 1:  # of each micro-batch in turn
+        groups = [(whole[index : index + 1], parts[index * each : (index + 1) * each]) for index in range(len(whole))]
+    else:
+        groups = [(whole, parts)]
+    for name, (one, other) in ((name, group) for name in names for group in groups):
+        ours, theirs = sorted(part[name] for part in one), sorted(part[name] for part in other)
         near = 1e-5 * max(map(abs, (*ours, *theirs)))
         if len(ours) == len(theirs):
             if any(abs(a - b) > near for a, b in zip(ours, theirs, strict=True)):

@@ -170,7 +170,7 @@ class Launcher:
             if not failed and (now := _progress_of(job)) > progress:
                 progress, deadline = now, time.monotonic() + self.patience
             if time.monotonic() > deadline:
-                waiting = [] if failed else self._where(job, names)
+                waiting = waiting or ([] if failed else self._where(job, names))
                 for name in names:
                     self._kill(name, signal.SIGKILL)
             with self._changed:

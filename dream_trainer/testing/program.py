@@ -85,12 +85,12 @@ class Program:
         if path is None or not Path(path).is_file():
             raise ConfigError(f"there is no program {self.path!r}. Give a Python file, or a module.")
         main = ModuleType("__main__")
-        vars(main).update(__file__=str(path), __builtins__=__builtins__)
+        vars(main).update(__file__=str(Path(path).resolve()), __builtins__=__builtins__)
         vars(main)["__package__"] = None if is_file else self.path.rpartition(".")[0]
         sys.modules["__main__"], sys.argv = main, [str(path), *self.arguments]
         if is_file:
             sys.path.insert(0, str(Path(path).resolve().parent))
-        exec(compile(Path(path).read_bytes(), str(path), "exec"), vars(main))
+        exec(compile(Path(path).read_bytes(), vars(main)["__file__"], "exec"), vars(main))
 
 
 def load(program: str) -> ModuleType:

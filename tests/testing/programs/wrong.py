@@ -271,6 +271,10 @@ class CollectiveOnMain(Small):
 
 
 class LocalContrast(Small):
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        train = DataLoader(self.dataset(), 16 // self.world.dp_size, shuffle=True)
+        return train, DataLoader(TensorDataset(*points(24)), 8)
+
     def configure_models(self) -> None:
         self.model = nn.Linear(6, 8)
 
