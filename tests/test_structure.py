@@ -38,6 +38,7 @@ ROOMS = [
     "callbacks",
     "simple",
     "recipes",
+    "testing",
     "cli",
 ]
 # What a type checker alone may see upward: a callback's argument is the trainer.
@@ -279,8 +280,9 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 280,
-    "lines of the package": 51_116,
-    "`raise` statements": 796,
+    "lines of the package": 51_119,
+    "lines of testing/ and planning/": 2_500,
+    "`raise` statements": 794,
     "modules under 60 lines": 22,
     "modules with one importer, in their folder": 16,
     "modules in the largest folder": 26,
@@ -292,7 +294,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 4,
     "`global` statements": 8,
     "files that import ctypes": 0,
-    "lines of tests": 62_217,
+    "lines of tests": 62_223,
 }
 
 

@@ -16,7 +16,7 @@ from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
 from dream_trainer.cli.runs import RunConfig, Runs, RunShow
-from dream_trainer.cli.trainer_description import DescribeTrainer
+from dream_trainer.cli.trainer_description import CheckTrainer, DescribeTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {
@@ -27,6 +27,7 @@ GROUPS: dict[str, Callable[..., Any]] = {
     "data": Data,
     "plot": Plot,
     "describe": DescribeTrainer,
+    "check": CheckTrainer,
     "env": Environment,
 }
 
@@ -34,7 +35,10 @@ GROUPS: dict[str, Callable[..., Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0; 1 if it failed, with one line on stderr, or found damage; 2 for wrong arguments."""
     try:
-        code: int = _parse(sys.argv[1:] if argv is None else argv).run()
+        words = sys.argv[1:] if argv is None else argv
+        own = CheckTrainer.own_words(words) if [*words[:1]] == ["check"] else words
+        command = _parse(own)
+        code: int = command.run(*words[len(own) :])
         sys.stdout.flush()
         return code
     except SystemExit as end:  # tyro's: after --help, or wrong arguments

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from dream_trainer.errors import ConfigError
+from dream_trainer.testing.suite import PROJECT_TEST
 
 Template = Literal["image", "text", "gan", "diffusion", "ppo", "contrastive", "gpt"]
 
@@ -57,7 +58,8 @@ class New:
             (directory / copy).parent.mkdir(parents=True, exist_ok=True)
             (directory / copy).write_text(text, encoding="utf-8")
             shutil.copymode(examples_folder() / path, directory / copy)
-        print(f"{directory}: {', '.join(copies.values())}")
+        (directory / "test_train.py").write_text(PROJECT_TEST, encoding="utf-8")
+        print(f"{directory}: {', '.join([*copies.values(), 'test_train.py'])}")
         print(f"next: cd {directory}; pip install {' '.join(sorted(needed))}; python train.py")
         return 0
 

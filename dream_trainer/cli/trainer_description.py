@@ -1,19 +1,15 @@
-"""`dream-trainer describe`: what a trainer would do, in which order, without building or training anything."""
+"""`dream-trainer describe` and `check`: what a trainer would do, and whether it does it right."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
+from dream_trainer.testing.program import Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,46 +26,47 @@ class DescribeTrainer:
         return 0
 
     def _trainer(self) -> Any:
-        from dream_trainer.trainer.abstract import AbstractTrainer
-
-        program, _, name = self.target.rpartition(":")
-        if not program or not name:
+        path, _, name = self.target.rpartition(":")
+        if not path or not name:
             raise ConfigError(f"{self.target!r} names no trainer. Use PROGRAM:TRAINER, such as train.py:Trainer.")
-        members = vars(_loaded(program))
-        found, trainer = members.get(name), None
-        if isinstance(found, type) and issubclass(found, AbstractTrainer):
-            make_config = members.get(self.config)
-            if not callable(make_config):
-                raise ConfigError(
-                    f"{program} has no function {self.config!r} that returns the config of {name}. Write one, or "
-                    "choose another with --config; or give a function that returns a trainer."
-                )
-            its_config: Any = make_config()
-            trainer = found(its_config)
-        elif callable(found) and not isinstance(found, type):
-            trainer = found()
-        if not isinstance(trainer, AbstractTrainer):
-            own = [v for v in members.values() if isinstance(v, type) and v.__module__ == members["__name__"]]
-            trainers = [value.__name__ for value in own if issubclass(value, AbstractTrainer)]
+        trainer = Program(path=path, name=name, config=self.config).make()
+        if trainer is None:
             raise ConfigError(
-                f"{self.target!r} is no trainer class, and no function that returns a trainer. {program} has "
-                f"{trainers or 'no trainers'}."
+                f"{path} has no function {self.config!r} that returns the config of {name}. Write one, or "
+                "choose another with --config; or give a function that returns a trainer."
             )
         return trainer
 
 
-def _loaded(program: str) -> ModuleType:
-    """The module; a file is loaded, but not run as a script."""
-    path = Path(program).resolve()
-    spec = spec_from_file_location("described_program", path)
-    if not program.endswith(".py") or spec is None or spec.loader is None:
-        try:
-            return import_module(program)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
-    refuse(not path.is_file(), f"there is no file {program!r}. Give a Python file, or a module.")
-    sys.path.insert(0, str(path.parent))  # a script may import files beside it
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass looks for its module there
-    spec.loader.exec_module(module)
-    return module
+@dataclass(frozen=True, kw_only=True)
+class CheckTrainer:
+    """Run a trainer in fresh processes on 1, 2 and 4 CPU ranks, and report what holds and what does not: it is
+    deterministic, the same on ranks, after a resume and after a kill. Flags after the program change its config, such
+    as --training.max-steps 8."""
+
+    target: Annotated[Positional[str], arg(metavar="PROGRAM[:NAME]")]
+    """A Python file or a module; and a trainer class in it, or a function that returns a trainer. Without a name: the
+    first trainer that the program fits."""
+    quick: bool = False
+    """Whether to leave out what takes longer: four ranks, more places to stop at, SIGTERM, workers."""
+    only: Literal["deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost"] | None = None
+    """The check to run; None runs all."""
+    function: str = "default_config"
+    """The function there, without arguments, that returns the config of a trainer class."""
+    json: bool = False
+    """Whether to print JSON."""
+
+    @staticmethod
+    def own_words(words: Sequence[str]) -> list[str]:
+        from dream_trainer.testing.suite import own_words
+
+        return own_words(words)
+
+    def run(self, *overrides: str) -> int:
+        from dream_trainer.testing.findings import CHECKS
+        from dream_trainer.testing.suite import report
+
+        path, _, name = self.target.rpartition(":")
+        program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
+        checks = CHECKS if self.only is None else (self.only,)
+        return report(program, checks, quick=self.quick, as_json=self.json)

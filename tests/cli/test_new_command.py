@@ -33,7 +33,7 @@ def test_a_project_is_the_example_under_its_own_name(
     project = tmp_path / "my-project"
     program, *modules = EXAMPLES[template]  # type: ignore[index]
     files = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
-    assert files == {"train.py", *(Path(path).name for path in modules), *LAUNCH}
+    assert files == {"train.py", "test_train.py", *(Path(path).name for path in modules), *LAUNCH}
     assert os.access(project / "launch/slurm.sh", os.X_OK) == os.access(ROOT / "examples/launch/slurm.sh", os.X_OK)
 
     texts = {name: (project / name).read_text() for name in files}
@@ -44,6 +44,7 @@ def test_a_project_is_the_example_under_its_own_name(
     # Except for these two it is the example, line by line.
     example = (ROOT / "examples" / program).read_text()
     assert texts["train.py"] == example.replace(f"examples/{program}", "train.py").replace('"examples"', '"my-project"')
+    assert "check_trainer(" in texts.pop("test_train.py")
     imported = {name for path, text in texts.items() if path.endswith(".py") for name in packages_of(text)}
     needed = imported - sys.stdlib_module_names - {Path(name).stem for name in files}
     needed -= {"torch", "numpy", "dream_trainer"}

@@ -1,0 +1,264 @@
+"""Starts the ranks of checked runs in fresh processes, as many as there are cores, and reads their records."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+from dream_trainer.testing.program import Program
+from dream_trainer.testing.rank_process import Job, write_job
+from dream_trainer.users_code import is_users
+
+COMMAND = (sys.executable, "-c", "from dream_trainer.testing.rank_process import main; main()")
+
+
+@dataclass
+class Run:
+    """A run that has ended: what each rank recorded, or why it has no record."""
+
+    job: Job
+    seconds: float
+    codes: list[int | None]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+    """Of the first rank that failed by itself."""
+    waiting: list[str] = field(default_factory=list)
+    """Where each rank was when time ran out."""
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.records) == self.job.ranks and self.error is None
+
+    def why(self) -> str:
+        """Why there is no record."""
+        if self.waiting:
+            return "it hangs: " + "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(self.waiting))
+        if self.error is not None:
+            place = "" if self.error["place"] is None else f" ({self.error['place']})"
+            return f"{self.error['kind']}: {' '.join(self.error['message'].split())}{place}"
+        return f"ranks ended with exit codes {self.codes}"
+
+
+class Launcher:
+    """Runs jobs of one program. Use it with `with`.
+
+    Args:
+        program: The user's program.
+        tell: Called with a line of progress.
+    """
+
+    def __init__(self, program: Program, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.program, self._tell = program, tell
+        self.patience = 120.0  # seconds in which no rank finishes a batch
+        self._cores = max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
+        self._free, self._changed = self._cores, threading.Condition()
+        self._ended: dict[str, int] = {}
+        self._pids: dict[str, int] = {}
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self.directory = Path(tempfile.mkdtemp(prefix="dream-trainer-check-"))
+        self._pool = ThreadPoolExecutor(32)
+        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        self._environment = environment | {"PYTHONPATH": path}
+        self._server = subprocess.Popen(
+            [*COMMAND],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for name in [name for name in self._pids if name not in self._ended]:
+            with suppress(ProcessLookupError):
+                os.kill(self._pids[name], signal.SIGKILL)
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Imports installed packages that the program uses once, and not in each run."""
+        roots = {name.partition(".")[0] for name in modules}
+        installed = {root for root in roots if not root.startswith("_") and _is_installed(root)} | {"dream_trainer"}
+        self._order("\t".join(["import", *(name for name in modules if name.partition(".")[0] in installed)]))
+
+    def runs_dir(self) -> str:
+        """A new place for runs."""
+        self._count += 1
+        return str(self.directory / f"runs_{self._count}")
+
+    def start(
+        self,
+        what: str,
+        *,
+        killed: Callable[[Callable[[int, int], None], Callable[[int], int]], None] | None = None,
+        **values: Any,
+    ) -> Future[Run]:
+        """Starts a run with these fields of a Job when cores are free."""
+        runs_dir = values.pop("runs_dir", None) or self.runs_dir()
+        self._count += 1
+        directory = self.directory / f"job_{self._count}"
+        directory.mkdir()
+        job = Job(program=self.program, directory=str(directory), runs_dir=runs_dir, **values)
+        return self._pool.submit(self._run, what, job, killed)
+
+    def begin(self, work: Callable[..., list[Run]], *args: Any) -> Future[list[Run]]:
+        """Does work beside that starts several runs, one after the other."""
+        return self._pool.submit(work, *args)
+
+    def _run(self, what: str, job: Job, killed: Any) -> Run:
+        need = min(job.ranks, self._cores)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= need)
+            self._free -= need
+        try:
+            began = time.monotonic()
+            run = self._run_now(job, killed)
+            run.seconds = time.monotonic() - began
+            self._tell(f"{what}: {run.seconds:.1f} s")
+            return run
+        finally:
+            with self._changed:
+                self._free += need
+                self._changed.notify_all()
+
+    def _run_now(self, job: Job, killed: Any) -> Run:
+        job = replace(job, port=free_port())
+        path = write_job(job)
+        processes: list[subprocess.Popen[bytes]] = []
+        names = [f"{path}\t{rank}" for rank in range(job.ranks)]
+        for rank, name in enumerate(names):
+            if job.fresh:
+                line = [*COMMAND, path, str(rank)]
+                process = subprocess.Popen(line, env=self._environment | job.environment, start_new_session=True)
+                processes.append(process)
+                self._pids[name] = process.pid
+            else:
+                self._order(name)
+        progress, deadline = 0, time.monotonic() + self.patience
+        if killed is not None:
+            threading.Thread(target=killed, args=(self._killer(names), _steps_of(job)), daemon=True).start()
+        waiting: list[str] = []
+        while any(self._code(name, processes, rank) is None for rank, name in enumerate(names)):
+            failed = any(self._code(name, processes, rank) for rank, name in enumerate(names))
+            deadline = min(deadline, time.monotonic() + 20) if failed else deadline
+            if not failed and (now := _progress_of(job)) > progress:
+                progress, deadline = now, time.monotonic() + self.patience
+            if time.monotonic() > deadline:
+                waiting = waiting or ([] if failed else self._where(job, names))
+                for name in names:
+                    self._kill(name, signal.SIGKILL)
+            with self._changed:
+                self._changed.wait(0.05)
+        codes = [self._code(name, processes, rank) for rank, name in enumerate(names)]
+        run = Run(job, 0.0, codes, waiting=waiting)
+        for rank in range(job.ranks):
+            found = Path(job.directory) / f"record_{rank}"
+            if found.exists():
+                run.records.append(pickle.loads(found.read_bytes()))
+        errors = [json.loads(file.read_text()) for file in sorted(Path(job.directory).glob("error_*"))]
+        own = [error for error in errors if not re.search("another rank|Connection (reset|closed)", error["message"])]
+        run.error = next(iter(own or errors), None)
+        return run
+
+    def output(self, run: Run) -> str:
+        """What the ranks of a run have written to the terminal."""
+        return "\n".join(file.read_text(errors="replace") for file in sorted(Path(run.job.directory).glob("output_*")))
+
+    def _code(self, name: str, processes: Sequence[subprocess.Popen[bytes]], rank: int) -> int | None:
+        return processes[rank].poll() if processes else self._ended.get(name)
+
+    def _where(self, job: Job, names: Sequence[str]) -> list[str]:
+        """The line of the user's code that each rank is in."""
+        for name in names:
+            self._kill(name, signal.SIGUSR2)
+        time.sleep(1.0)
+        return [_users_line(Path(job.directory) / f"stacks_{rank}") for rank in range(len(names))]
+
+    def _killer(self, names: Sequence[str]) -> Callable[[int, int], None]:
+        return lambda rank, number: self._kill(names[rank], number)
+
+    def _kill(self, name: str, number: int) -> None:
+        with suppress(ProcessLookupError, KeyError):
+            if name not in self._ended:
+                os.kill(self._pids[name], number)
+
+    def _order(self, line: str) -> None:
+        assert self._server.stdin is not None
+        with self._changed:
+            self._server.stdin.write(f"{line}\n".encode())
+            self._server.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self._server.stdout is not None
+        for line in self._server.stdout:
+            told = json.loads(line)
+            with self._changed:
+                if "pid" in told:
+                    self._pids[told["rank"]] = told["pid"]
+                else:
+                    self._ended[told["rank"]] = told["code"]
+                self._changed.notify_all()
+
+
+def _steps_of(job: Job) -> Callable[[int], int]:
+    """How many steps a rank has done."""
+
+    def steps(rank: int) -> int:
+        file = Path(job.directory) / f"steps_{rank}"
+        return sum(word.isdigit() for word in file.read_text().split()) if file.exists() else 0
+
+    return steps
+
+
+def _progress_of(job: Job) -> int:
+    """Grows with each batch of any rank."""
+    return sum(file.stat().st_size for file in Path(job.directory).glob("steps_*"))
+
+
+def _users_line(stacks: Path) -> str:
+    for file, number, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.read_text()):
+        if is_users(file) and "site-packages" not in file:
+            return f"{Path(file).name}:{number}, in {function}"
+    return "the trainer's own code, where it waits for other ranks"
+
+
+def _is_installed(module: str) -> bool:
+    with suppress(ImportError, ValueError):
+        spec = find_spec(module)
+        return spec is not None and "-packages" in str(spec.origin)
+    return False
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens on, outside of those of outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as held, suppress(OSError):
+            held.bind(("127.0.0.1", port))
+            return port

@@ -1,0 +1,110 @@
+"""The user's program: how a command or a fresh process finds the trainer in it."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dream_trainer.checks import refuse
+from dream_trainer.errors import ConfigError
+
+MakeTrainer = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program, and the trainer in it."""
+
+    path: str = ""
+    """A Python file or a module."""
+    name: str = ""
+    """A trainer class or a function that returns a trainer; empty for the first trainer that the program fits."""
+    config: str = "default_config"
+    """The function that returns the config of a trainer class."""
+    arguments: tuple[str, ...] = ()
+    """The program's arguments; those of a class or function change its config."""
+    pickled: bytes = b""
+    """Instead of a path: a function that returns a trainer, of a module that can be imported."""
+
+    @classmethod
+    def of(cls, make_trainer: MakeTrainer | str) -> Program:
+        """The program of an argument of `dream_trainer.testing`'s functions."""
+        if isinstance(make_trainer, str):
+            path, _, name = make_trainer.rpartition(":")
+            return cls(path=path, name=name) if path else cls(path=name)
+        main = vars(sys.modules["__main__"]).get("__file__")
+        if make_trainer.__module__ == "__main__" and main is not None:
+            return cls(path=str(Path(main).resolve()), name=make_trainer.__qualname__)
+        try:
+            return cls(pickled=pickle.dumps(make_trainer))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"make_trainer={make_trainer!r} cannot be handed to fresh processes ({error}). Use a function of a "
+                'module, or "PROGRAM:FUNCTION".'
+            ) from error
+
+    def make(self) -> Any:
+        """The trainer of a class or function; None where the program itself has to be run."""
+        from dream_trainer.trainer.abstract import AbstractTrainer
+
+        if self.pickled:
+            return pickle.loads(self.pickled)()
+        members = vars(load(self.path))
+        found = members.get(self.name)
+        if isinstance(found, type) and issubclass(found, AbstractTrainer):
+            make_config = members.get(self.config)
+            return found(make_config()) if callable(make_config) else None
+        trainer = found() if callable(found) and not isinstance(found, type) else None
+        if not isinstance(trainer, AbstractTrainer):
+            raise self.names_no_trainer(members)
+        return trainer
+
+    def names_no_trainer(self, members: dict[str, Any]) -> ConfigError:
+        """The error of a name that is none."""
+        from dream_trainer.trainer.abstract import AbstractTrainer
+
+        own = [v for v in members.values() if isinstance(v, type) and v.__module__ == members["__name__"]]
+        trainers = [value.__name__ for value in own if issubclass(value, AbstractTrainer)]
+        return ConfigError(
+            f"{f'{self.path}:{self.name}'!r} is no trainer class, and no function that returns a trainer. {self.path} "
+            f"has {trainers or 'no trainers'}."
+        )
+
+    def run_as_script(self) -> None:
+        """Runs the program as `python PROGRAM ARGUMENTS` does."""
+        is_file = self.path.endswith(".py")
+        found = None if is_file else find_spec(self.path)
+        path = self.path if is_file or found is None else found.origin
+        if path is None or not Path(path).is_file():
+            raise ConfigError(f"there is no program {self.path!r}. Give a Python file, or a module.")
+        main = ModuleType("__main__")
+        vars(main).update(__file__=str(Path(path).resolve()), __builtins__=__builtins__)
+        vars(main)["__package__"] = None if is_file else self.path.rpartition(".")[0]
+        sys.modules["__main__"], sys.argv = main, [str(path), *self.arguments]
+        if is_file:
+            sys.path.insert(0, str(Path(path).resolve().parent))
+        exec(compile(Path(path).read_bytes(), vars(main)["__file__"], "exec"), vars(main))
+
+
+def load(program: str) -> ModuleType:
+    """The module; a file is loaded, but not run as a script."""
+    path = Path(program).resolve()
+    spec = spec_from_file_location("described_program", path)
+    if not program.endswith(".py") or spec is None or spec.loader is None:
+        try:
+            return import_module(program)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
+    refuse(not path.is_file(), f"there is no file {program!r}. Give a Python file, or a module.")
+    sys.path.insert(0, str(path.parent))  # a script may import files beside it
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks for its module there
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,365 @@
+"""Probe: a callback that records what a run computes, step by step."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from dream_trainer.compat.pytorch import steps_taken
+from dream_trainer.data.stream import loader_batch_size
+from dream_trainer.distributed.seeds import hash_seed, seed_cpu
+from dream_trainer.events.callback import Callback
+from dream_trainer.nested import leaves
+from dream_trainer.parallel.sharding import names_in_whole
+from dream_trainer.testing.plain_state import PlainState, hashed, tensor_bytes
+
+SHOWN = 256
+"""Elements of a tensor that are compared by value."""
+NOISE = 16
+"""Units in the last place by which weights are moved to see how far rounding goes."""
+_NOTHING = np.zeros(0)
+
+
+class Summary(NamedTuple):
+    """A tensor: its bits as a digest, and some of its values."""
+
+    digest: str
+    values: Any
+
+
+def summary(tensor: Tensor) -> Summary:
+    whole = tensor.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    flat = whole.reshape(-1)
+    places = torch.linspace(0, max(0, flat.numel() - 1), min(SHOWN, flat.numel())).long()
+    values = flat[places] if flat.numel() else flat
+    return Summary(hashed(tensor_bytes(whole)), values.double().numpy() if not values.is_complex() else _NOTHING)
+
+
+class Probe(Callback):
+    """Records a run on this rank.
+
+    Args:
+        mode: Words. "noise" moves weights by rounding after each step. "still" keeps models in evaluation mode.
+            "seeded" gives each micro-batch of a step the same random numbers. "timed" takes times instead.
+        stop_at: Step after which the run is asked to stop.
+        steps_file: A file that gets a line at each step.
+        failed: Called with an error that ends the run.
+    """
+
+    order = -1_000_000
+    sees_shards = True
+
+    def __init__(
+        self, mode: str, stop_at: int | None, steps_file: Path, failed: Callable[[BaseException], None]
+    ) -> None:
+        self._failed = failed
+        self.mode, self.stop_at = mode, stop_at
+        self.record: dict[str, Any] = {
+            "steps": {},
+            "logged": {},
+            "validated": {},
+            "changes": {},
+            "in_validation": {},
+            "staged": False,
+        }
+        self._state = PlainState()
+        self._now: dict[str, Any] = {}
+        self._step: dict[str, Any] = {}
+        self._line = os.open(steps_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self._validating = self._validation_began = 0.0
+        self._exits, self._last = ExitStack(), time.process_time()
+        self._reads: Counter[str] = Counter()
+
+    # -- before training
+
+    @override
+    def post_setup(self, trainer: Any) -> None:
+        if "timed" not in self.mode:
+            self._now = self._state.read(trainer)
+            self.record["built"] = {name: summary(p) for name, p in _parameters(trainer)}
+
+    @override
+    def pre_fit(self, trainer: Any) -> None:
+        self.record["facts"] = _facts(trainer)
+        self.record["begins"] = trainer.global_step
+        if "timed" in self.mode:
+            self._began = time.process_time()
+            return
+        self._mark(trainer, "pre_fit")
+        self.record["start"] = self._now
+        self.record["first"] = {name: summary(p) for name, p in _parameters(trainer)}
+        self._left = self._weights(trainer)
+        if "noise" in self.mode:
+            self._generator = torch.Generator().manual_seed(0)
+            self._move(trainer)
+
+    # -- steps
+
+    @override
+    def pre_epoch(self, trainer: Any) -> None:
+        self._mark(trainer, "pre_epoch")
+
+    @override
+    def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        os.write(self._line, b"batch\n")
+        step = trainer.global_step + 1
+        if "timed" in self.mode:
+            self._enter = time.process_time()
+            if step == self.stop_at:
+                self._exits.enter_context(_CountReads(self._reads))
+            return
+        if not self._step:
+            self._step = {"samples": [], "results": [], "gradients": {}, "random": set(), "moved": []}
+            weights = self._weights(trainer)
+            self._step["moved"] = [name for name, digest in weights.items() if self._left.get(name, digest) != digest]
+        self._mark(trainer, "pre_train_batch")
+        self._step["samples"].append(_samples(batch))
+        if "still" in self.mode:
+            for model in trainer.named_models().values():
+                model.eval()
+        if "seeded" in self.mode:
+            seed_cpu(hash_seed(b"check", step))
+        self._random = _random()
+
+    @override
+    def post_train_batch(self, trainer: Any, result: dict[str, Any], batch_idx: int) -> None:
+        if "timed" in self.mode:
+            self._exits.close()
+            self.record["inside"] = self.record.get("inside", 0.0) + time.process_time() - self._enter
+            return
+        self._step["random"] |= {name for name, state in _random().items() if state != self._random[name]}
+        values = {name: _number(value) for name, value in result.items()}
+        self._step["results"].append({name: value for name, value in values.items() if value is not None})
+        self._mark(trainer, "training_step")
+
+    @override
+    def pre_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: Optimizer) -> None:
+        if "timed" in self.mode:
+            return
+        names = {id(p): name for name, p in _parameters(trainer)}
+        owner = next(name for name, each in trainer.named_optimizers().items() if each is optimizer)
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            name = names.get(id(parameter), f"self.{owner}, parameter {number}")
+            if parameter.grad is not None and name not in self._step["gradients"]:
+                self._step["gradients"][name] = summary(parameter.grad)
+
+    @override
+    def post_train_step(self, trainer: Any) -> None:
+        step = trainer.global_step
+        os.write(self._line, f"{step}\n".encode())
+        self._last, self.record["step_seconds"] = time.process_time(), time.process_time() - self._last
+        if "timed" in self.mode:
+            self.record["spent"] = time.process_time() - self._began - self._validating
+        else:
+            self._mark(trainer, "post_train_step")
+            self._step |= {
+                "rates": _rates(trainer),
+                "trained": [name for name, p in _parameters(trainer) if p.requires_grad],
+                "weights": {name: summary(p) for name, p in _parameters(trainer)},
+                "optimizer": dict(_optimizer_state(trainer)),
+                "buffers": {name: summary(buffer) for name, buffer in _buffers(trainer)},
+                "epoch": trainer.current_epoch,
+            }
+            self.record["steps"][step], self._step = self._step, {}
+            self._left = self._weights(trainer)
+            if "noise" in self.mode:
+                self._move(trainer)
+        if step == self.stop_at and "timed" not in self.mode:
+            trainer.request_stop("check")
+
+    # -- validation
+
+    @override
+    def pre_val_epoch(self, trainer: Any) -> None:
+        self._validation_began = time.process_time()
+        if "timed" not in self.mode and not trainer.is_evaluating:
+            self._mark(trainer, "pre_val_epoch")
+            self._before = self._weights(trainer) | {n: summary(b).digest for n, b in _buffers(trainer)}
+
+    @override
+    def post_val_batch(self, trainer: Any, result: dict[str, Any], batch_idx: int) -> None:
+        os.write(self._line, b"validation\n")
+        if "timed" in self.mode or trainer.is_evaluating:
+            return
+        now = self._weights(trainer) | {n: summary(b).digest for n, b in _buffers(trainer)}
+        for name in [name for name, digest in now.items() if self._before.get(name, digest) != digest]:
+            self.record["in_validation"].setdefault(name, trainer.global_step)
+        self._mark(trainer, "validation_step")
+
+    @override
+    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._validating += time.process_time() - self._validation_began
+        if "timed" not in self.mode and not trainer.is_evaluating:
+            self.record["validated"][trainer.global_step] = dict(metrics)
+            self._mark(trainer, "post_val_epoch")
+
+    @override
+    def post_epoch(self, trainer: Any) -> None:
+        self._mark(trainer, "post_epoch")
+
+    @override
+    def on_log(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.record["logged"].setdefault((step, name), []).append(value)
+
+    @override
+    def on_exception(self, trainer: Any, exc: BaseException) -> None:
+        self._failed(exc)
+
+    @override
+    def post_fit(self, trainer: Any) -> None:
+        self.finish(trainer)
+
+    def finish(self, trainer: Any) -> None:
+        """Takes the state at the run's end, also of one that a signal ends."""
+        self.record["reads"] = self._reads.total()
+        self.record["ends"] = trainer.global_step
+        self.record["schedules"] = {
+            name: (steps_taken(scheduler), trainer.times_stepped(scheduler), trainer.times_stepped(scheduler.optimizer))
+            for name, scheduler in trainer.named_schedulers().items()
+        }
+        self.record["turns"] = {n: trainer.times_stepped(each) for n, each in trainer.named_optimizers().items()}
+        if "timed" not in self.mode:
+            self._mark(trainer, "post_fit")
+            self.record["end"] = self._now
+
+    # -- ours
+
+    def _mark(self, trainer: Any, event: str) -> None:
+        """Notes which attributes have changed since the last event."""
+        if "timed" in self.mode:
+            return
+        before, self._now = self._now, self._state.read(trainer)
+        for path, digest in self._now.items():
+            if before.get(path) != digest:
+                self.record["changes"].setdefault(path, {}).setdefault(event, trainer.global_step)
+
+    def _weights(self, trainer: Any) -> dict[str, str]:
+        return {name: summary(parameter).digest for name, parameter in _parameters(trainer)}
+
+    @torch.no_grad()
+    def _move(self, trainer: Any) -> None:
+        """Moves weights as rounding does, and a little more."""
+        for _, parameter in _parameters(trainer):
+            if parameter.requires_grad and parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=self._generator) * 2.0 - 1
+                parameter.mul_(1 + NOISE * torch.finfo(parameter.dtype).eps * signs.to(parameter.dtype))
+
+
+class _CountReads(TorchDispatchMode):
+    """Counts what waits for the device."""
+
+    def __init__(self, reads: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._reads["item"] += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _parameters(trainer: Any) -> Iterator[tuple[str, Tensor]]:
+    for model_name, model in trainer.named_models().items():
+        whole = names_in_whole(model)
+        for name, parameter in model.named_parameters():
+            yield f"{model_name}.{whole[name][0] if name in whole else name}", parameter
+
+
+def _buffers(trainer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Those that ranks are to have alike."""
+    as_it_is = [re.compile(pattern) for pattern, policy in trainer.buffer_policies().items() if policy == "as is"]
+    for model_name, model in trainer.named_models().items():
+        for name, buffer in model.named_buffers():
+            if not any(pattern.search(f"{model_name}.{name}") for pattern in as_it_is):
+                yield f"{model_name}.{name}", buffer
+
+
+def _optimizer_state(trainer: Any) -> Iterator[tuple[str, Summary]]:
+    names = {id(parameter): name for name, parameter in _parameters(trainer)}
+    for owner, optimizer in trainer.named_optimizers().items():
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{owner}: {names.get(id(parameter), number)}.{key}", summary(value)
+
+
+def _rates(trainer: Any) -> dict[str, float]:
+    return {
+        f"{name}, group {number}": float(group["lr"])
+        for name, optimizer in trainer.named_optimizers().items()
+        for number, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _samples(batch: Any) -> list[str]:
+    """A digest of each sample of a batch: of the rows of all tensors that have as many as the first."""
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = len(tensors[0]) if tensors else 0
+    alike = [tensor for tensor in tensors if len(tensor) == rows]
+    return [hashed(b"".join(bytes(tensor_bytes(tensor[row])) for tensor in alike)) for row in range(rows)]
+
+
+def _random() -> Mapping[str, Any]:
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": random.getstate(),
+        "numpy": str(np.random.get_state(legacy=False)),
+    }
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.full_tensor() if isinstance(value, DTensor) else value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    """What decides which runs make sense, and where the user's methods are."""
+    kind = type(trainer)
+    hooks = {}
+    for name in dir(kind):
+        method = inspect.unwrap(found) if inspect.isfunction(found := getattr(kind, name, None)) else None
+        if method is not None and PlainState().is_own(_owner(kind, name)):
+            hooks[name] = f"{Path(method.__code__.co_filename).name}:{method.__code__.co_firstlineno}"
+    datasets = {}
+    dataset = vars(trainer.train_dataloader).get("dataset") if hasattr(trainer.train_dataloader, "__dict__") else None
+    if dataset is not None:
+        datasets["training"] = type(dataset).__name__
+    return {
+        "class": kind.__name__,
+        "hooks": hooks,
+        "dataset": datasets.get("training", "the training loader"),
+        "batch_size": loader_batch_size(trainer.train_dataloader),
+        "accumulation": trainer.accumulation_steps,
+        "steps_per_pass": trainer.steps_per_pass,
+        "validates": bool(trainer.val_dataloaders),
+        "shards": kind._shards_parameters,
+        "saves": kind._saves_checkpoints,
+        "ranks": kind._keeps_ranks_equal,
+        "tensor": "apply_tensor_parallel" in hooks,
+        "context": "cut_batch" in hooks,
+        "optimizers": {name: type(optimizer).__name__ for name, optimizer in trainer.named_optimizers().items()},
+        "total_steps": trainer.total_steps,
+        "val_batches": sum(len(each) for each in trainer.val_dataloaders.values() if isinstance(each, Sized)),
+    }
+
+
+def _owner(kind: type, name: str) -> type:
+    return next(part for part in kind.__mro__ if name in vars(part))

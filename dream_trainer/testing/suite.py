@@ -1,0 +1,166 @@
+"""Checks of a trainer as functions, for tests of a project's own, and as a list of findings."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+from dream_trainer.screen import show
+from dream_trainer.testing.findings import CHECKS, Finding, ProgramError, TrainerChecks
+from dream_trainer.testing.launcher import Launcher
+from dream_trainer.testing.program import MakeTrainer, Program
+
+PROJECT_TEST = '''"""Is the trainer the same on several ranks, after a stop and after a kill? Takes about a minute."""
+
+from pathlib import Path
+
+from dream_trainer.testing import check_trainer
+
+
+def test_trainer() -> None:
+    check_trainer(str(Path(__file__).parent / "train.py"), quick=True)
+'''
+
+
+class TrainerCheckError(AssertionError):
+    """Something that should hold of a trainer does not."""
+
+
+def findings(
+    program: Program,
+    *,
+    checks: Sequence[str] = CHECKS,
+    meshes: Sequence[str] | None = None,
+    quick: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Iterator[Finding]:
+    """What holds of the program's trainer, and what does not, one after the other.
+
+    Args:
+        program: The user's program.
+        checks: Which of "deterministic", "parity", "resume", "kill", "order", "validation", "schedules" and "cost".
+        meshes: Those on which parity is checked: "replicas", "shards", "hybrid", "tensor", "context", "pipeline".
+            Default: all that the trainer supports.
+        quick: Whether to leave out what takes longer.
+        tell: Called with a line after each run.
+
+    Raises:
+        ProgramError: The program fails by itself, in one process.
+    """
+    with Launcher(program, tell) as launcher:
+        of_trainer = TrainerChecks(launcher, quick=quick)
+        of_trainer.start(checks, meshes)
+        for name in CHECKS:
+            if name in checks:
+                yield from getattr(of_trainer, name)()
+
+
+def _check(
+    make_trainer: MakeTrainer | str, checks: Sequence[str], meshes: Sequence[str] | None, *, quick: bool
+) -> None:
+    failed = [
+        str(found)
+        for found in findings(Program.of(make_trainer), checks=checks, meshes=meshes, quick=quick)
+        if found.holds is False
+    ]
+    if failed:
+        raise TrainerCheckError("\n".join(failed))
+
+
+def check_trainer(make_trainer: MakeTrainer | str, *, meshes: Sequence[str] | None = None, quick: bool = False) -> None:
+    """Runs all checks.
+
+    Args:
+        make_trainer: A function of a module that returns a trainer, or "PROGRAM" or "PROGRAM:FUNCTION".
+        meshes: Those on which parity is checked: "replicas", "shards", "hybrid", "tensor", "context", "pipeline".
+            Default: all that the trainer supports.
+        quick: Whether to leave out what takes longer: four ranks, further places to stop at, SIGTERM.
+
+    Raises:
+        TrainerCheckError: Something does not hold; the message has one line for each, and the likely cause.
+        ProgramError: The program fails by itself, in one process.
+
+    Example:
+        ```python
+        from dream_trainer.testing import check_trainer
+
+        def test_my_trainer():
+            check_trainer("train.py", quick=True)
+        ```
+    """
+    _check(make_trainer, CHECKS, meshes, quick=quick)
+
+
+def check_deterministic(make_trainer: MakeTrainer | str) -> None:
+    """Two equal runs are equal bit for bit; arguments and errors as of `check_trainer`."""
+    _check(make_trainer, ("deterministic",), (), quick=True)
+
+
+def check_parity(make_trainer: MakeTrainer | str, *, meshes: Sequence[str] | None = None) -> None:
+    """Ranks and accumulation compute what one process does, to rounding; arguments and errors as of `check_trainer`."""
+    _check(make_trainer, ("deterministic", "parity"), meshes, quick=False)
+
+
+def check_resume(make_trainer: MakeTrainer | str, *, quick: bool = False) -> None:
+    """A run that is stopped and resumed is the undisturbed one; arguments and errors as of `check_trainer`."""
+    _check(make_trainer, ("deterministic", "resume"), None, quick=quick)
+
+
+def check_kill(make_trainer: MakeTrainer | str, *, quick: bool = False) -> None:
+    """A run of which a rank is killed ends as the undisturbed one; arguments and errors as of `check_trainer`."""
+    _check(make_trainer, ("deterministic", "parity", "kill"), None, quick=quick)
+
+
+def check_order(make_trainer: MakeTrainer | str) -> None:
+    """Hashing and the number of workers change nothing; arguments and errors as of `check_trainer`."""
+    _check(make_trainer, ("deterministic", "order"), (), quick=False)
+
+
+def check_validation(make_trainer: MakeTrainer | str) -> None:
+    """Validation changes nothing, and its values do not depend on ranks; arguments and errors as of `check_trainer`."""
+    _check(make_trainer, ("validation",), None, quick=True)
+
+
+def report(program: Program, checks: Sequence[str], *, quick: bool, as_json: bool) -> int:
+    """Prints a line for each check; returns 1 if something does not hold."""
+    began, found = time.monotonic(), []
+    try:
+        for finding in findings(program, checks=checks, quick=quick, tell=_progress):
+            _progress("")
+            found.append(finding)
+            if not as_json:
+                show(str(finding))
+    except ProgramError as error:
+        _progress("")
+        show(f"{error}\n\n{program.path} fails by itself, in one process: see above.", sys.stderr)
+        return 1
+    failed = sum(finding.holds is False for finding in found)
+    verdict = f"{failed} of {len(found)} do not hold" if failed else "all that was checked holds"
+    show(json.dumps([asdict(finding) for finding in found], indent=2) if as_json else verdict)
+    if not as_json:
+        show(f"{time.monotonic() - began:.0f} s")
+    return int(failed > 0)
+
+
+def _progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+
+
+def own_words(words: Sequence[str]) -> list[str]:
+    """The words of `dream-trainer check` before those that change the config of the program."""
+    takes, own = 1, list(words[:1])
+    for word in words[1:]:
+        flag, equals, _ = word.partition("=")
+        if flag in ("--quick", "--no-quick", "--json", "--no-json", "--help", "-h", "--only", "--function"):
+            takes = 0 if equals else {"--only": 1, "--function": 1}.get(flag, 0)
+            takes += len(own) == 1  # the program is still to come
+        elif flag.startswith("-") or takes == 0:
+            break
+        else:
+            takes -= 1
+        own.append(word)
+    return own

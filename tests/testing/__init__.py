@@ -1,0 +1,1 @@
+"""Tests of `dream-trainer check` and `dream_trainer.testing`."""

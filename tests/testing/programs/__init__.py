@@ -1,0 +1,1 @@
+"""Programs of users, right and wrong ones."""

@@ -1,0 +1,148 @@
+"""Checks find the mistakes of small trainers, name their places, and accuse no right one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dream_trainer.testing import ProgramError, TrainerCheckError, check_deterministic, check_parity, check_resume
+from tests.api import CHECKS, Program, TrainerChecks, findings, main, own_words
+from tests.testing.programs import right, wrong
+
+PROGRAMS = Path(__file__).parent / "programs"
+RIGHT = [
+    *("Plain", "Dropout", "BatchNorm", "SavedState", "WeightedTokens", "Adversaries", "GatheredContrast", "everyday"),
+    *("Caches", "Denoiser", "Plateau", "ThawOnce"),
+]
+# The check that finds a mistake, and what its message names.
+WRONG = {
+    "wrong.py:MeanOnTrainer": ("resume", r"`self\.mean` changes in MeanOnTrainer\.training_step \(wrong\.py:\d+\)"),
+    "wrong.py:LowestOnTrainer": ("resume", r"`self\.lowest` changes in LowestOnTrainer\.post_val_epoch"),
+    "wrong.py:HistoryOnTrainer": ("resume", r"`self\.losses` changes in .*HistoryOnTrainer\.post_train_batch"),
+    "wrong.py:AverageByHand": ("resume", r"`self\.shadow` changes in AverageByHand\.post_train_step"),
+    "wrong.py:FreezesByOwnCount": ("resume", r"`self\.passes` changes in FreezesByOwnCount\.pre_epoch"),
+    "wrong.py:OptimizerWithOwnState": ("resume", r"`self\.optimizer\.slow` changes"),
+    "wrong.py:callback_without_state": ("resume", r"`Warmup\.count` changes"),
+    "wrong.py:CurriculumInDataset": (
+        "resume",
+        r"`self\.levels\.level` changes in CurriculumInDataset\.post_train_step",
+    ),
+    "wrong.py:OwnGenerator": ("resume", r"`self\.generator` changes in OwnGenerator\.training_step"),
+    "wrong.py:CountInModule": ("resume", r"`self\.model\.calls` changes"),
+    "wrong.py:CountInClass": ("resume", r"`CountInClass\.seen` changes"),
+    "counted.py:CountInModuleOfPython": ("resume", r"`counted\.py \(global\): counts` changes"),
+    "wrong.py:OwnLogOpenedAnew": ("resume", r"log_0\.txt"),
+    "wrong.py:DatasetByRank": ("parity", r"sample 0 of the dataset of training \(TensorDataset\)"),
+    "wrong.py:UnweightedTokens": ("parity", r"UnweightedTokens\.training_step \(wrong\.py:\d+\).*\n.*weight="),
+    "wrong.py:CodebookPerRank": ("parity", r"model\.codebook"),
+    "wrong.py:LocalMetric": ("validation", r"val/accuracy.*\n.*LocalMetric\.post_val_epoch"),
+    "wrong.py:DropLastByRanks": ("parity", r"drop_last|samples|steps"),
+    "wrong.py:RateByRank": ("parity", r"optimizer 'optimizer', group 0.*lr"),
+    "wrong.py:RateByWorld": ("parity", r"learning rates, of RateByWorld\.configure_optimizers"),
+    "wrong.py:LossByWorld": ("parity", r"LossByWorld\.training_step"),
+    "wrong.py:NoiseOnWeights": ("parity", r"model\.0\.weight.*\n.*NoiseOnWeights\.post_train_step"),
+    "wrong.py:ReadsGradient": ("parity", r"learning rates, of ReadsGradient|ReadsGradient\.training_step"),
+    "wrong.py:CollectiveOnMain": ("parity", r"wrong\.py:\d+"),
+    "wrong.py:LocalContrast": ("parity", r"LocalContrast\.training_step.*\n.*all_gather_with_gradient"),
+    "wrong.py:ScheduleByMicroBatch": ("schedules", r"self\.scheduler makes"),
+    "wrong.py:ScheduleTwice": ("schedules", r"self\.scheduler makes"),
+    "wrong.py:ModulesFromSet": ("order", r"order of modules, of ModulesFromSet\.configure_models"),
+    "wrong.py:AugmentedByTime": ("deterministic", r"samples, of Clocked"),
+    "wrong.py:GeneratorInDataset": ("resume", r"`Drawing\.rng` changes"),
+    "wrong.py:UnseededWeights": ("deterministic", r"initial weights, of .*UnseededWeights\.init_weights"),
+    "wrong.py:ValidationTrainsStatistics": (
+        "validation",
+        r"running_mean changes in ValidationTrainsStatistics\.validation_step",
+    ),
+    "shuffled.py:ShuffledAtImport": ("deterministic", r"`shuffled\.py \(global\): ORDER`"),
+}
+
+
+def program(target: str) -> Program:
+    return Program.of(str(PROGRAMS / target))
+
+
+def checks_for(check: str) -> tuple[str, ...]:
+    return ("parity", "validation") if check == "validation" else (check,)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_trainer_is_not_accused(name: str) -> None:
+    found = list(findings(program(f"right.py:{name}")))
+    assert [str(each) for each in found if each.holds is False] == []
+    assert len(found) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", WRONG)
+def test_a_mistake_is_found_and_its_place_named(target: str) -> None:
+    check, place = WRONG[target]
+    failed = "\n".join(
+        str(f) for f in findings(program(target), checks=checks_for(check), quick=True) if f.holds is False
+    )
+    assert re.search(place, failed), failed
+
+
+def make_plain() -> right.Plain:
+    return right.Plain(right.default_config())
+
+
+def make_forgetful() -> wrong.MeanOnTrainer:
+    return wrong.MeanOnTrainer(wrong.default_config())
+
+
+def make_unweighted() -> wrong.UnweightedTokens:
+    return wrong.UnweightedTokens(wrong.default_config())
+
+
+def make_failing() -> right.Plain:
+    raise ValueError("no such data")
+
+
+def test_what_is_not_saved_is_named() -> None:
+    with pytest.raises(
+        TrainerCheckError, match=r"`self\.mean` changes in MeanOnTrainer\.training_step \(wrong\.py:\d+\)"
+    ):
+        check_resume(make_forgetful, quick=True)
+
+
+def test_a_weight_that_is_missing_is_named() -> None:
+    with pytest.raises(TrainerCheckError, match=r"UnweightedTokens\.training_step") as raised:
+        check_parity(make_unweighted, meshes=["replicas"])
+    assert "self.backward(loss, weight=...)" in str(raised.value)
+
+
+def test_an_error_of_the_program_is_its_own() -> None:
+    with pytest.raises(ProgramError, match="ValueError: no such data") as raised:
+        check_deterministic(make_failing)
+    assert "rank_process" not in str(raised.value)
+
+
+def test_a_function_inside_of_another_is_refused() -> None:
+    with pytest.raises(Exception, match="Use a function of a module"):
+        check_deterministic(lambda: None)
+
+
+def test_the_command_reports_what_holds(capfd: pytest.CaptureFixture[str]) -> None:
+    target = f"{PROGRAMS / 'right.py'}:Plain"
+    assert main(["check", target, "--quick", "--only", "order", "--seed", "7", "--training.max-steps", "6"]) == 0
+    said = capfd.readouterr().out
+    assert "ok   hash: PYTHONHASHSEED=1: the same bit for bit" in said
+    assert "all that was checked holds" in said
+
+
+def test_the_words_of_the_command_come_before_those_of_the_program() -> None:
+    words = "check train.py:Fit --quick --only resume --training.max-steps 8 --quick"
+    assert own_words(words.split()) == words.split()[:5]
+    assert own_words("check --quick train.py --seed 3".split()) == "check --quick train.py".split()
+    assert own_words("check train.py --only=kill more --x".split()) == "check train.py --only=kill".split()
+    assert own_words(["check", "--help"]) == ["check", "--help"]
+
+
+def test_every_check_has_a_method() -> None:
+    assert all(callable(vars(TrainerChecks)[name]) for name in CHECKS)
