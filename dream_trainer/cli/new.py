@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from dream_trainer.errors import ConfigError
-from dream_trainer.testing.suite import PROJECT_TEST
 
 Template = Literal["image", "text", "gan", "diffusion", "ppo", "contrastive", "gpt"]
 
@@ -38,6 +37,8 @@ class New:
     """The example."""
 
     def run(self) -> int:
+        from dream_trainer.testing.suite import PROJECT_TEST
+
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", self.name):
             raise ConfigError(f"{self.name!r} cannot be a project's name. Use a letter, then letters, digits, - and _.")
         directory = Path(self.name)
