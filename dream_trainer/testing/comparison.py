@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -240,3 +242,32 @@ def lost_attributes(undisturbed: Run, again: Run, resumed: Run, rank: int = 0) -
         is_part = isinstance(value, dict) and isinstance(theirs, dict) and theirs.items() <= value.items()
         (parts if is_part else lost).append(path)
     return lost, parts
+
+
+def other_files(alone: Run, again: Run, resumed: Run) -> list[str]:
+    """Files of the user's in the run's directory that undisturbed runs have alike, and the resumed one has not."""
+    ours, same, theirs = (_files(Path(run.job.runs_dir)) for run in (alone, again, resumed))
+    return [name for name, content in ours.items() if same.get(name) == content != theirs.get(name)]
+
+
+def _files(directory: Path) -> dict[str, str]:
+    found = {}
+    for file in sorted(directory.rglob("*")):
+        inside = file.relative_to(directory)
+        if file.is_file() and "checkpoints" not in inside.parts and file.suffix != ".jsonl":
+            found[str(inside)] = file.read_bytes().hex()
+        elif file.suffix == ".jsonl" and file.is_file():
+            found[str(inside)] = _lines(file)
+    return found
+
+
+def _lines(file: Path) -> str:
+    """A log's steps and names, without values, some of which are times."""
+    lines = []
+    for line in file.read_text().splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = line
+        lines.append(str((values.get("step"), sorted(values)) if isinstance(values, dict) else values))
+    return "\n".join(sorted(lines))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
@@ -10,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from dream_trainer.errors import DreamTrainerError
@@ -21,6 +19,7 @@ from dream_trainer.testing.comparison import (
     beyond_rounding,
     first_difference,
     lost_attributes,
+    other_files,
     ranks_differ,
     stable_values,
     steps_of,
@@ -495,7 +494,7 @@ class TrainerChecks:
                 return Finding(what, False, text, lost)
         if lost:
             return Finding(what, False, f"{text}: weights are equal bit for bit, and attributes are not restored", lost)
-        files = _other_files(alone, again, last)
+        files = other_files(alone, again, last)
         if files:
             return Finding(what, False, f"{text}: files in the run's directory differ: {', '.join(files)}")
         _, parts = lost_attributes(alone, again, last)
@@ -675,32 +674,3 @@ def _how_to_keep(path: str) -> str:
     if owner == "self" or ":" in path:
         return "Return it from the trainer's state_dict(), and take it back in load_state_dict()."
     return f"Return it from a state_dict() of {owner} or of the trainer, and take it back in load_state_dict()."
-
-
-def _other_files(alone: Run, again: Run, resumed: Run) -> list[str]:
-    """Files of the user's in the run's directory that undisturbed runs have alike, and the resumed one has not."""
-    ours, same, theirs = (_files(Path(run.job.runs_dir)) for run in (alone, again, resumed))
-    return [name for name, content in ours.items() if same.get(name) == content != theirs.get(name)]
-
-
-def _files(directory: Path) -> dict[str, str]:
-    found = {}
-    for file in sorted(directory.rglob("*")):
-        inside = file.relative_to(directory)
-        if file.is_file() and "checkpoints" not in inside.parts and file.suffix != ".jsonl":
-            found[str(inside)] = file.read_bytes().hex()
-        elif file.suffix == ".jsonl" and file.is_file():
-            found[str(inside)] = _lines(file)
-    return found
-
-
-def _lines(file: Path) -> str:
-    """A log's steps and names, without values, some of which are times."""
-    lines = []
-    for line in file.read_text().splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            values = line
-        lines.append(str((values.get("step"), sorted(values)) if isinstance(values, dict) else values))
-    return "\n".join(sorted(lines))
