@@ -69,7 +69,7 @@ class Launcher:
         self.program, self._tell = program, tell
         self.patience = 120.0  # seconds in which no rank finishes a batch
         self._cores = max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
-        self._free, self._changed = self._cores, threading.Condition()
+        self._free, self._changed, self._is_closing = self._cores, threading.Condition(), False
         self._ended: dict[str, int] = {}
         self._pids: dict[str, int] = {}
         self._count = 0
@@ -91,10 +91,10 @@ class Launcher:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for name in [name for name in self._pids if name not in self._ended]:
-            with suppress(ProcessLookupError):
-                os.kill(self._pids[name], signal.SIGKILL)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._pool.shutdown(cancel_futures=True)  # whose runs end their ranks
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.close()
@@ -134,7 +134,9 @@ class Launcher:
     def _run(self, what: str, job: Job, killed: Any) -> Run:
         need = min(job.ranks, self._cores)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= need)
+            self._changed.wait_for(lambda: self._free >= need or self._is_closing)
+            if self._is_closing:
+                return Run(job, 0.0, [])
             self._free -= need
         try:
             began = time.monotonic()
@@ -169,6 +171,8 @@ class Launcher:
             deadline = min(deadline, time.monotonic() + 20) if failed else deadline
             if not failed and (now := _progress_of(job)) > progress:
                 progress, deadline = now, time.monotonic() + self.patience
+            if self._is_closing:
+                deadline, failed = 0.0, True
             if time.monotonic() > deadline:
                 waiting = waiting or ([] if failed else self._where(job, names))
                 for name in names:

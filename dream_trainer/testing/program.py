@@ -59,8 +59,9 @@ class Program:
         members = vars(load(self.path))
         found = members.get(self.name)
         if isinstance(found, type) and issubclass(found, AbstractTrainer):
-            make_config = members.get(self.config)
-            return found(make_config()) if callable(make_config) else None
+            make_config: Any = members.get(self.config)
+            config: Any = make_config() if callable(make_config) else None
+            return None if config is None else found(config)
         trainer = found() if callable(found) and not isinstance(found, type) else None
         if not isinstance(trainer, AbstractTrainer):
             raise self.names_no_trainer(members)
