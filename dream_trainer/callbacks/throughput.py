@@ -80,7 +80,7 @@ class Throughput(LoggingCallback):
     device_flops: Annotated[float, check_positive] | None = None
     clock: Callable[[], float] = time.perf_counter
 
-    def __post_init__(self, tokens: Callable[[Any], Tensor | float] | None) -> None:  # type: ignore[override]
+    def __post_init__(self, tokens: Callable[[Any], Tensor | float] | None) -> None:
         super().__init__(self.name)
         check_fields(self, Throughput)
         self._count_tokens = tokens

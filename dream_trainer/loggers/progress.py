@@ -116,7 +116,7 @@ class Progress(Callback):
     file: InitVar[TextIO | None] = None
     clock: Callable[[], float] = time.monotonic
 
-    def __post_init__(self, file: TextIO | None) -> None:  # type: ignore[override]
+    def __post_init__(self, file: TextIO | None) -> None:
         check_fields(self, Progress)
         self._file = file
         self._pace = Pace(0, 0, 0.0)

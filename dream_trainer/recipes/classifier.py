@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-import dream_trainer as dt
+from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.data import DistributedDataLoader
+from dream_trainer.optim import OptimizerParameters, ScheduleParameters, build_optimizers, build_schedules
+from dream_trainer.trainer.dream import DreamTrainer
 
 
 @dataclass(kw_only=True)
-class ClassifierConfig(dt.DreamTrainerConfig):
+class ClassifierConfig(DreamTrainerConfig):
     """Config of Classifier."""
 
     model: str = ""
@@ -28,15 +31,13 @@ class ClassifierConfig(dt.DreamTrainerConfig):
     """Function that returns the training and validation datasets of `(input, label)`, as `module:name`."""
     label_smoothing: float = 0.0
     """Share of each label that is spread evenly over all classes, in training."""
-    optimizer: dt.OptimizerParameters = field(default_factory=dt.OptimizerParameters)
+    optimizer: OptimizerParameters = field(default_factory=OptimizerParameters)
     """Optimizer by name, with its numbers."""
-    schedule: dt.ScheduleParameters = field(
-        default_factory=lambda: dt.ScheduleParameters(name="cosine", warmup_steps=0.05)
-    )
+    schedule: ScheduleParameters = field(default_factory=lambda: ScheduleParameters(name="cosine", warmup_steps=0.05))
     """Learning rate schedule by name, with its numbers."""
 
 
-class Classifier(dt.DreamTrainer):
+class Classifier(DreamTrainer):
     """One label for each sample."""
 
     if TYPE_CHECKING:
@@ -66,19 +67,17 @@ class Classifier(dt.DreamTrainer):
 
     def loader(self, dataset: Any, batch_size: int, *, is_train: bool) -> Any:
         """A loader over one of the two that `datasets` returned."""
-        return dt.data.DistributedDataLoader(
-            dataset, batch_size, shuffle=is_train, drop_last=is_train, collate_fn=self.collate
-        )
+        return DistributedDataLoader(dataset, batch_size, shuffle=is_train, drop_last=is_train, collate_fn=self.collate)
 
     def collate(self, samples: list[Any]) -> Any:
         """Samples as a batch; override it to pad."""
         return default_collate(samples)
 
     def configure_optimizers(self) -> None:
-        self.optimizers = dt.build_optimizers(self.config.optimizer, self.model)
+        self.optimizers = build_optimizers(self.config.optimizer, self.model)
 
     def configure_schedulers(self) -> None:
-        self.schedulers = dt.build_schedules(self.config.schedule, self.optimizers, total_steps=self.total_steps)
+        self.schedulers = build_schedules(self.config.schedule, self.optimizers, total_steps=self.total_steps)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor | None]:
         loss = F.cross_entropy(*self.logits_and_labels(batch), label_smoothing=self.config.label_smoothing)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-import dream_trainer as dt
+from dream_trainer.data import JsonLines, WithLengths
+from dream_trainer.optim import OptimizerParameters
 from dream_trainer.recipes.language_model import LanguageModel, LanguageModelConfig
 
 
@@ -26,7 +27,7 @@ class SupervisedFineTuningConfig(LanguageModelConfig):
     """Files of JSON lines to validate on. None validates nothing."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer for transformers. None: that in `pretrained`."""
-    optimizer: dt.OptimizerParameters = field(default_factory=lambda: dt.OptimizerParameters(lr=1e-4, weight_decay=0.0))
+    optimizer: OptimizerParameters = field(default_factory=lambda: OptimizerParameters(lr=1e-4, weight_decay=0.0))
     """Optimizer by name, with its numbers."""
 
 
@@ -59,9 +60,9 @@ class SupervisedFineTuning(LanguageModel):
         return {"tokens": [*prompt, *answer], "weights": [0.0] * len(prompt) + [1.0] * len(answer)}
 
     def source(self, path: str) -> Any:
-        lines = dt.data.JsonLines(path)
+        lines = JsonLines(path)
         samples = [self.encode(lines[number]) for number in range(len(lines))]
-        return dt.data.WithLengths(samples, [len(sample["tokens"]) for sample in samples])
+        return WithLengths(samples, [len(sample["tokens"]) for sample in samples])
 
 
 if __name__ == "__main__":

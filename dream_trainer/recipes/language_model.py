@@ -1,7 +1,4 @@
-"""LanguageModel: a causal language model on packed documents, new or pretrained, with adapters if you want them.
-
-python -m dream_trainer.recipes.language_model --config run.yaml
-"""
+"""LanguageModel: a causal language model on packed documents, new or pretrained, with adapters if you want them."""
 
 from __future__ import annotations
 
@@ -13,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dream_trainer as dt
+from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, TokenFile, packed_attention_mask
+from dream_trainer.optim import OptimizerParameters, ScheduleParameters, build_optimizers, build_schedules
+from dream_trainer.trainer.dream import DreamTrainer
+from dream_trainer.weights.adapters import load_base_weights
+from dream_trainer.weights.load import load_weights
 
 
 @dataclass(kw_only=True)
-class LanguageModelConfig(dt.DreamTrainerConfig):
+class LanguageModelConfig(DreamTrainerConfig):
     """Config of LanguageModel."""
 
     pretrained: str = ""
@@ -32,17 +34,17 @@ class LanguageModelConfig(dt.DreamTrainerConfig):
     """Token files to validate on. None validates nothing."""
     row_length: int = 1024
     """Tokens in a packed row, the longest context that the model sees."""
-    optimizer: dt.OptimizerParameters = field(
-        default_factory=lambda: dt.OptimizerParameters(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer: OptimizerParameters = field(
+        default_factory=lambda: OptimizerParameters(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     )
     """Optimizer by name, with its numbers."""
-    schedule: dt.ScheduleParameters = field(
-        default_factory=lambda: dt.ScheduleParameters(name="cosine", warmup_steps=0.02, min_lr_ratio=0.1)
+    schedule: ScheduleParameters = field(
+        default_factory=lambda: ScheduleParameters(name="cosine", warmup_steps=0.02, min_lr_ratio=0.1)
     )
     """Learning rate schedule by name, with its numbers."""
 
 
-class LanguageModel(dt.DreamTrainer):
+class LanguageModel(DreamTrainer):
     """Next-token prediction. Every label of a step counts by its weight, on all ranks and micro-batches."""
 
     if TYPE_CHECKING:
@@ -68,42 +70,39 @@ class LanguageModel(dt.DreamTrainer):
 
     def load_pretrained(self) -> None:
         if self.config.pretrained:
-            load = dt.load_weights if self.config.lora is None else dt.load_base_weights
+            load = load_weights if self.config.lora is None else load_base_weights
             load(self.model, self.config.pretrained)
 
     def source(self, path: str) -> Any:
         """The documents of `train_data` or `val_data`, which know their lengths."""
-        return dt.data.TokenFile(path)
+        return TokenFile(path)
 
     def documents(self) -> tuple[Any, Any]:
         """Training and validation documents in their order; None validates nothing. Override it for mixtures."""
         paths = {"train": self.config.train_data, "val": self.config.val_data}
-        sources = {name: self.source(path) for name, path in paths.items() if path is not None}
-        mixtures = {name: dt.data.Mixture({name: one}, max_epochs={name: 1}) for name, one in sources.items()}
+        mixtures = {n: Mixture({n: self.source(p)}, max_epochs={n: 1}) for n, p in paths.items() if p is not None}
         return mixtures["train"], mixtures.get("val")
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         sizes, (train, val) = self.config.training_parameters, self.documents()
         # With many ranks, each rank's share of the global batch may be less than a micro-batch.
         share = (sizes.global_batch_size or sizes.train_batch_size * self.world.dp_size) // self.world.dp_size
-        return (
-            self.loader(train, max(1, min(sizes.train_batch_size, share)), is_train=True),
-            None if val is None else self.loader(val, sizes.val_batch_size, is_train=False),
-        )
+        train_loader = self.loader(train, max(1, min(sizes.train_batch_size, share)), is_train=True)
+        return train_loader, None if val is None else self.loader(val, sizes.val_batch_size, is_train=False)
 
     def loader(self, documents: Any, batch_size: int, *, is_train: bool) -> Any:
         """A loader over one of the two that `documents` returned."""
-        return dt.data.DistributedDataLoader(dt.data.PackedRows(documents, self.config.row_length), batch_size)
+        return DistributedDataLoader(PackedRows(documents, self.config.row_length), batch_size)
 
     def configure_optimizers(self) -> None:
-        self.optimizers = dt.build_optimizers(self.config.optimizer, self.model)
+        self.optimizers = build_optimizers(self.config.optimizer, self.model)
 
     def configure_schedulers(self) -> None:
-        self.schedulers = dt.build_schedules(self.config.schedule, self.optimizers, total_steps=self.total_steps)
+        self.schedulers = build_schedules(self.config.schedule, self.optimizers, total_steps=self.total_steps)
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits [rows, row_length, vocabulary]; a token sees its own document only."""
-        mask = dt.data.packed_attention_mask(batch["documents"], "sdpa")
+        mask = packed_attention_mask(batch["documents"], "sdpa")
         output = self.model(batch["tokens"], attention_mask=mask, position_ids=batch["positions"], use_cache=False)
         return cast(Tensor, output.logits)
 

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-import dream_trainer as dt
+from dream_trainer.data import DistributedDataLoader, JsonLines
+from dream_trainer.optim import OptimizerParameters
 from dream_trainer.recipes.fine_tuning import SupervisedFineTuning, SupervisedFineTuningConfig
+from dream_trainer.weights.load import load_weights
 
 IGNORED = -100  # the label of a token that predicts nothing
 
@@ -32,7 +34,7 @@ class DPOConfig(SupervisedFineTuningConfig):
     """Share of the pairs that are assumed to be labelled the wrong way round."""
     row_length: int = 1024
     """Tokens of the longest prompt with its answer; what is longer is cut off at its end."""
-    optimizer: dt.OptimizerParameters = field(default_factory=lambda: dt.OptimizerParameters(lr=1e-5, weight_decay=0.0))
+    optimizer: OptimizerParameters = field(default_factory=lambda: OptimizerParameters(lr=1e-5, weight_decay=0.0))
     """Optimizer by name, with its numbers."""
 
 
@@ -50,7 +52,7 @@ class DPO(SupervisedFineTuning):
 
     def load_pretrained(self) -> None:
         super().load_pretrained()
-        dt.load_weights(self.reference, self.config.pretrained)
+        load_weights(self.reference, self.config.pretrained)
 
     def encode(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """The tokens and labels of both answers, the preferred one first."""
@@ -64,14 +66,12 @@ class DPO(SupervisedFineTuning):
 
     def documents(self) -> tuple[Any, Any]:
         paths = self.config.train_data, self.config.val_data
-        lines = [None if path is None else dt.data.JsonLines(path) for path in paths]
+        lines = [None if path is None else JsonLines(path) for path in paths]
         train, val = (None if one is None else [self.encode(one[i]) for i in range(len(one))] for one in lines)
         return train, val
 
     def loader(self, documents: Any, batch_size: int, *, is_train: bool) -> Any:
-        return dt.data.DistributedDataLoader(
-            documents, batch_size, shuffle=is_train, drop_last=is_train, collate_fn=collate
-        )
+        return DistributedDataLoader(documents, batch_size, shuffle=is_train, drop_last=is_train, collate_fn=collate)
 
     def answer_log_probability(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Of both answers, given the prompt: [pairs, 2]."""
