@@ -19,6 +19,11 @@ def is_users(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file or not file.startswith(_STANDARD_LIBRARY)
 
 
+def is_own(file: str) -> bool:
+    """Whether `file` is the user's own, and not of an installed package."""
+    return is_users(file) and "site-packages" not in file and "dist-packages" not in file
+
+
 def line_running_in(innermost: FrameType) -> str:
     """The innermost line of a user's in the thread whose innermost frame this is; empty if there is none."""
     frame: FrameType | None = innermost

@@ -49,7 +49,7 @@ _NAMES = {
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
     "dream_trainer.gradient_state": "GradientState",
-    "dream_trainer.compat.operations": "EXPENSIVE_OPERATIONS name_of_operation operation",
+    "dream_trainer.compat.operations": "EXPENSIVE_OPERATIONS ValueReads name_of_operation operation",
     "dream_trainer.compat.pipelining": (
         "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there bytes_sent "
         "new_schedule ranks_of_stages refresh_copy shallow_copy"

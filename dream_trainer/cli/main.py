@@ -16,7 +16,7 @@ from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
 from dream_trainer.cli.runs import RunConfig, Runs, RunShow
-from dream_trainer.cli.trainer_description import CheckTrainer, DescribeTrainer
+from dream_trainer.cli.trainers import CheckTrainer, DescribeTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {
@@ -36,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0; 1 if it failed, with one line on stderr, or found damage; 2 for wrong arguments."""
     try:
         words = sys.argv[1:] if argv is None else argv
-        own = CheckTrainer.own_words(words) if [*words[:1]] == ["check"] else words
+        own = words
+        if [*words[:1]] == ["check"]:
+            from dream_trainer.testing.suite import own_words
+
+            own = own_words(words)
         command = _parse(own)
         code: int = command.run(*words[len(own) :])
         sys.stdout.flush()

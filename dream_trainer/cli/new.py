@@ -37,15 +37,14 @@ class New:
     """The example."""
 
     def run(self) -> int:
-        from dream_trainer.testing.suite import PROJECT_TEST
-
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", self.name):
             raise ConfigError(f"{self.name!r} cannot be a project's name. Use a letter, then letters, digits, - and _.")
         directory = Path(self.name)
         if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
             raise ConfigError(f"{directory} exists and is not an empty directory. Use another name, or remove it.")
         program, *modules = EXAMPLES[self.template]
-        copies = {program: "train.py", **{path: Path(path).name for path in modules}, **{path: path for path in LAUNCH}}
+        copies = {program: "train.py", **{path: Path(path).name for path in modules}}
+        copies |= {"check_train.py": "test_train.py"} | {path: path for path in LAUNCH}
         # The launch files start the example gpt.
         names = {f"examples/{path}": copy for path, copy in {**copies, "gpt/train.py": "train.py"}.items()}
         names |= {'project="examples"': f'project="{self.name}"', "runs/examples/": f"runs/{self.name}/"}
@@ -59,8 +58,7 @@ class New:
             (directory / copy).parent.mkdir(parents=True, exist_ok=True)
             (directory / copy).write_text(text, encoding="utf-8")
             shutil.copymode(examples_folder() / path, directory / copy)
-        (directory / "test_train.py").write_text(PROJECT_TEST, encoding="utf-8")
-        print(f"{directory}: {', '.join([*copies.values(), 'test_train.py'])}")
+        print(f"{directory}: {', '.join(copies.values())}")
         print(f"next: cd {directory}; pip install {' '.join(sorted(needed))}; python train.py")
         return 0
 

@@ -1,4 +1,5 @@
-"""PyTorch's operations by name: those whose results activation checkpointing keeps, and what a called one is called."""
+"""PyTorch's operations by name: those whose results activation checkpointing keeps, what a called one is
+called, and a count of those that wait for the device."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _StopRecomputationError
 
 StopRecomputation = _StopRecomputationError
@@ -47,3 +49,19 @@ def name_of_operation(function: Any) -> tuple[str, str] | None:
         return None
     namespace, name, *_ = str(function).split(".")
     return namespace, name
+
+
+class ValueReads(TorchDispatchMode):
+    """Inside, counts how often the value of a tensor is read on the host, as `item()` does, which waits for the device.
+
+    Attributes:
+        count: How often it was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

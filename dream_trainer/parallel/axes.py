@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +51,11 @@ class PipelineParallelism(MeshParallelism):
         """Has the hook cut models; ties between stages are its own to keep."""
         self.split(setup, self.mesh(setup))
 
-    def sent_per_batch(self, setup: AxisSetup) -> float | None:
+    def sent_per_batch(self, models: Collection[nn.Module], config: Any) -> float | None:
         """As if each model's forward_backward ran once for each batch."""
         from dream_trainer.parallel.pipeline import Pipelined
 
-        of_models = [
-            model._pipeline.bytes_of_a_batch for model in setup.models.values() if isinstance(model, Pipelined)
-        ]
+        of_models = [model._pipeline.bytes_of_a_batch for model in models if isinstance(model, Pipelined)]
         known = [n_bytes for n_bytes in of_models if n_bytes is not None]
         return sum(known) if len(known) == len(of_models) else None
 
@@ -90,9 +88,10 @@ class TensorParallelism(MeshParallelism):
             )
         return {"dynamic": False, "mode": None, "options": options_of_overlap(parameters.mode)}
 
-    def prepare_block(self, block: nn.Module) -> None:
+    def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """What collectives have begun is finished before compiled code begins."""
-        change_class(block, Waiting)
+        for block in blocks:
+            change_class(block, Waiting)
 
 
 class ContextParallelism(Parallelism):
@@ -102,7 +101,7 @@ class ContextParallelism(Parallelism):
         """Each shape by itself."""
         return {"dynamic": False}
 
-    def refuse_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Refuses a block within another."""
         names = {module: name for name, module in model.named_modules()}
         for block in blocks:
@@ -158,9 +157,9 @@ class ExpertParallelism(MeshParallelism):
         """Each rank has all experts."""
         return whole_experts(model)
 
-    def sent_per_token(self, setup: AxisSetup) -> float | None:
+    def sent_per_token(self, models: Collection[nn.Module], config: Any) -> float | None:
         """If experts are chosen evenly; None for layers of others, whose sizes nobody knows."""
-        models, devices = setup.models.values(), setup.config.device_parameters
+        devices = config.device_parameters
         mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
         if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
             return None
@@ -170,9 +169,8 @@ class ExpertParallelism(MeshParallelism):
         for mixture in mixtures:
             dtype, times = half_dtype(devices) or mixture.experts.gate.dtype, 6 if mixture in computed_again else 4
             sent += times * mixture.top_k * mixture.router.in_features * dtype.itemsize
-        elsewhere: float = 1 - 1 / devices.expert_parallel
-        n_copies: int = devices.tensor_parallel
-        return sent * elsewhere / n_copies  # ranks that share layers send a part of the rows each
+        # Ranks that share layers send a part of the rows each.
+        return float(sent * (1 - 1 / devices.expert_parallel) / devices.tensor_parallel)
 
 
 PIPELINE = PipelineParallelism(

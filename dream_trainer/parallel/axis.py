@@ -1,11 +1,11 @@
 """Parallelism: one way to divide a model's work, as one object. Setup, messages and descriptions go over the list.
 
-A mixin brings its own as `_parallelism`; so does one from another package (docs/extend.md).
+A mixin brings its own as `_parallelism`; so does one from another package (docs/your-own-parallelism.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -55,8 +55,8 @@ class Parallelism:
         dimension: The mesh dimension of its ranks; "" if it has none.
         is_among_data: Whether its ranks are some of those that see different data. They get a mesh of their own, and
             gradients of what lies on it are sums over them already.
-        mixin: The class that brings it, which messages advise, and if there is one that class of configs.
-        hook: The trainer's method that does it; with the mesh of `dimension`, if it has one, as its argument.
+        mixin: The class that brings it, which messages name.
+        hook: The trainer's method that does it. Of a MeshParallelism it gets the mesh of `dimension`.
         advice: What to do where the hook is not overridden; "" if the mixin has a default.
         other_hooks: Further methods that only the mixin calls.
         crossing: What crosses its ranks, in words.
@@ -79,8 +79,7 @@ class Parallelism:
         return vars(config.device_parameters)[self.setting]
 
     def is_on(self, config: Any) -> bool:
-        value = self.value(config)
-        return value is True or value not in (1, False, "none")
+        return (value := self.value(config)) is True or value not in (1, False, "none")
 
     def validate(self, trainer_class: type, config: Any) -> None:
         """Called where it is on, before launch. `trainer_class` may lack the mixin that brings this.
@@ -111,21 +110,22 @@ class Parallelism:
         """Arguments of `nn.Module.compile` that are to differ from the config's, where it is on."""
         return {}
 
-    def refuse_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Raises ConfigError if it cannot have these compiled one by one."""
+    def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Before the blocks of `model` are compiled one by one, where it is on.
 
-    def prepare_block(self, block: nn.Module) -> None:
-        """Before `block` is compiled, where it is on."""
+        Raises:
+            ConfigError: They cannot be compiled so.
+        """
 
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
         """Whether it has compiled `block` in its own way, where it is on."""
         return False
 
-    def sent_per_token(self, setup: AxisSetup) -> float | None:
+    def sent_per_token(self, models: Collection[nn.Module], config: Any) -> float | None:
         """Bytes that a rank sends for each of its tokens, there and back; None if it cannot be told."""
         return None
 
-    def sent_per_batch(self, setup: AxisSetup) -> float | None:
+    def sent_per_batch(self, models: Collection[nn.Module], config: Any) -> float | None:
         """Bytes that a rank sends for each of its batches; None if it cannot be told."""
         return None
 

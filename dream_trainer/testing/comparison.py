@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dream_trainer.testing.launcher import Run
+from dream_trainer.testing.run_probe import Summary
 
 FACTOR = 30.0
 """How much farther than a run with weights moved by rounding another one may go."""
@@ -88,7 +89,7 @@ def _is_trained(yes: bool) -> str:
 
 
 def _bits(value: Any) -> Any:
-    return value.digest if hasattr(value, "digest") else value
+    return value.digest if isinstance(value, Summary) else value
 
 
 class Rounding:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dream_trainer.errors import DreamTrainerError
+from dream_trainer.errors import ConfigError, DreamTrainerError
 from dream_trainer.testing.comparison import (
     Difference,
     Rounding,
@@ -82,23 +82,29 @@ class TrainerChecks:
     def start(self, checks: Sequence[str] = CHECKS, meshes: Sequence[str] | None = None) -> None:
         """Runs the program once, to learn how long it is, and starts the runs that these checks need."""
         scout = self._launcher.start("first look", stop_at=2, saves=0).result()
+        if scout.error is not None and scout.error["is_argument"]:
+            raise ConfigError(scout.error["message"])
         if not scout.is_whole:
             output = "" if scout.error is not None else self._launcher.output(scout)
             raise ProgramError(scout.error["trace"].strip() if scout.error else f"{scout.why()}\n{output}".strip())
         self._launcher.preload(scout.records[0]["modules"])
         self.facts = facts = scout.records[0]["facts"]
+        self._reads_arguments = scout.records[0]["parses"]
         self._launcher.patience = 20 + 3 * scout.seconds
         self._plan(scout)
         self.meshes = self._meshes(scout, meshes)
         self._run("alone")
         if not self._quick or "order" not in checks:
             self._run("again")
-        if "parity" in checks or "validation" in checks:
+        is_compared = "parity" in checks or "validation" in checks
+        needs_two = "kill" in checks or ("resume" in checks and not self._quick)
+        if is_compared or needs_two:
             self._run("moved", mode="noise")
-            for name, (mesh, ranks) in self.meshes.items():
+        for name, (mesh, ranks) in self.meshes.items():
+            if is_compared or (needs_two and (mesh, ranks) == self._two):
                 self._run(name, mesh=mesh, ranks=ranks)
-            if (micro := self._half_micro_batch()) is not None:
-                self._run("accumulation", micro_batch=micro)
+        if is_compared and (micro := self._half_micro_batch()) is not None:
+            self._run("accumulation", micro_batch=micro)
         if "order" in checks:
             self._run("hash", fresh=True, environment={"PYTHONHASHSEED": "1"})
             if not self._quick:
@@ -123,7 +129,7 @@ class TrainerChecks:
         is_slow = scout.records[0]["step_seconds"] > SLOW
         wanted, self.epoch = ((6, 2) if is_slow else (9, 3)) if self._quick else (12, 3)
         flags = [word.partition("=")[0].replace("_", "-") for word in self._launcher.program.arguments]
-        if total is not None and any(flag.endswith(".max-steps") for flag in flags):
+        if total is not None and self._reads_arguments and any(flag.endswith(".max-steps") for flag in flags):
             wanted = total  # as the user says
         elif per_pass is not None and per_pass <= (3 if self._quick else 8):
             wanted, self.epoch = max(wanted // per_pass, 3 if per_pass < 8 else 2) * per_pass, None
@@ -248,6 +254,14 @@ class TrainerChecks:
             return [Finding("deterministic", True, f"{self.steps} steps twice, bit for bit")]
         text = f"two equal runs differ, at step {difference.step} in {self._place(difference)}"
         return [Finding("deterministic", False, text, self._unsteady(self["alone"], self.again, difference))]
+
+    def unread(self) -> list[Finding]:
+        """Of arguments that nothing may have read."""
+        given = " ".join(self._launcher.program.arguments)
+        if not given or self._reads_arguments:
+            return []
+        told = f"{given} changed no config: the program does not call dream_trainer.config.parse, nor from_cli"
+        return [Finding("arguments", None, told)]
 
     def _unsteady(self, one: Run, other: Run, difference: Difference) -> list[str]:
         a, b = one.records[0], other.records[0]

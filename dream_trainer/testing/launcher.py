@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from dream_trainer.testing.program import Program
 from dream_trainer.testing.rank_process import Job, write_job
-from dream_trainer.users_code import is_users
+from dream_trainer.users_code import is_own
 
 COMMAND = (sys.executable, "-c", "from dream_trainer.testing.rank_process import main; main()")
 
@@ -68,7 +68,7 @@ class Launcher:
     def __init__(self, program: Program, tell: Callable[[str], None] = lambda line: None) -> None:
         self.program, self._tell = program, tell
         self.patience = 120.0  # seconds in which no rank finishes a batch
-        self._cores = max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
+        self._cores = max(2, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 2)
         self._free, self._changed, self._is_closing = self._cores, threading.Condition(), False
         self._ended: dict[str, int] = {}
         self._pids: dict[str, int] = {}
@@ -186,7 +186,7 @@ class Launcher:
             if found.exists():
                 run.records.append(pickle.loads(found.read_bytes()))
         errors = [json.loads(file.read_text()) for file in sorted(Path(job.directory).glob("error_*"))]
-        own = [error for error in errors if not re.search("another rank|Connection (reset|closed)", error["message"])]
+        own = [error for error in errors if not error["is_consequence"]]
         run.error = next(iter(own or errors), None)
         return run
 
@@ -247,7 +247,7 @@ def _progress_of(job: Job) -> int:
 
 def _users_line(stacks: Path) -> str:
     for file, number, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.read_text()):
-        if is_users(file) and "site-packages" not in file:
+        if is_own(file):
             return f"{Path(file).name}:{number}, in {function}"
     return "the trainer's own code, where it waits for other ranks"
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.streams.lane_stream import StreamLoader
-from dream_trainer.users_code import is_users
+from dream_trainer.users_code import is_own
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, date, timedelta, np.generic, count)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -197,4 +197,4 @@ def _data(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own_file(file: str) -> bool:
-    return file.startswith("/") and is_users(file) and "site-packages" not in file and "dist-packages" not in file
+    return file.startswith("/") and is_own(file)

@@ -168,6 +168,7 @@ def _run(job: Job, rank: int) -> None:
     import numpy as np
     import torch
 
+    from dream_trainer.config import command_line
     from dream_trainer.config.trainer_config import BaseTrainerConfig
     from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.base import BaseTrainer
@@ -177,9 +178,11 @@ def _run(job: Job, rank: int) -> None:
     np.random.seed()  # a new process has other numbers, and a forked one would have its server's
     program, fit, staged = job.program, BaseTrainer.fit, PipelineParallelMixin.forward_backward
 
+    parsed: list[bool] = []  # whether the arguments were read
+    named: list[str] = []  # the class to check, where a script may build others before it
+
     def is_checked(kind: type) -> bool:
-        name = "" if program.pickled else program.name
-        return not name or not name[0].isupper() or any(part.__name__ == name for part in kind.__mro__)
+        return not named or any(part.__name__ == named[0] for part in kind.__mro__)
 
     def new(kind: type, *args: Any, **kwargs: Any) -> Any:
         configs = [each for each in (*args, *kwargs.values()) if isinstance(each, BaseTrainerConfig)]
@@ -203,6 +206,7 @@ def _run(job: Job, rank: int) -> None:
         if rank == 0:
             # What the program has imported by now, a server may import once for all runs.
             probe.record["modules"] = sorted(sys.modules)
+        probe.record["parses"] = bool(parsed)
         temporary = Path(job.directory) / f"record_{rank}.new"
         temporary.write_bytes(pickle.dumps(probe.record))
         temporary.rename(temporary.with_suffix(""))
@@ -212,12 +216,20 @@ def _run(job: Job, rank: int) -> None:
         trainer.config.callbacks.get(_kind_of_probe()).record["staged"] = True  # a pipeline can run it in stages
         return staged(trainer, *args, **kwargs)
 
+    parse = command_line.parse
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        parsed.append(True)
+        return parse(*args, **kwargs)
+
+    command_line.parse = noted
     PipelineParallelMixin.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
     AbstractTrainer.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
     BaseTrainer.fit = fit_and_end  # type: ignore[method-assign, assignment]
     _change_loaders(job)
     trainer = program.make() if program.pickled or program.name else None
     if trainer is None:
+        named += [program.name] * bool(program.name)
         program.run_as_script()
     else:
         with trainer:
@@ -308,6 +320,8 @@ def _change_loaders(job: Job) -> None:
 
 def told(error: BaseException) -> dict[str, Any]:
     """An error of the user's program: its own lines, without ours."""
+    from dream_trainer.distributed.failure import is_lost_connection
+    from dream_trainer.errors import ConfigError
     from dream_trainer.users_code import failing_frame, line_of
 
     place = failing_frame(error)
@@ -320,7 +334,8 @@ def told(error: BaseException) -> dict[str, Any]:
         "kind": type(error).__name__,
         "message": str(error),
         "place": None if place is None else line_of(place[0].f_code, place[1]),
-        "is_ours": type(error).__module__.startswith("dream_trainer"),
+        "is_argument": isinstance(error, ConfigError) and place is None,  # of the command, not of the program
+        "is_consequence": is_lost_connection(error),  # another rank failed first
         "trace": "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error)),
     }
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from dream_trainer.compat.operations import ValueReads
 from dream_trainer.compat.pytorch import steps_taken
 from dream_trainer.data.stream import loader_batch_size
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
@@ -85,7 +84,7 @@ class Probe(Callback):
         self._line = os.open(steps_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self._validating = self._validation_began = 0.0
         self._exits, self._last = ExitStack(), time.process_time()
-        self._reads: Counter[str] = Counter()
+        self._reads = ValueReads()
 
     # -- before training
 
@@ -123,7 +122,7 @@ class Probe(Callback):
         if "timed" in self.mode:
             self._enter = time.process_time()
             if step == self.stop_at:
-                self._exits.enter_context(_CountReads(self._reads))
+                self._exits.enter_context(self._reads)
             return
         if not self._step:
             self._step = {"samples": [], "results": [], "gradients": {}, "random": set(), "moved": []}
@@ -229,7 +228,7 @@ class Probe(Callback):
 
     def finish(self, trainer: Any) -> None:
         """Takes the state at the run's end, also of one that a signal ends."""
-        self.record["reads"] = self._reads.total()
+        self.record["reads"] = self._reads.count
         self.record["ends"] = trainer.global_step
         self.record["schedules"] = {
             name: (steps_taken(scheduler), trainer.times_stepped(scheduler), trainer.times_stepped(scheduler.optimizer))
@@ -261,18 +260,6 @@ class Probe(Callback):
             if parameter.requires_grad and parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape, generator=self._generator) * 2.0 - 1
                 parameter.mul_(1 + NOISE * torch.finfo(parameter.dtype).eps * signs.to(parameter.dtype))
-
-
-class _CountReads(TorchDispatchMode):
-    """Counts what waits for the device."""
-
-    def __init__(self, reads: Counter[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._reads = reads
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._reads["item"] += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def _parameters(trainer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -338,24 +325,19 @@ def _facts(trainer: Any) -> dict[str, Any]:
         method = inspect.unwrap(found) if inspect.isfunction(found := getattr(kind, name, None)) else None
         if method is not None and PlainState().is_own(_owner(kind, name)):
             hooks[name] = f"{Path(method.__code__.co_filename).name}:{method.__code__.co_firstlineno}"
-    datasets = {}
-    dataset = vars(trainer.train_dataloader).get("dataset") if hasattr(trainer.train_dataloader, "__dict__") else None
-    if dataset is not None:
-        datasets["training"] = type(dataset).__name__
+    dataset = getattr(trainer.train_dataloader, "dataset", None)  # of a loader of any library
     return {
         "class": kind.__name__,
         "hooks": hooks,
-        "dataset": datasets.get("training", "the training loader"),
+        "dataset": "the training loader" if dataset is None else type(dataset).__name__,
         "batch_size": loader_batch_size(trainer.train_dataloader),
         "accumulation": trainer.accumulation_steps,
         "steps_per_pass": trainer.steps_per_pass,
-        "validates": bool(trainer.val_dataloaders),
         "shards": kind._shards_parameters,
         "saves": kind._saves_checkpoints,
         "ranks": kind._keeps_ranks_equal,
         "tensor": "apply_tensor_parallel" in hooks,
         "context": "cut_batch" in hooks,
-        "optimizers": {name: type(optimizer).__name__ for name, optimizer in trainer.named_optimizers().items()},
         "total_steps": trainer.total_steps,
         "val_batches": sum(len(each) for each in trainer.val_dataloaders.values() if isinstance(each, Sized)),
     }

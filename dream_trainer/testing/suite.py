@@ -13,17 +13,6 @@ from dream_trainer.testing.findings import CHECKS, Finding, ProgramError, Traine
 from dream_trainer.testing.launcher import Launcher
 from dream_trainer.testing.program import MakeTrainer, Program
 
-PROJECT_TEST = '''"""Is the trainer the same on several ranks, after a stop and after a kill? Takes about a minute."""
-
-from pathlib import Path
-
-from dream_trainer.testing import check_trainer
-
-
-def test_trainer() -> None:
-    check_trainer(str(Path(__file__).parent / "train.py"), quick=True)
-'''
-
 
 class TrainerCheckError(AssertionError):
     """Something that should hold of a trainer does not."""
@@ -53,6 +42,7 @@ def findings(
     with Launcher(program, tell) as launcher:
         of_trainer = TrainerChecks(launcher, quick=quick)
         of_trainer.start(checks, meshes)
+        yield from of_trainer.unread()
         for name in CHECKS:
             if name in checks:
                 yield from getattr(of_trainer, name)()

@@ -14,10 +14,9 @@ from dream_trainer.compat.pytorch import local_tensor, reading_waits
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.modules.precision import half_dtype, reduce_dtype
-from dream_trainer.parallel.axis import AxisSetup, Parallelism
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.trainer.event_table import describe_events
-from dream_trainer.trainer.model_setup import Build, axis_setup
 from dream_trainer.trainer.step.gradients import guards_itself
 
 if TYPE_CHECKING:
@@ -70,10 +69,11 @@ def mesh_lines(runtime: Runtime) -> list[str]:
             told = {} if traffic is None else traffic.by_dimension
             sent = format_bytes(told[name]) if name in told else "-"
             rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
+    models = runtime.registry.models().values()
     for axis in _among_data(runtime):
         n_ranks, (place, of_layers) = axis.value(runtime.config), divmod(world.rank, world.data_copies)
         ranks = [(place // n_ranks * n_ranks + other) * world.data_copies + of_layers for other in range(n_ranks)]
-        n_bytes = axis.sent_per_token(_setup(runtime))
+        n_bytes = axis.sent_per_token(models, runtime.config)
         sent = "-" if n_bytes is None else f"{n_bytes / 2**10:.2f} KiB for each of its tokens, if loads are even"
         links, name = world.links(ranks), axis.dimension
         rows.append(f"| {name}, of these | {n_ranks} | {_spelled(ranks)} | {links} | {axis.crossing} | {sent} |")
@@ -104,10 +104,6 @@ def _places(runtime: Runtime, world: World) -> list[str]:
 
 def _among_data(runtime: Runtime) -> list[Parallelism]:
     return [axis for axis in runtime.parallel.active_axes(runtime.config) if axis.is_among_data]
-
-
-def _setup(runtime: Runtime) -> AxisSetup:
-    return axis_setup(runtime, Build(None))
 
 
 def _stages(runtime: Runtime) -> list[str]:
@@ -205,8 +201,9 @@ def step_traffic(runtime: Runtime) -> Traffic | None:
         _add(sent, runtime, "dp_replicate", inside, 1, within)
         _add(sent, runtime, "dp_replicate", workers, inside, across)
         by_dimension["dp_replicate"] = within + across
+    models = runtime.registry.models().values()
     for axis in runtime.parallel.active_axes(runtime.config):
-        if (of_batch := axis.sent_per_batch(_setup(runtime))) is not None:
+        if (of_batch := axis.sent_per_batch(models, runtime.config)) is not None:
             by_dimension[axis.dimension] = runtime.state.accumulation_steps * of_batch
     if whole and shape.dp_replicate > 1:  # whose gradients are averaged over both dimensions at once
         return Traffic(by_dimension, inside=None, between=None)

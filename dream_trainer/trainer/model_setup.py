@@ -10,7 +10,7 @@ from dream_trainer.meta.realize import Plan
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import sharding_policy
-from dream_trainer.parallel.axis import AxisSetup, Parallelism
+from dream_trainer.parallel.axis import AxisSetup, MeshParallelism, Parallelism
 from dream_trainer.parallel.sharded_model import shardable_bytes
 from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
@@ -91,7 +91,7 @@ def is_whole_in_steps(runtime: Runtime, model: nn.Module) -> bool:
         return False
     config: Any = runtime.config  # which has the field that FSDPMixin asks for
     devices, parameters = config.device_parameters, config.fsdp_parameters
-    is_plain = all(axis.order is None or not axis.dimension for axis in runtime.parallel.active_axes(config))
+    is_plain = not any(isinstance(axis, MeshParallelism) for axis in runtime.parallel.active_axes(config))
     asks_for_blocks = parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload
     is_by_hand = not all(is_ours(part) for part in definers(type(runtime.hooks), "apply_fully_shard"))
     is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20

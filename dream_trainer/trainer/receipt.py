@@ -73,8 +73,8 @@ class Start:
         # What is trained again later is all of the loop's time since then, in equal shares of its parts.
         stays = 1 - min(again, looped) / looped if looped else 1.0
         idle = 0.0 if following is None else max(following.began - self.seen, 0.0)
-        kept = {name: seconds * stays for name, seconds in spent.items()}
-        return {**kept, "again": again, "starting": max(self.trained_from - self.began, 0.0), "idle": idle}
+        spent = {name: seconds * stays for name, seconds in spent.items()}
+        return {**spent, "again": again, "starting": max(self.trained_from - self.began, 0.0), "idle": idle}
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class Receipt:
 
     def words(self) -> str:
         """One line: the goodput, and every part of at least 1% of the time."""
-        shares = {name: seconds / self.total for name, seconds in self.seconds.items() if self.total}
-        others = [f"{words} {shares[name]:.0%}" for name, words in PARTS.items() if shares.get(name, 0.0) >= 0.01]
-        starts = f"{self.starts} start{'s' * (self.starts > 1)}"
-        return f"{format_duration(self.total)} in {starts}, goodput {self.goodput:.1%}: {', '.join(others)}"
+        shown = {name: words for name, words in PARTS.items() if self.seconds[name] > self.total / 100}
+        others = [f"{words} {self.seconds[name] / self.total:.0%}" for name, words in shown.items()]
+        took = f"{format_duration(self.total)} in {self.starts} start{'s' * (self.starts > 1)}"
+        return f"{took}, goodput {self.goodput:.1%}: {', '.join(others)}"
 
 
 def receipt(starts: Sequence[dict[str, Any]]) -> Receipt | None:

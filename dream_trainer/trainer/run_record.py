@@ -112,6 +112,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
             {name: kept[name] for name in ("optimizer", "group", "option", "config", "trained")}
             for kept in record.kept_options
         ]
+        record.times = [Start.of(one).plain() for one in record.times]
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
     return record
@@ -380,7 +381,7 @@ class RunRecorder:
             self._write("stopped", coordinator.stopped_because)
         else:
             self._write("finished")
-        if self._record is not None and (told := receipt(self._record.times)) is not None:
+        if self._record is not None and (told := receipt(self._record.times)):
             logger.info("%s", told.words())
 
     def _failed(self, exc: BaseException) -> None:
@@ -433,8 +434,7 @@ class RunRecorder:
         self._guarded(lambda: write_record(self._runtime.run_dir, record))
 
     def _time_of(self, start: Start, now: float) -> dict[str, Any]:
-        runtime = self._runtime
-        start.seen, start.last_step = now, runtime.progress.global_step
+        start.seen, start.last_step, runtime = now, self._runtime.progress.global_step, self._runtime
         start.validation, start.saving = runtime.window.validation_seconds, runtime.saver.seconds
         start.data, start.ranks = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time.waited
         return start.plain()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.api import EXPENSIVE_OPERATIONS, name_of_operation, operation
+from tests.api import EXPENSIVE_OPERATIONS, ValueReads, name_of_operation, operation
 
 
 def test_an_operation_has_a_namespace_and_a_name_and_nothing_else_has() -> None:
@@ -18,3 +18,10 @@ def test_operations_are_found_by_the_names_that_they_have() -> None:
     for name in EXPENSIVE_OPERATIONS:
         found = operation(name)
         assert found is None or str(found) == name
+
+
+def test_reads_of_values_are_counted_and_nothing_else_is() -> None:
+    with ValueReads() as reads:
+        doubled = torch.arange(4.0) * 2
+        assert (float(doubled[1]), doubled.sum().item(), bool(doubled.any())) == (2.0, 12.0, True)
+    assert reads.count == 3

@@ -88,6 +88,14 @@ def test_a_mistake_is_found_and_its_place_named(target: str) -> None:
     assert re.search(place, failed), failed
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_check_runs_alone(check: str) -> None:
+    failed = [str(each) for each in findings(program("right.py:Plain"), checks=[check]) if each.holds is False]
+    assert failed == []
+
+
 def make_plain() -> right.Plain:
     return right.Plain(right.default_config())
 
@@ -121,6 +129,22 @@ def test_an_error_of_the_program_is_its_own() -> None:
     with pytest.raises(ProgramError, match="ValueError: no such data") as raised:
         check_deterministic(make_failing)
     assert "rank_process" not in str(raised.value)
+
+
+@pytest.mark.parametrize("target", ["nothing.py", f"{PROGRAMS / 'right.py'}:Nobody"])
+def test_a_program_that_is_not_there_is_a_wrong_argument(target: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", target]) == 2
+    assert capfd.readouterr().err.startswith(f"error: {'there is no program' if ':' not in target else repr(target)}")
+
+
+def test_arguments_that_a_script_does_not_read_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.testing.programs.right import Plain, default_config\n\n"
+        "with Plain(default_config()) as trainer:\n    trainer.fit()\n"
+    )
+    assert main(["check", str(script), "--quick", "--only", "cost", "--training.max-steps", "5"]) == 0
+    assert "-    arguments: --training.max-steps 5 changed no config" in capfd.readouterr().out
 
 
 def test_a_function_inside_of_another_is_refused() -> None:

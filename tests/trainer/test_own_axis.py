@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 STEPS, BATCH, LENGTH, ROWS, WIDTH, CLIP = 6, 8, 4, 12, 8, 0.05
+IDS = torch.randint(ROWS, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(7))
 
 
 class Model(nn.Module):
@@ -37,17 +39,6 @@ class Model(nn.Module):
         return self.head(x)
 
 
-class Ids(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.ids = torch.randint(ROWS, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(7))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.ids[index]
-
-
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
@@ -58,7 +49,7 @@ class Trained(RowsMixin, dt.DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         size = BATCH // self.world.data_size // self.config.training_parameters.gradient_accumulation_steps
-        return DistributedDataLoader(Ids(), size, shuffle=False), DistributedDataLoader(Ids(), size, drop_last=False)
+        return DistributedDataLoader(IDS, size, shuffle=False), DistributedDataLoader(IDS, size, drop_last=False)
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -103,7 +94,7 @@ def train(configs: list[RowsConfig], directory: Path | None = None) -> list[dict
             if directory is not None:
                 trainer.export(directory, overwrite=True)
             with trainer.gathered(trainer.model), torch.no_grad():
-                alone = float(loss_of(trainer.model, Ids().ids)) if trainer.world.is_main else None
+                alone = float(loss_of(trainer.model, IDS)) if trainer.world.is_main else None
             results.append(
                 {
                     "start": trainer.initial,
@@ -123,16 +114,12 @@ def by_hand(start: dict[str, Tensor]) -> dict[str, Any]:
     model, norms = Model(), []
     model.load_state_dict(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for ids in Ids().ids.split(BATCH):
+    for ids in IDS.split(BATCH):
         loss_of(model, ids).backward()
-        norms.append(step_by_hand(config_by_hand, model, optimizer))
+        norms.append(step_by_hand(SimpleNamespace(clip=CLIP), model, optimizer))
     with torch.no_grad():
-        loss = float(loss_of(model, Ids().ids))
+        loss = float(loss_of(model, IDS))
     return {"norms": norms, "state": {n: v.detach() for n, v in model.state_dict().items()}, "val/loss": loss}
-
-
-class config_by_hand:
-    clip = CLIP
 
 
 def assert_as_by_hand(result: dict[str, Any], start: dict[str, Tensor]) -> None:

@@ -54,25 +54,19 @@ class CompileMixin(AbstractTrainer):
             ConfigError: A parallelism cannot have the blocks compiled as the config asks.
         """
         parameters: CompileParameters = self._runtime.config.compile_parameters
-        options: dict[str, Any] = {
-            "backend": parameters.backend,
-            "fullgraph": parameters.fullgraph,
-            "dynamic": parameters.dynamic,
-            "mode": parameters.mode,
-            "options": None,
-        }
+        given = ("backend", "fullgraph", "dynamic", "mode")
+        options = {name: vars(parameters)[name] for name in given} | {"options": None}
         axes = self._runtime.parallel.active_axes(self._runtime.config)
-        blocks_of = {m: self.model_blocks(m) or [m] for m in self._runtime.registry.parameterised_models()}
         for axis in axes:
-            for model, blocks in blocks_of.items():
-                axis.refuse_blocks(model, blocks)
             options |= axis.compile_options(self._runtime.config, self._runtime.launched)
-        for blocks in blocks_of.values():
+        for model in self._runtime.registry.parameterised_models():
+            blocks = self.model_blocks(model) or [model]
             for block in blocks:
                 if isinstance(block, Recomputed):
                     change_class(block, Watched)
-                for axis in axes:
-                    axis.prepare_block(block)
+            for axis in axes:
+                axis.prepare_blocks(model, blocks)
+            for block in blocks:
                 if block.forward.__module__.startswith("torch."):
                     change_class(block, Traced)
                 if not any(axis.compile_block(block, options) for axis in axes):

@@ -238,14 +238,7 @@ def _nearest(name: str, hooks: set[str]) -> str | None:
 
 # Attributes that a mixin of another library declares.
 _DECLARATIONS = frozenset(
-    {
-        "_required_hooks",
-        "_config_class",
-        "_keeps_ranks_equal",
-        "_shards_parameters",
-        "_names_validation_loaders",
-        "_parallelism",
-    }
+    "_required_hooks _config_class _keeps_ranks_equal _shards_parameters _names_validation_loaders _parallelism".split()
 )
 # Hooks that a user may assign, say `self.training_step = torch.compile(self.training_step)`.
 _STEPS = frozenset({"training_step", "validation_step", "predict_step", "move_batch", "batch_size"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -55,12 +54,6 @@ class CheckTrainer:
     """The function there, without arguments, that returns the config of a trainer class."""
     json: bool = False
     """Whether to print JSON."""
-
-    @staticmethod
-    def own_words(words: Sequence[str]) -> list[str]:
-        from dream_trainer.testing.suite import own_words
-
-        return own_words(words)
 
     def run(self, *overrides: str) -> int:
         from dream_trainer.testing.findings import CHECKS
