@@ -63,7 +63,7 @@ def test_the_wheel_holds_the_package_and_the_examples_that_projects_begin_from(a
         assert "dream-trainer = dream_trainer.cli.main:main" in archive.read(entry_points).decode()
     package = ROOT / "dream_trainer"
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    examples = {name for files in EXAMPLES.values() for name in files} | {*LAUNCH}
+    examples = {name for files in EXAMPLES.values() for name in files} | {*LAUNCH, "check_train.py"}
     own = {path.relative_to(ROOT).as_posix() for path in files}
     assert packed == own | {f"dream_trainer/examples/{name}" for name in examples}
     assert "dream_trainer/py.typed" in packed
