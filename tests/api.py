@@ -127,7 +127,7 @@ _NAMES = {
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger _record",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
     "dream_trainer.meta.initialise": "default_init",
-    "dream_trainer.meta.realize": "materialize remember",
+    "dream_trainer.meta.realize": "Plan materialize remember",
     "dream_trainer.meta.tape": "Tape",
     "dream_trainer.modules": "ExpertExchange split_experts",
     "dream_trainer.parallel.context_attention": (

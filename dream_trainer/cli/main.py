@@ -15,7 +15,7 @@ from dream_trainer.cli.data import Data
 from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
-from dream_trainer.cli.runs import RunConfig, Runs, RunShow
+from dream_trainer.cli.runs import RUN_VERBS, RunConfig, Runs
 from dream_trainer.cli.trainers import CheckTrainer, DescribeTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
@@ -63,8 +63,8 @@ def _parse(words: Sequence[str]) -> Any:
     if words and words[0] not in GROUPS and not words[0].startswith("-"):  # tyro would say "unrecognized option"
         raise ConfigError(f"there is no command {words[0]!r}. Use {spell(GROUPS)}; --help describes them.")
     how = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
-    if [*words[:2]] == ["runs", "show"]:  # beside the list, which takes a directory
-        return tyro.cli(RunShow, prog="dream-trainer runs show", args=words[2:], config=how)
+    if words[:1] and words[0] == "runs" and words[1:2] and words[1] in RUN_VERBS:
+        return tyro.cli(RUN_VERBS[words[1]], prog=f"dream-trainer runs {words[1]}", args=words[2:], config=how)
     return tyro.extras.subcommand_cli_from_dict(
         GROUPS,
         prog="dream-trainer",

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,7 +18,7 @@ from dream_trainer.best_value import mode_by_name
 from dream_trainer.checks import nearest
 from dream_trainer.cli.output import Flag, Json, Name, age_cell, number_cell, print_json, value_cell
 from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.formatting import format_duration
+from dream_trainer.loggers.formatting import format_bytes, format_duration
 from dream_trainer.screen import print_table
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """List runs: steps, best metric, state or why it ended, and how their configs differ; `runs show RUN` shows one."""
+    """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN`, `runs
+    diff RUN RUN` and `runs rm RUN`."""
 
     directory: Annotated[Positional[Path | None], arg(metavar="DIR", help_behavior_hint="")] = None
     """Directory of runs, or a project or group in it. Default: DREAM_TRAINER_RUNS in the environment, or runs."""
@@ -207,11 +208,9 @@ class RunShow:
 
     def run(self) -> int:
         from dream_trainer.trainer.receipt import PARTS, receipt
-        from dream_trainer.trainer.run_record import read_run, run_directories
+        from dream_trainer.trainer.run_record import read_run
 
-        path = self.run_path
-        if run_directories(path) != [path]:
-            raise ConfigError(f"{path} is no run's directory. `dream-trainer runs` lists the runs.")
+        path = _run_directory(self.run_path)
         run = read_run(path, path)
         if self.as_json:
             print_json({**vars(run), "record": asdict(run.record)})
@@ -243,6 +242,43 @@ class RunShow:
         if record.error:
             print(record.error, end="")
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRemove:
+    """Remove a run: its directory, with all checkpoints, also those on another disk."""
+
+    run_path: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run's directory. No job may be writing to it."""
+    yes: Flag = False
+    """Remove it. Without this flag the command only prints what it would remove; the exit code is then 1."""
+
+    def run(self) -> int:
+        from dream_trainer.checkpoint.run_directory import without_jobs
+
+        path = _run_directory(self.run_path)
+        checkpoints = path / "checkpoints"
+        places = [checkpoints.resolve()] if checkpoints.is_symlink() and checkpoints.exists() else []
+        places.append(path)
+        files = [file for place in places for file in place.rglob("*") if file.is_file() and not file.is_symlink()]
+        size = format_bytes(sum(file.stat().st_size for file in files))
+        what = f"{' and '.join(map(str, places))} ({len(files)} files, {size})"
+        if not self.yes:
+            print(f"would remove {what}; --yes removes it")
+            return 1
+        with without_jobs(checkpoints):
+            for place in places:
+                shutil.rmtree(place)
+        print(f"removed {what}")
+        return 0
+
+
+def _run_directory(path: Path) -> Path:
+    from dream_trainer.trainer.run_record import run_directories
+
+    if run_directories(path) != [path]:
+        raise ConfigError(f"{path} is no run's directory. `dream-trainer runs` lists the runs.")
+    return path
 
 
 # -- `dream-trainer config`: the config of a run, and the differences between two.
@@ -303,6 +339,10 @@ class RunConfig:
 
     def run(self) -> int:
         return self.command.run()
+
+
+# The words after `runs` that are not the directory of a list.
+RUN_VERBS: dict[str, Callable[..., Any]] = {"ls": Runs, "show": RunShow, "diff": ConfigDiff, "rm": RunRemove}
 
 
 def _trained(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

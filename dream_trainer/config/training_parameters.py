@@ -54,7 +54,7 @@ class TrainingParameters:
     """Tokens consumed by all ranks over the whole run, as the trainer's `batch_tokens` counts them; None sets no
     limit. The last step may go beyond it."""
     train_batch_size: PositiveInt = 32
-    """Samples of one rank's micro-batch in training; 32 fits small machines."""
+    """Samples of one rank's micro-batch in training, at most: `trainer.micro_batch_size` is what loaders take."""
     val_batch_size: PositiveInt = 32
     """Samples of one rank's batch in validation; 32 fits small machines."""
     gradient_accumulation_steps: PositiveInt = 1
@@ -142,6 +142,17 @@ class EvalConfigMixin:
 
     eval_parameters: EvalParameters = field(default_factory=EvalParameters)
     """What to remember of validations."""
+
+
+def micro_batch_size(parameters: TrainingParameters, dp_size: int) -> int:
+    """`train_batch_size`, or if `global_batch_size` leaves a rank no whole number of those, the largest that it does.
+
+    Where it cannot be shared equally among `dp_size` ranks at all, `accumulation_steps` says so of the loader.
+    """
+    size, total = parameters.train_batch_size, parameters.global_batch_size
+    if total is None or total % dp_size:
+        return size
+    return max(divisor for divisor in divisors(total // dp_size) if divisor <= size)
 
 
 def accumulation_steps(parameters: TrainingParameters, batch_size: int, dp_size: int) -> int:

@@ -50,7 +50,5 @@ if TYPE_CHECKING:
         TransformedDataset as TransformedDataset,
         Unbatch as Unbatch,
     )
-    from dream_trainer.data.validation_data import validation_batches as validation_batches
-    from dream_trainer.data.window import DataPosition as DataPosition, TrainStream as TrainStream, Window as Window
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,4 +1,4 @@
-"""Where numbers and media go: the buffer they are collected in, and the loggers. Names load on first use."""
+"""Where numbers and media go: the loggers. Names load on first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.loggers.buffer import MetricBuffer as MetricBuffer
     from dream_trainer.loggers.interface import Logger as Logger, Stamp as Stamp
     from dream_trainer.loggers.line_files import (
         ConsoleLogger as ConsoleLogger,

@@ -61,7 +61,7 @@ class Classifier(DreamTrainer):
     def configure_dataloaders(self) -> tuple[Any, Any]:
         sizes, (train, val) = self.config.training_parameters, self.datasets()
         return (
-            self.loader(train, sizes.train_batch_size, is_train=True),
+            self.loader(train, self.micro_batch_size, is_train=True),
             None if val is None else self.loader(val, sizes.val_batch_size, is_train=False),
         )
 

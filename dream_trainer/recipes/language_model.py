@@ -85,9 +85,7 @@ class LanguageModel(DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         sizes, (train, val) = self.config.training_parameters, self.documents()
-        # With many ranks, each rank's share of the global batch may be less than a micro-batch.
-        share = (sizes.global_batch_size or sizes.train_batch_size * self.world.dp_size) // self.world.dp_size
-        train_loader = self.loader(train, max(1, min(sizes.train_batch_size, share)), is_train=True)
+        train_loader = self.loader(train, self.micro_batch_size, is_train=True)
         return train_loader, None if val is None else self.loader(val, sizes.val_batch_size, is_train=False)
 
     def loader(self, documents: Any, batch_size: int, *, is_train: bool) -> Any:

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
+from dream_trainer.config.training_parameters import micro_batch_size
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import Callback, TimedCallback
@@ -98,6 +99,12 @@ class AbstractTrainer(MixinHooks):
     def accumulation_steps(self) -> int:
         """Micro-batches in a whole accumulation window; known once data is set up."""
         return self._runtime.state.accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one rank's micro-batch, for the training loader: `train_batch_size`, or the largest number below
+        it that divides this rank's share of `global_batch_size`. Known after launch."""
+        return micro_batch_size(self.config.training_parameters, self.world.dp_size)
 
     @property
     def total_steps(self) -> int | None:

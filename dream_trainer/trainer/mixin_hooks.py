@@ -108,6 +108,9 @@ class MixinHooks(Hooks):
     def _land(self, *, is_last: bool) -> None:
         """Loggers write what is on its way to them."""
 
+    def _tell_times(self, words: str) -> None:
+        """On rank 0, where a run ends: what its time went to, in one line."""
+
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""
         return nullcontext()

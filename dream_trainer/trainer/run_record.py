@@ -382,7 +382,7 @@ class RunRecorder:
         else:
             self._write("finished")
         if self._record is not None and (told := receipt(self._record.times)):
-            logger.info("%s", told.words())
+            self._runtime.hooks._tell_times(told.words())
 
     def _failed(self, exc: BaseException) -> None:
         """Any rank may fail, and rank 0 may not live to hear of it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dream_trainer import file_locks
 from tests.api import RunRecord, main, write_record
 
 NOW = time.time()
@@ -77,6 +78,26 @@ def test_one_run_is_shown_with_its_end_and_values(capsys: pytest.CaptureFixture[
     assert (whole["record"]["step"], whole["config"]["dropout"]) == (3, 0.5)
     for wrong in ("runs/p/a", "runs/p/none"):
         assert f"{wrong} is no run's directory" in said(capsys, "runs", "show", wrong, code=2)
+
+
+@pytest.mark.usefixtures("runs")
+def test_two_runs_are_compared_and_one_is_removed_with_its_checkpoints_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "runs", "ls", "--json") == said(capsys, "runs", "--json")
+    assert "optimizer.lr" in said(capsys, "runs", "diff", "runs/p/a/one", "runs/p/a/two", code=1)
+    (elsewhere := tmp_path / "disk").mkdir()
+    (elsewhere / "weights").write_bytes(bytes(3 << 20))
+    Path("runs/p/a/one/checkpoints").symlink_to(elsewhere)
+    assert "3 files, 3.00 MiB" in said(capsys, "runs", "rm", "runs/p/a/one", code=1)
+    with Path("runs/p/a/one/run.lock").open("a") as lock:  # as a live job holds it
+        file_locks.take(lock)
+        assert main(["runs", "rm", "runs/p/a/one", "--yes"]) == 1
+    assert elsewhere.exists()
+    said(capsys, "runs", "rm", "runs/p/a/one", "--yes")
+    assert not elsewhere.exists()
+    assert not Path("runs/p/a/one").exists()
+    assert Path("runs/p/a/two").exists()
 
 
 @pytest.mark.usefixtures("runs")

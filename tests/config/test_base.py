@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.config import BaseTrainerConfig, DeviceParameters, TrainingParameters, check_config
+from dream_trainer.config import BaseTrainerConfig, DeviceParameters, TrainingParameters
+from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.events.collection import CallbackCollection

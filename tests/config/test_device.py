@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dream_trainer.config import DeviceParameters, resolve_mesh
+from dream_trainer.config.device_parameters import DeviceParameters, resolve_mesh
 from dream_trainer.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 import dream_trainer
 
 PROGRAM = (
-    "from dream_trainer.config import BaseTrainerConfig, check_config\n"
+    "from dream_trainer.config.trainer_config import BaseTrainerConfig, check_config\n"
     "check_config(BaseTrainerConfig(project='p', group='g', experiment='e'))\n"
     "from dream_trainer import LoggerMixin, callbacks, loggers\n"
     "[getattr(package, name) for package in (callbacks, loggers) for name in package.__all__]\n"

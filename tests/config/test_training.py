@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.config import TrainingParameters, accumulation_steps
+from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps, micro_batch_size
 from dream_trainer.errors import ConfigError
 
 
@@ -20,13 +20,17 @@ def test_another_limit_alone_leaves_epochs_unlimited(limit: dict[str, Any]) -> N
     assert TrainingParameters(**limit).epoch_limit is None
 
 
-def test_accumulation_is_as_configured_without_a_global_batch_size() -> None:
-    assert accumulation_steps(TrainingParameters(gradient_accumulation_steps=4), batch_size=32, dp_size=8) == 4
-
-
 @pytest.mark.parametrize(("batch_size", "dp_size", "expected"), [(8, 1, 16), (8, 4, 4), (32, 4, 1)])
 def test_accumulation_fills_the_global_batch(batch_size: int, dp_size: int, expected: int) -> None:
+    assert accumulation_steps(TrainingParameters(gradient_accumulation_steps=4), batch_size, dp_size) == 4
     assert accumulation_steps(TrainingParameters(global_batch_size=128), batch_size, dp_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "dp_size", "expected"), [(None, 8, 32), (128, 4, 32), (64, 4, 16), (96, 1, 32), (80, 2, 20), (66, 4, 32)]
+)
+def test_a_micro_batch_is_the_largest_that_fills_a_ranks_share(total: int | None, dp_size: int, expected: int) -> None:
+    assert micro_batch_size(TrainingParameters(global_batch_size=total), dp_size) == expected
 
 
 @pytest.mark.parametrize(

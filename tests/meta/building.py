@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dream_trainer.meta import Plan, Tape, default_init, materialize, remember
+from tests.api import Plan, Tape, default_init, materialize, remember
 
 
 def planned(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Plan]:

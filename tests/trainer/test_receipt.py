@@ -49,24 +49,24 @@ config = dt.DreamTrainerConfig(
     device_parameters=dt.DeviceParameters(device="cpu"),
     training_parameters=dt.TrainingParameters(max_steps=30, val_every_n_steps=10),
     checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-    logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1),
+    logger_parameters=dt.LoggerParameters(loggers=("console", "jsonl"), log_every_n_steps=1),
 )
 with Trainer(config) as trainer:
     trainer.fit()
 """
 
 
-def start(directory: Path, saves_at: int, killed_at: int) -> float:
-    """Runs the script and returns when it was started."""
+def start(directory: Path, saves_at: int, killed_at: int) -> tuple[float, str]:
+    """Runs the script and returns when it was started, and what it printed."""
     now = time.time()
     command = [sys.executable, "-c", SCRIPT, str(saves_at), str(killed_at)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, env={**os.environ, "RANK": "0"})
     assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr
-    return now
+    return now, done.stdout
 
 
 def test_a_run_that_was_killed_twice_accounts_for_all_of_its_time(tmp_path: Path) -> None:
-    begins = [start(tmp_path, 6, 13), start(tmp_path, 15, 18), start(tmp_path, 0, 0)]
+    begins, printed = zip(start(tmp_path, 6, 13), start(tmp_path, 15, 18), start(tmp_path, 0, 0), strict=True)
     ended = time.time()
     (record,) = tmp_path.glob("runs/*/*/killed/run.json")
     times = json.loads(record.read_text())["times"]
@@ -86,6 +86,8 @@ def test_a_run_that_was_killed_twice_accounts_for_all_of_its_time(tmp_path: Path
     )
     assert f"goodput {told.goodput:.1%}" in shown.stdout
     assert "steps done twice" in shown.stdout
+    assert ["goodput" in text for text in printed] == [False, False, True]
+    assert printed[-1].splitlines()[-1] == told.words()
 
 
 def test_the_parts_follow_from_what_each_start_wrote() -> None:

@@ -25,6 +25,7 @@ from dream_trainer.loggers.progress import shows_a_bar
 from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import History, RunLog
 from dream_trainer.loggers.stragglers import Stragglers
+from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.event_table import anyone_listens
 from dream_trainer.trainer.mixin_hooks import unlogged
@@ -163,6 +164,12 @@ class LoggerMixin(AbstractTrainer):
         self.__run_log.land()
         if is_last:
             self.__run_log.fit_ended(self.global_step)
+
+    @override
+    def _tell_times(self, words: str) -> None:
+        super()._tell_times(words)
+        if "console" in self._runtime.config.logger_parameters.loggers:
+            show(words)
 
     @override
     @contextmanager

@@ -321,8 +321,8 @@ _ATTRIBUTES = ("config", "_runtime")
 _FOLLOWED = frozenset({"train_dataloader"})
 
 _ADVICE = {
-    "batch_size": "It is a hook that counts the samples of a batch; a loader's size is "
-    "config.training_parameters.train_batch_size, or the loader's own. Give yours another name.",
+    "batch_size": "It is a hook that counts the samples of a batch; a loader's size is self.micro_batch_size. "
+    "Give yours another name.",
     "train_dataloader": "Return the loaders from configure_dataloaders(): (train, val).",
     "val_dataloaders": "Return the loaders from configure_dataloaders(): (train, val).",
     "config": "A trainer keeps the config it was built with. Build a new trainer: dataclasses.replace(config, ...).",
