@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+from dream_trainer.screen import logger
 
-logger = logging.getLogger("dream_trainer")
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def take(file: IO[Any], *, shared: bool = False) -> bool | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
+logger = logging.getLogger("dream_trainer")  # of every module
 _GONE = (errno.EIO, errno.EPIPE)  # of a terminal, and of a pipe's reader
 
 

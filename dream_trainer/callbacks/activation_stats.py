@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -18,9 +18,7 @@ from dream_trainer.compat.pytorch import in_backward, local_tensor
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.nested import leaves
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class ActivationStats(LoggingCallback):

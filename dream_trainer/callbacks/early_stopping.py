@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from dream_trainer.best_value import mode_of
 from dream_trainer.checks import check_between, check_name, refuse
@@ -16,11 +15,8 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
 from dream_trainer.modules.metrics import higher_is_better
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 @dataclass(eq=False, repr=False)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dream_trainer.checks import check_integer, check_positive, refuse
 from dream_trainer.config.parameter_class import check_fields
 from dream_trainer.events.callback import TimedCallback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 Unit = Literal["steps", "samples", "tokens", "batches", "epochs", "validations", "seconds"]
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.events.callback import Callback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 @dataclass(eq=False, repr=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -15,10 +15,8 @@ from dream_trainer.checkpoint.model_state import parameter_fqns
 from dream_trainer.checks import check_boolean, check_integer
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.events.callback import LoggingCallback
+from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.gradients import copies_of
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
 
 OTHER = "other.parameters"  # name of what an optimizer trains and no model holds
 

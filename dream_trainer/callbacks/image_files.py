@@ -6,15 +6,13 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from dream_trainer.checks import check_name
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 @dataclass(eq=False, repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class _Curves(NamedTuple):

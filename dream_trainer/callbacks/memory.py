@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,9 +20,7 @@ from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.nested import leaves
 from dream_trainer.screen import print_table, show
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 GIB = 2.0**30
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from dream_trainer.checks import check_integer
 from dream_trainer.data.mixtures.mixture import mixture_of
 from dream_trainer.events.callback import Callback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class MixtureWeights(Callback):

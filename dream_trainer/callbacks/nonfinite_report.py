@@ -4,12 +4,11 @@ own file, since only the rank whose loss it is can tell the batch."""
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -24,11 +23,8 @@ from dream_trainer.errors import NonFiniteError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import is_scalar, keep
 from dream_trainer.nested import map_tensors
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 # windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first
 LOOK_EVERY = 25

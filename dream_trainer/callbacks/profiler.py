@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 @dataclass(eq=False, repr=False)

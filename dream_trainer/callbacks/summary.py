@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 
 import torch
 import torch.nn as nn
@@ -20,9 +20,7 @@ from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import map_tensors
 from dream_trainer.optim.groups import values_in_whole
 from dream_trainer.screen import print_table
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class Size(NamedTuple):

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from dream_trainer.checks import check_positive, refuse
 from dream_trainer.compat.pytorch import tf32_is_allowed
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.events.callback import LoggingCallback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 Flops = float | Callable[[Any], float]  # or a function of the trainer
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn as nn
@@ -27,11 +27,8 @@ from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.callback import AveragingCallback
 from dream_trainer.parallel.sharding import is_gathered
+from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.state_registry import numbered
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
 
 # by how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one
 Share = Callable[[Any], Any]

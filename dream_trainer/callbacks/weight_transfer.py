@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -18,9 +18,7 @@ from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 @dataclass(eq=False, repr=False)

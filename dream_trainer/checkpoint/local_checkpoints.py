@@ -10,7 +10,6 @@ two hosts never take different saves for one. The one before stays until the new
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shutil
@@ -28,11 +27,10 @@ from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.screen import logger
 
 # Bytes that are left free, or a tenth of the room: loaders' workers share the memory, and die without any.
 LEFT_TO_OTHERS = 1 << 30
-
-logger = logging.getLogger("dream_trainer")
 
 
 @dataclass(eq=False)

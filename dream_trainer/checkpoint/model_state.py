@@ -5,7 +5,6 @@ Names are those of `state_dict()` under `models.<name>.`; a tied tensor is store
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.parallel.sharding import fsdp_modules, names_in_whole
+from dream_trainer.screen import logger
 
 EXTRA_STATE = "_extra_state"
 
@@ -183,8 +183,6 @@ def take_shapes(models: Mapping[str, nn.Module], names: Collection[str], shapes:
 
 # -- What training may change of models beside values: which parameters learn, modes of modules, shapes of buffers.
 
-
-logger = logging.getLogger("dream_trainer")
 
 _LISTED = 5
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import threading
 import time
@@ -26,13 +25,12 @@ from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.screen import logger
 from dream_trainer.stores.object_store import without_secrets
 from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
 from dream_trainer.stores.store_path import StorePath
 
 _LOCAL_FILES = (LOCK_NAME, TOKEN_NAME)
-
-logger = logging.getLogger("dream_trainer")
 
 
 def list_in_both(root: Path, stage: Path) -> list[Manifest]:

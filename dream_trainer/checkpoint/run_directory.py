@@ -5,7 +5,6 @@ the file; a rank that reads another one has another directory under that name, s
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from dream_trainer import file_locks
 from dream_trainer.checkpoint.files import step_directories, sync_directory
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
+from dream_trainer.screen import logger
 from dream_trainer.stores.ownership import is_owned
 from dream_trainer.stores.store_path import StorePath
 
@@ -25,7 +25,6 @@ LOCK_NAME = "run.lock"
 PATIENCE_SECONDS = 15.0
 SAY_AFTER_SECONDS = 1.0
 
-logger = logging.getLogger("dream_trainer")
 
 _held: dict[Path, tuple[IO[str], int]] = {}
 _trainings: dict[Path, int] = {}  # on every rank

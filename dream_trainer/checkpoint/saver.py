@@ -5,7 +5,6 @@ with the pulse (`flags`, `heard`)."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, StepError
+from dream_trainer.screen import logger
 
 
 def leave_branch(root: Path, step: int, world: Ranks) -> None:
@@ -34,9 +34,6 @@ def leave_branch(root: Path, step: int, world: Ranks) -> None:
     )
     if set_aside:
         logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
-
-
-logger = logging.getLogger("dream_trainer")
 
 
 class Moment(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import sys
@@ -13,11 +12,11 @@ from multiprocessing.process import BaseProcess
 
 import torch.multiprocessing
 
+from dream_trainer.screen import logger
+
 START_SECONDS = 5.0  # how long a process may take from its fork to its first line: thousands of times what it does take
 
 _IS_NEEDED = sys.version_info < (3, 11, 10)
-
-logger = logging.getLogger("dream_trainer")
 
 
 def sure_to_start(context: BaseContext | None) -> BaseContext | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,13 +32,10 @@ from dream_trainer.compat.pytorch import (
     whole_of,
     write_count,
 )
+from dream_trainer.compat.touched_shards import TouchableShards
 from dream_trainer.errors import StepError
+from dream_trainer.gradient_state import GradientState
 from dream_trainer.nested import map_tensors
-
-if TYPE_CHECKING:
-    from dream_trainer.compat.touched_shards import TouchableShards
-    from dream_trainer.gradient_state import GradientState
-
 
 _NOTHING = nullcontext()
 

@@ -4,25 +4,21 @@ that may end on one rank first is read one window ahead, so no rank waits for da
 from __future__ import annotations
 
 import errno
-import logging
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dream_trainer.cleanup import call_each
 from dream_trainer.data.sample_count import SampleCount
+from dream_trainer.data.validation_data import ValidationBatches
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import DataError
-
-if TYPE_CHECKING:
-    from dream_trainer.data.validation_data import ValidationBatches
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 # As PyTorch has it, where a process receives tensors and has no room for their files.
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,8 +23,7 @@ from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
 from dream_trainer.errors import DataError
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 _END = object()
 

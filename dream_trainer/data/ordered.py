@@ -3,7 +3,6 @@ sample `p` as the `p`-th, so a step's samples follow from its position, and only
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 ENDLESS = 2**62  # the length of a dataset that never ends
 

@@ -3,7 +3,6 @@ window never straddles two passes over the data, and a pass pulls no batch that 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -20,10 +19,9 @@ from dream_trainer.data.sampler import Sharding
 from dream_trainer.data.streams.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.errors import DataError
+from dream_trainer.screen import logger
 
 __all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream"]
-
-logger = logging.getLogger("dream_trainer")
 
 
 def train_stream(

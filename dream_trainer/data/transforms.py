@@ -4,7 +4,6 @@ its samples by number."""
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,7 @@ from torch.utils.data import Dataset
 from dream_trainer.checks import check_count
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 OnError = Literal["raise", "skip"]
 SKIPPED = object()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
-import logging
 import os
 import platform
 import socket
@@ -26,9 +25,8 @@ import torch
 from dream_trainer.compat.pytorch import Store
 from dream_trainer.distributed.failure import PACKAGE
 from dream_trainer.errors import ConfigError, RanksDifferError
+from dream_trainer.screen import logger
 from dream_trainer.version import __version__
-
-logger = logging.getLogger("dream_trainer")
 
 CLOCKS_MAY_DIFFER_SECONDS = 5.0
 _HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every rank reads why

@@ -5,7 +5,6 @@ of restarts stays as it is when hosts join or leave."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import secrets
@@ -14,14 +13,13 @@ from datetime import timedelta
 
 from dream_trainer.compat.pytorch import PrefixStore, Store, TCPStore, connect_again
 from dream_trainer.errors import ConfigError
+from dream_trainer.screen import logger
 
 _store: Store | None = None
 _attempt = ""  # what the keys of this attempt begin with
 
 _LOOK_SECONDS = 0.02
 SAYS_SO_AFTER_SECONDS = 10.0  # how long a rank that leaves waits for the others before it says so
-
-logger = logging.getLogger("dream_trainer")
 
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:

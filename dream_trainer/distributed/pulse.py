@@ -5,13 +5,12 @@ Flags and sums are all-reduced on their own CPU group, before a rank enters any 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
+from dream_trainer.distributed.world import World
 
 
 class Flags(NamedTuple):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-if TYPE_CHECKING:
-    from dream_trainer.config.logger_parameters import LoggerParameters
-    from dream_trainer.loggers.media import Media
+from dream_trainer.config.logger_parameters import LoggerParameters
+from dream_trainer.loggers.media import Media
 
 T = TypeVar("T")
 

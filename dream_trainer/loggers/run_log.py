@@ -4,7 +4,6 @@ flushed."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -23,8 +22,7 @@ from dream_trainer.loggers.line_files import read_jsonl
 from dream_trainer.loggers.media import MediaLog
 from dream_trainer.loggers.records import Record, Records, TrainingRecord
 from dream_trainer.loggers.stragglers import Stragglers
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 
 class RunLog:

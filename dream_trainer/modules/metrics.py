@@ -9,13 +9,12 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.ranks import Ranks
 
 
 class _List(NamedTuple):

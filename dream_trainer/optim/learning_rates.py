@@ -5,7 +5,6 @@ rates; the form follows the current config, so a longer run stretches the rest o
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,8 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from dream_trainer.checks import check_between, check_integer, refuse, spell
 from dream_trainer.config.parameter_class import NonNegativeInt, parameters
 from dream_trainer.errors import ConfigError
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 ScheduleName = Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "plateau"]
 DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.checks import divisors, refuse, spell
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
 from dream_trainer.gradient_state import ModelPart
+from dream_trainer.modules.parameter_marks import ParameterMarks
+from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.parallel.sharding import keeping_tied_and_frozen
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
-    from dream_trainer.modules.parameter_marks import ParameterMarks
-    from dream_trainer.parallel.parallel_models import ParallelModels
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dream_trainer.checks import check_boolean, check_choice, check_integer
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.expert_exchange import ExpertExchange
-
+from dream_trainer.parallel.expert_exchange import ExpertExchange
 
 Scores = Literal["sigmoid", "softmax"]
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import is_not
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.nn as nn
 from torch import Tensor
@@ -26,10 +26,8 @@ from dream_trainer.optim.optimizer_parameters import OptimizerParameters
 from dream_trainer.optim.optimizers import build_optimizers
 from dream_trainer.screen import show
 from dream_trainer.simple.model_calls import Metrics, ModelCalls, Step, values_of
+from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.dream import DreamTrainer
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.abstract import AbstractTrainer
 
 Row = dict[str, float]
 Scheduler = LRScheduler | ReduceLROnPlateau

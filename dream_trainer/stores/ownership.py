@@ -4,7 +4,6 @@ and so on, which only one can do; the highest owns the run and renews its object
 from __future__ import annotations
 
 import json
-import logging
 import re
 import secrets
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.errors import CheckpointError
+from dream_trainer.screen import logger
 from dream_trainer.stores.object_store import without_secrets
 from dream_trainer.stores.store_path import StorePath
 
@@ -22,8 +22,6 @@ TOKEN_NAME = "store_owner"
 LEASE_SECONDS = 60.0
 RENEW_SECONDS = 15.0
 _NUMBERED = re.compile(r"(\d{8,})\.json")
-
-logger = logging.getLogger("dream_trainer")
 
 
 def is_owned(run: StorePath) -> bool:

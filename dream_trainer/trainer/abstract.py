@@ -5,7 +5,6 @@ It runs nothing. `BaseTrainer` brings the loop. What has state is an object of i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from dream_trainer.modules.class_change import unwrap
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.precision import autocast, under_autocast
 from dream_trainer.parallel.sharding import frozen
+from dream_trainer.screen import logger
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.event_table import event_table, notify
 from dream_trainer.trainer.limits import Limits, set_limits
@@ -37,7 +37,6 @@ from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.user_class.class_checks import check_assignment, check_trainer
 
 C = TypeVar("C", bound=Callback)
-logger = logging.getLogger("dream_trainer")
 
 
 class AbstractTrainer(MixinHooks):

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
+from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.distributed.pulse import Flags, Pulse, Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
-
-if TYPE_CHECKING:
-    from dream_trainer.checkpoint.saving import Saving
-    from dream_trainer.distributed.world import World
-    from dream_trainer.gradient_state import GradientState
-    from dream_trainer.trainer.counters import Counters
-    from dream_trainer.trainer.schedule import Schedule
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.gradient_state import GradientState
+from dream_trainer.screen import logger
+from dream_trainer.trainer.counters import Counters
+from dream_trainer.trainer.schedule import Schedule
 
 
 class Timed(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 from dream_trainer.data.foreign import EpochAware
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, ShardReader, training_loaders
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
@@ -20,12 +20,8 @@ from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.user_class.overrides import heard
-
-if TYPE_CHECKING:
-    from dream_trainer.config.training_parameters import TrainingParameters
-    from dream_trainer.data.loader import ShardReader
-    from dream_trainer.trainer.runtime import Runtime
 
 
 def connect_data(runtime: Runtime) -> None:

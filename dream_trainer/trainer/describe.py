@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import local_tensor, reading_waits
-from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.distributed.world import MESH_DIMS, World
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.modules.precision import half_dtype, reduce_dtype
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.trainer.event_table import describe_events
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.gradients import guards_itself
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.runtime import Runtime
 
 
 def describe(runtime: Runtime) -> str:

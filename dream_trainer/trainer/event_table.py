@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.user_class.overrides import bound, heard
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.runtime import Runtime
 
 Listener = Callable[..., None]
 

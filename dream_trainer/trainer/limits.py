@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT
 from dream_trainer.config.trainer_config import change_training_parameters
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.optim.learning_rates import set_token_origin
+from dream_trainer.screen import logger
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
 from dream_trainer.trainer.resumed_rates import copied, set_rate
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.runtime import Runtime
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.trainer.runtime import Runtime
 
 
 class Limits(TypedDict, total=False):

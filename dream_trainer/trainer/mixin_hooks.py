@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.config.checkpoint_parameters import Mode
+from dream_trainer.loggers.buffer import Reduction
+from dream_trainer.loggers.media import MediaLog
+from dream_trainer.loggers.records import Records
+from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.hooks import Hooks
-
-if TYPE_CHECKING:
-    from dream_trainer.loggers.buffer import Reduction
-    from dream_trainer.loggers.media import MediaLog
-    from dream_trainer.loggers.records import Records
-    from dream_trainer.parallel.axis import Parallelism
-    from dream_trainer.trainer.validation_metrics import ValidationMetrics
+from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class NoRounds:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dream_trainer.data.sample_count import whole_number
+from dream_trainer.checkpoint.saving import Saving
+from dream_trainer.data.feed import WindowFeed
+from dream_trainer.data.sample_count import SampleCount, whole_number
 from dream_trainer.data.stream import Window
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import DataError
 from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.counters import WindowState
-
-if TYPE_CHECKING:
-    from dream_trainer.checkpoint.saving import Saving
-    from dream_trainer.data.feed import WindowFeed
-    from dream_trainer.data.sample_count import SampleCount
-    from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.schedule import Schedule
+from dream_trainer.trainer.schedule import Schedule
 
 
 class Prefetcher:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.checks import listed
-from dream_trainer.data.loader import loader_batch_size, training_loaders
+from dream_trainer.data.loader import ShardReader, loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
-from dream_trainer.distributed.ranks import plain_facts, refuse, refuse_differences, told_differences
+from dream_trainer.distributed.ranks import Ranks, plain_facts, refuse, refuse_differences, told_differences
 from dream_trainer.errors import RanksDifferError
-
-if TYPE_CHECKING:
-    from dream_trainer.data.loader import ShardReader
-    from dream_trainer.distributed.ranks import Ranks
-    from dream_trainer.trainer.runtime import Runtime
+from dream_trainer.trainer.runtime import Runtime
 
 _MAY_DIFFER = frozenset(
     "device start_timeout_seconds step_timeout_seconds hang_timeout_seconds host_timeout_seconds directory init_from "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dream_trainer.checkpoint.files import recover_replaced
 from dream_trainer.checkpoint.manifest import (
@@ -22,17 +21,14 @@ from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
 from dream_trainer.config.serialize import difference, to_dict, with_later_fields
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.distributed.ranks import Ranks, from_main_rank
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import absolute, as_path
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.resumed_rates import ANOTHER_RUN
-
-if TYPE_CHECKING:
-    from dream_trainer.config.trainer_config import BaseTrainerConfig
-    from dream_trainer.trainer.runtime import Runtime
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.trainer.runtime import Runtime
 
 Load = Callable[[Manifest, BranchParameters], None]
 

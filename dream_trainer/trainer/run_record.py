@@ -6,7 +6,6 @@ RunRecorder writes it; `dream-trainer runs` reads it.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import sys
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -32,14 +31,10 @@ from dream_trainer.distributed.job_store import job_store
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
+from dream_trainer.screen import logger
 from dream_trainer.trainer.receipt import Start, process_began, receipt
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.version import __version__
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.runtime import Runtime
-
-
-logger = logging.getLogger("dream_trainer")
 
 RECORD_NAME = "run.json"
 CONFIG_NAME = "config.json"

@@ -8,12 +8,11 @@ the last.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,25 +44,22 @@ from dream_trainer.checkpoint.optimizer_state import (
 )
 from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.snapshot_writer import HostCopies
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, random_state, seed_everything, set_random_state
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
+from dream_trainer.screen import logger
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.state_registry import CALLBACK_PREFIX, REGISTERED_PREFIX, Checkpointed
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
-
-if TYPE_CHECKING:
-    from dream_trainer.checkpoint.snapshot_writer import HostCopies
-    from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.runtime import Runtime
-
-logger = logging.getLogger("dream_trainer")
 
 
 def snapshot(

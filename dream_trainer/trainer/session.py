@@ -6,7 +6,7 @@ import atexit
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from dream_trainer.cleanup import call_each, followed_by, in_a_line
 from dream_trainer.compat.pytorch import enable_flight_recorder
@@ -20,14 +20,11 @@ from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.event_table import anyone_listens, event_table, notify
 from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.rank_differences import refuse_different_configs
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
 from dream_trainer.trainer.step.optimizer_step import Heard, OptimizerStep
 from dream_trainer.trainer.user_class.class_checks import uncalled_hooks, uncalled_methods
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.runtime import Runtime
-
 
 # -- begins
 

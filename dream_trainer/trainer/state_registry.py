@@ -5,7 +5,6 @@ The trainer's own parts are listed in `_parts`; mixins, callbacks and users add 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -15,6 +14,7 @@ from torch import Tensor
 from dream_trainer.checks import check_choice
 from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.errors import HookError
+from dream_trainer.screen import logger
 from dream_trainer.trainer.counters import Counters
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 
-logger = logging.getLogger("dream_trainer")
 
 Scope = Literal["shared", "rank", "tensors"]
 CALLBACK_PREFIX = "callbacks."  # tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`

@@ -9,26 +9,23 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dream_trainer.data.validation_data import ValidationBatches
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.records import NoRecord, Record
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
+from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.event_table import notify
 from dream_trainer.trainer.mixin_hooks import unlogged
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.validation_metrics import ValidationMetrics
-
-if TYPE_CHECKING:
-    from dream_trainer.data.validation_data import ValidationBatches
-    from dream_trainer.trainer.coordinator import Coordinator
-    from dream_trainer.trainer.runtime import Runtime
-
 
 _NOTHING = object()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from torch import nn
 from dream_trainer.compat.peft import Adapters, with_defaults
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
+from dream_trainer.screen import logger
 from dream_trainer.weights.adapter_record import adapters_from, adapters_of
 from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME
 from dream_trainer.weights.weight_files import open_weights
-
-logger = logging.getLogger("dream_trainer")
 
 _DESCRIBES = {  # fields that say where adapters are from, or how they began
     *("base_model_name_or_path", "revision", "auto_mapping", "task_type", "inference_mode", "peft_version"),

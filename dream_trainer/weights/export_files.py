@@ -4,7 +4,6 @@ config.json; adapters as peft lays them out; or one .safetensors, .pt or .pth fi
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import secrets
@@ -21,13 +20,13 @@ from dream_trainer.checkpoint.manifest import MANIFEST_NAME
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checks import listed
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.screen import logger
 from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec, file_order, write_safetensors
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
-logger = logging.getLogger("dream_trainer")
 
 _TORCH_SUFFIXES = (".pt", ".pth")
 _ONE_FILE = ".safetensors, .pt or .pth"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.parallel.sharding import local_indices, names_in_whole
+from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.reading import Box, WeightFiles, renamer
@@ -29,7 +29,6 @@ from dream_trainer.weights.weight_files import open_weights
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-logger = logging.getLogger("dream_trainer")
 
 _LISTED = 20
 

@@ -3,7 +3,6 @@ source and sample, so a mixture begins anywhere at once."""
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Sized
@@ -35,8 +34,7 @@ from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
 from dream_trainer.data.sources.measured import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import ConfigError, DataError
-
-logger = logging.getLogger("dream_trainer")
+from dream_trainer.screen import logger
 
 
 class Drawn(NamedTuple):

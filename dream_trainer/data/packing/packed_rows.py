@@ -4,7 +4,6 @@ before it. PackedRows fills its rows; PaddedRows gives each document its own, an
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from dream_trainer.data.packing.packing import RowPlan, joined, pack_best_fit, p
 from dream_trainer.data.sources.measured import FOLLOWING
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
+from dream_trainer.screen import logger
 
 IGNORED = -100  # the label of a token that predicts nothing; `cross_entropy` leaves it out by default
 PADDING = -1  # the document number of a row's padding
@@ -494,9 +494,6 @@ class PackedRows(DocumentRows):
     def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
         # Best fit puts the pieces of long documents first, and what was left over last.
         return block_order(seed, plan.num_rows)
-
-
-logger = logging.getLogger("dream_trainer")
 
 
 class PaddedRows(DocumentRows):

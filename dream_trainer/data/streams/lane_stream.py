@@ -3,7 +3,6 @@ at any step."""
 
 from __future__ import annotations
 
-import logging
 import pickle
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Win
 from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
+from dream_trainer.screen import logger
 
 
 class StreamLoader:
@@ -123,9 +123,6 @@ def sharded_source(source: object) -> ShardedSource:
         "WebDatasetShards(directory), or IterableShards(reader, items) for readers of your own; a dataset with "
         "`__len__` and `__getitem__` belongs in a DistributedDataLoader."
     )
-
-
-logger = logging.getLogger("dream_trainer")
 
 
 class LaneStream(TrainStream):

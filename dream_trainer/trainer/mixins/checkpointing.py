@@ -6,7 +6,6 @@ See trainer/saved_state.py and trainer/state_registry.py for what is saved and g
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from dream_trainer.distributed.world import on_host, ranks_of_host
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import AveragingCallback, averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
+from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -56,8 +56,6 @@ from dream_trainer.trainer.user_class.overrides import definers, is_ours
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import adapters_of, origin_of
 from dream_trainer.weights.load import load_weights
-
-logger = logging.getLogger("dream_trainer")
 
 
 class CheckpointMixin(AbstractTrainer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,17 +17,15 @@ from torch import Tensor
 from dream_trainer.checks import spell
 from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import DataError, HookError, RanksDifferError
 from dream_trainer.loggers.records import NoRecord
 from dream_trainer.parallel.axes import CONTEXT
 from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.context_attention import ContextAttention
 from dream_trainer.parallel.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.context_attention import ContextAttention
-    from dream_trainer.trainer.runtime import Runtime
+from dream_trainer.trainer.runtime import Runtime
 
 Step = Callable[[Any, int], Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,18 @@ from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
-from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin
+from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin, LocalSGDParameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.events.callback import Callback
+from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.mixin_hooks import NoRounds
+from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.buckets import in_buckets
-
-if TYPE_CHECKING:
-    from dream_trainer.config.parallel_parameters import LocalSGDParameters
-    from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.parallel_models import ParallelModels
-    from dream_trainer.trainer.counters import Counters
-    from dream_trainer.trainer.registry import Registry
-    from dream_trainer.trainer.runtime import Runtime
 
 
 class LocalSGDMixin(AbstractTrainer):

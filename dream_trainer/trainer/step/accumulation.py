@@ -7,7 +7,7 @@ counts are exact (docs/measurements/step.md#exact-gradients).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.nn as nn
 from torch import Tensor
@@ -15,20 +15,18 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError as RecomputationMismatch
 
 from dream_trainer.compat.pytorch import local_tensor, write_count
+from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
+from dream_trainer.gradient_state import GradientState
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.modules.recompute import mismatch
+from dream_trainer.parallel.parallel_models import ParallelModels
+from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.step.buckets import Averaging
 from dream_trainer.trainer.step.loss_scale import LossScale
 from dream_trainer.trainer.step.overlap import OverlappedAveraging
 from dream_trainer.trainer.step.turns import Turns
-
-if TYPE_CHECKING:
-    from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.distributed.world import World
-    from dream_trainer.gradient_state import GradientState
-    from dream_trainer.parallel.parallel_models import ParallelModels
-    from dream_trainer.trainer.registry import Registry
 
 Weight = Tensor | float
 

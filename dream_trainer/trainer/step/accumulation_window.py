@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from dream_trainer.data.window import Window
-    from dream_trainer.trainer.runtime import Runtime
+from dream_trainer.data.window import Window
+from dream_trainer.trainer.runtime import Runtime
 
 
 class AccumulationWindow:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import reading_waits
+from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.modules.forward_state import ForwardState
 from dream_trainer.modules.metrics import MetricStates
-
-if TYPE_CHECKING:
-    from dream_trainer.config.training_parameters import TrainingParameters
-    from dream_trainer.distributed.world import World
-    from dream_trainer.trainer.counters import Counters
-    from dream_trainer.trainer.registry import Registry
-    from dream_trainer.trainer.step.loss_scale import LossScale
+from dream_trainer.trainer.counters import Counters
+from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.step.loss_scale import LossScale
 
 SETTLE_EVERY = 50
 _EMPTY, _OVERFLOW = -1.0, -2.0

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
@@ -16,8 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_, plain_beside_dtensors
+from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
+from dream_trainer.parallel.parallel_models import ParallelModels
+from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.step.accumulation import Accumulation, Weight
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
     counted,
@@ -32,14 +38,6 @@ from dream_trainer.trainer.step.gradients import (
 )
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
 from dream_trainer.trainer.step.tied_gradients import TiedGradients
-
-if TYPE_CHECKING:
-    from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.config.training_parameters import TrainingParameters
-    from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.parallel_models import ParallelModels
-    from dream_trainer.trainer.registry import Registry
-    from dream_trainer.trainer.step.accumulation import Accumulation, Weight
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -6,17 +6,14 @@ A generator's loss leaves gradients in its critic, which the critic's next step 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import local_tensor, write_count
 from dream_trainer.errors import StepError
-
-if TYPE_CHECKING:
-    from dream_trainer.gradient_state import GradientState
-    from dream_trainer.trainer.registry import Registry
+from dream_trainer.gradient_state import GradientState
+from dream_trainer.trainer.registry import Registry
 
 _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`."
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from itertools import pairwise
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dream_trainer.checks import all_of
 from dream_trainer.config.combinations import refuse_combinations, settings_of
@@ -21,10 +21,8 @@ from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.event_table import EVENTS
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.mixin_hooks import MixinHooks
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
-
-if TYPE_CHECKING:
-    from dream_trainer.trainer.runtime import Runtime
 
 
 def check_trainer(cls: type[MixinHooks], config: Any) -> None:
