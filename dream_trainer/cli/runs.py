@@ -206,8 +206,7 @@ class RunShow:
     """Print JSON: the run's whole record and config."""
 
     def run(self) -> int:
-        from dream_trainer.trainer.receipt import PARTS, receipt
-        from dream_trainer.trainer.run_record import read_run, run_directories
+        from dream_trainer.trainer.run_record import PARTS, read_run, receipt, run_directories
 
         path = self.run_path
         if run_directories(path) != [path]:
