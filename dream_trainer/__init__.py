@@ -86,8 +86,11 @@ if TYPE_CHECKING:
         build_schedule as build_schedule,
         build_schedules as build_schedules,
     )
-    from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
-    from dream_trainer.optim.optimizers import build_optimizer as build_optimizer, build_optimizers as build_optimizers
+    from dream_trainer.optim.optimizers import (
+        OptimizerParameters as OptimizerParameters,
+        build_optimizer as build_optimizer,
+        build_optimizers as build_optimizers,
+    )
     from dream_trainer.simple.from_objects import Trainer as Trainer
     from dream_trainer.trainer.abstract import AbstractTrainer as AbstractTrainer
     from dream_trainer.trainer.base import BaseTrainer as BaseTrainer

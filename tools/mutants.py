@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples of training batches are guessed",
-        "dream_trainer/trainer/prefetcher.py",
+        "dream_trainer/trainer/coordinator.py",
         "    if count.own is not None:\n",
         "    if True:\n",
         "tests/trainer/test_sample_counts.py -k dealt",
@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     Mutant(
         "a critic's turn uses what the generator's loss left",
-        "dream_trainer/trainer/step/turns.py",
+        "dream_trainer/trainer/step/accumulation.py",
         "if self._mark(optimizer) != self._marks[optimizer]:",
         "if False:",
         TURNS,
@@ -560,7 +560,7 @@ MUTANTS = [
     ),
     Mutant(
         "a loader's state kept by reference",
-        "dream_trainer/data/foreign_stream.py",
+        "dream_trainer/data/stream.py",
         "copy.deepcopy(self._stateful.state_dict())",
         "self._stateful.state_dict()",
         "tests/data/test_foreign_resume.py",
@@ -588,21 +588,21 @@ MUTANTS = [
     ),
     Mutant(
         "on another number of ranks a pass is read again by batches",
-        "dream_trainer/data/foreign_stream.py",
+        "dream_trainer/data/stream.py",
         "while batches < position.batches if samples is None else self._samples < samples:",
         "while batches < position.batches:",
         "tests/data/test_foreign_resume.py",
     ),
     Mutant(
         "a finished pass is read again",
-        "dream_trainer/data/foreign_stream.py",
+        "dream_trainer/data/stream.py",
         "        elif is_pass_over:\n            self._begin_pass(position.epoch + 1)\n            return\n",
         "",
         "tests/data/test_foreign_resume.py",
     ),
     Mutant(
         "a loader that is at its end has an empty pass",
-        "dream_trainer/data/foreign_stream.py",
+        "dream_trainer/data/stream.py",
         "if not batches and self._holds_end:",
         "if False:",
         "tests/data/test_foreign_resume.py",
@@ -714,7 +714,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics of training start anew after a resume",
-        "dream_trainer/checkpoint/metric_state.py",
+        "dream_trainer/checkpoint/model_state.py",
         "        setattr(part, key, value)\n",
         "        pass\n",
         "tests/trainer/test_training_metrics.py",
@@ -728,7 +728,7 @@ MUTANTS = [
     ),
     Mutant(
         "another optimizer goes on with the last one's options",
-        "dream_trainer/checkpoint/restored_optimizer.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "if saved_class not in (None, here_class):",
         "if False:",
         "tests/trainer/test_training_metrics.py",
@@ -833,7 +833,7 @@ MUTANTS = [
     ),
     Mutant(
         "the checkpoint's learning rate silently wins in a branch",
-        "dream_trainer/checkpoint/restored_optimizer.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "saved if with_options else {}",
         "saved",
         "tests/trainer/test_branching.py -k outlives",
@@ -1232,21 +1232,21 @@ MUTANTS = [
     ),
     Mutant(
         "attention in compiled blocks sees one rank's positions",
-        "dream_trainer/parallel/compiled_attention.py",
+        "dream_trainer/parallel/context_attention.py",
         "        call.replace(handler)\n",
         "        pass\n",
         "tests/modules/test_compiled_attention.py -k lengths",
     ),
     Mutant(
         "a torch.compile around compiled blocks attends within one rank's positions",
-        "dream_trainer/parallel/compiled_attention.py",
+        "dream_trainer/parallel/context_attention.py",
         '    @in_no_graph("blocks are compiled by themselves under context_parallel")\n',
         "",
         "tests/modules/test_compiled_attention.py -k around_blocks",
     ),
     Mutant(
         "functions that the compiler leaves whole attend within one rank's positions",
-        "dream_trainer/parallel/compiled_attention.py",
+        "dream_trainer/parallel/context_attention.py",
         "        call.replace(in_graphs.around(call.function))\n",
         "        pass\n",
         "tests/modules/test_compiled_attention_ranks.py -k leaves",
@@ -1267,21 +1267,21 @@ MUTANTS = [
     ),
     Mutant(
         "a block that runs uncompiled attends within one rank's positions",
-        "dream_trainer/parallel/compiled_attention.py",
+        "dream_trainer/parallel/context_attention.py",
         "    if not is_compiled:\n",
         "    if False:\n",
         "tests/modules/test_compiled_attention.py -k runs_uncompiled",
     ),
     Mutant(
         "a checkpoint around a compiled block attends within one rank's positions in backward",
-        "dream_trainer/parallel/compiled_attention.py",
+        "dream_trainer/parallel/context_attention.py",
         "(in_backward() and takeover is None) or ",
         "",
         "tests/modules/test_compiled_attention.py -k ones_own",
     ),
     Mutant(
         "sequences of other lengths run what was compiled for those that ranks share",
-        "dream_trainer/parallel/compiled_attention.py",
+        "dream_trainer/parallel/context_attention.py",
         "frozenset(takeover.attention.lengths), ",
         "0, ",
         "tests/modules/test_compiled_attention.py -k lengths",
@@ -1463,7 +1463,7 @@ MUTANTS = [
     ),
     Mutant(
         "a group that is empty in a stage begins anew on a resume",
-        "dream_trainer/checkpoint/restored_optimizer.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "            owners = {index}\n",
         "            pass\n",
         "tests/trainer/test_pipeline_user_models.py -k layer_decay",
@@ -1477,7 +1477,7 @@ MUTANTS = [
     ),
     Mutant(
         "parts of split layers are not compared",
-        "dream_trainer/parallel/equal_parts.py",
+        "dream_trainer/parallel/random_parts.py",
         "        if bool((by_rank != by_rank[0]).any()):\n",
         "        if False:\n",
         "tests/trainer/test_tensor_mistakes.py -k equal",
@@ -1631,7 +1631,7 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow keeps the scale",
-        "dream_trainer/trainer/step/loss_scale.py",
+        "dream_trainer/trainer/step/nonfinite.py",
         "        self._overflowed |= bad\n",
         "",
         "tests/trainer/test_loss_scale.py",
@@ -2010,7 +2010,7 @@ MUTANTS = [
     ),
     Mutant(
         "a block begins a sample late",
-        "dream_trainer/data/streams/lanes.py",
+        "dream_trainer/data/streams/lane_stream.py",
         "if state.yielded > consumed:",
         "if state.yielded >= consumed:",
         "tests/data/test_lanes.py -k at_any_step",
@@ -2052,7 +2052,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that zero_grad hides go unnoticed",
-        "dream_trainer/trainer/step/turns.py",
+        "dream_trainer/trainer/step/accumulation.py",
         "if n_batches > 1 and optimizer in self._stepped and optimizer in self._origins:",
         "if False:",
         "tests/trainer/test_turns.py -k hides",
@@ -2115,7 +2115,7 @@ MUTANTS = [
     ),
     Mutant(
         "adapters of another scaling loaded",
-        "dream_trainer/weights/adapter_config.py",
+        "dream_trainer/weights/adapters.py",
         "        and before.get(name) != now.get(name)\n",
         "        and type(before.get(name)) is not type(now.get(name))\n",
         "tests/weights/test_adapter_config.py -k compared_too",
@@ -2150,7 +2150,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that did not run for a while takes the job's store for lost",
-        "dream_trainer/distributed/heartbeat.py",
+        "dream_trainer/distributed/hosts.py",
         "silent + min(slept, 2 * pause) if",
         "silent + slept if",
         "tests/distributed/test_heartbeat.py -k lock",
@@ -2164,7 +2164,7 @@ MUTANTS = [
     ),
     Mutant(
         "a host that is silent in its setup is taken for lost as in training",
-        "dream_trainer/distributed/heartbeat.py",
+        "dream_trainer/distributed/hosts.py",
         "(1.0 if self.is_training else LIMITS_OF_A_SETUP)",
         "1.0",
         "tests/distributed/test_heartbeat.py -k silent_for_longer",

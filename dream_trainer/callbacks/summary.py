@@ -61,7 +61,14 @@ class ModelSummary(Callback):
         self, depth: int = 2, *, inputs: Mapping[str, Sequence[Any]] | None = None, file: TextIO | None = None
     ) -> None:
         check_integer("depth", depth, minimum=0)
-        _check_inputs(inputs)
+        given: Any = {} if inputs is None else inputs
+        for name, arguments in given.items() if isinstance(given, Mapping) else [(None, given)]:
+            if name is None or not isinstance(arguments, tuple | list):
+                place = "" if name is None else f"[{name!r}]"
+                raise ConfigError(
+                    f"inputs{place} is a {type(arguments).__name__}. Use a dict with a tuple of all arguments for each "
+                    f"model, such as inputs={{{name or 'model'!r}: (x,)}}."
+                )
         self.depth = depth
         self._inputs = dict(inputs or {})
         self._flops: dict[str, str] = {}
@@ -99,17 +106,6 @@ class ModelSummary(Callback):
                 self._flops[name] = f", {format_count(forward_flops(model, self._inputs[name]))} FLOPs per forward"
             except Exception as exc:  # a summary stops no run
                 self._flops[name] = f", FLOPs unknown ({type(exc).__name__}: {str(exc).splitlines()[0]})"
-
-
-def _check_inputs(inputs: object) -> None:
-    given: Any = {} if inputs is None else inputs
-    for name, arguments in given.items() if isinstance(given, Mapping) else [(None, given)]:
-        if name is None or not isinstance(arguments, tuple | list):
-            place = "" if name is None else f"[{name!r}]"
-            raise ConfigError(
-                f"inputs{place} is a {type(arguments).__name__}. Use a dict with a tuple of all arguments for each "
-                f"model, such as inputs={{{name or 'model'!r}: (x,)}}."
-            )
 
 
 def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:

@@ -331,7 +331,13 @@ class WeightAverage(AveragingCallback):
         self._averages = {name: self._new_average(trained[name]) for name in chosen}
         self._owned = {}
         self._has_started = self._was_given_back = False
-        self._refuse_two_validating(trainer)
+        for other in averages_of(trainer):
+            both = self._averages.keys() & other._averages.keys()
+            if other is not self and both and self.validate and other.validate:
+                raise ConfigError(
+                    f"two averages would validate {sorted(both)}, and only one can. Pass validate=False to the others, "
+                    "and evaluate those inside their averaged_weights()."
+                )
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Takes the weights that training starts from, unless the averages were resumed."""
@@ -459,15 +465,6 @@ class WeightAverage(AveragingCallback):
                 if optimizer in trainer.get_optimizers_by_model(models[name])
             ]
         return self._owned[key]
-
-    def _refuse_two_validating(self, trainer: AbstractTrainer) -> None:
-        for other in averages_of(trainer):
-            both = self._averages.keys() & other._averages.keys()
-            if other is not self and both and self.validate and other.validate:
-                raise ConfigError(
-                    f"two averages would validate {sorted(both)}, and only one can. Pass validate=False to the others, "
-                    "and evaluate those inside their averaged_weights()."
-                )
 
 
 def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:

@@ -181,18 +181,15 @@ class LocalCheckpoints:
         world.barrier()  # nobody reads or writes any more
         if self.host.is_main:
             try:
-                self._remove_all_but_kept()
+                for part in self._parts():
+                    if part != self._part:
+                        remove_tree(part)
+                for save in self._part.iterdir() if self._part.is_dir() else ():
+                    if save != self._kept:
+                        remove_tree(save)
             except OSError as error:
                 logger.warning("%s could not be tidied: %s", self._run, in_a_line(error))
         world.barrier()
-
-    def _remove_all_but_kept(self) -> None:
-        for part in self._parts():
-            if part != self._part:
-                remove_tree(part)
-        for save in self._part.iterdir() if self._part.is_dir() else ():
-            if save != self._kept:
-                remove_tree(save)
 
     def _parts(self) -> list[Path]:
         return list(self._run.iterdir()) if self._run.is_dir() else []

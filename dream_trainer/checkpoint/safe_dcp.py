@@ -157,12 +157,7 @@ def read_tensors(
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    _refuse_gaps(plan, tensors, manifest)
-    reader.read_data(plan, planner).wait()
-
-
-def _refuse_gaps(plan: LoadPlan, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
-    """DCP leaves alone what no shard covers, as happens with one host's part of a checkpoint on another layout."""
+    # DCP leaves alone what no shard covers, as happens with one host's part of a checkpoint on another layout
     covered = Counter[str]()
     for item in plan.items:
         covered[item.dest_index.fqn] += prod(item.lengths)
@@ -172,6 +167,7 @@ def _refuse_gaps(plan: LoadPlan, tensors: Mapping[str, Tensor], manifest: Manife
                 f"{manifest.path} has {covered[name]} of the {local_tensor(tensor).numel()} elements of {name} that "
                 "this rank needs. It was written on another layout of ranks."
             )
+    reader.read_data(plan, planner).wait()
 
 
 def read_and_verify(

@@ -161,7 +161,11 @@ class Saver(Saving):
             self._begin(on_error)
         elif is_local and not due and not self._skips_local():
             self._finish(parameters.on_save_error)
-            self._begin_local()
+            # as `_begin`, for a state that each host keeps for itself, and that no one waits for
+            self.writer.warming.collect()
+            now = self.settle()
+            if self._saved is None or self._saved.step != now.step:
+                self._write(now, self.parameters.on_save_error, is_local=True)
         if is_last:
             self._finish(on_error)
             self.writer.warming.collect()
@@ -250,13 +254,6 @@ class Saver(Saving):
         self.writer.start(snapshot, replace=replace, is_local=is_local)
         if self.writer.copies is None:
             self._finish(on_error)
-
-    def _begin_local(self) -> None:
-        """As `_begin`, for a state that each host keeps for itself, and that no one waits for."""
-        self.writer.warming.collect()
-        now = self.settle()
-        if self._saved is None or self._saved.step != now.step:
-            self._write(now, self.parameters.on_save_error, is_local=True)
 
     def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool) -> Snapshot | None:
         """The state now, or None if it cannot be saved and training goes on."""

@@ -99,7 +99,13 @@ class WindowFeed:
         window = self.window
         if self._begins_pass:
             self._begins_pass = False
-            self._compare_lengths()
+            # A dataset may change between two passes, but in the same way on all ranks; a collective
+            if self._world.world_size > 1 and self._stream.length is not None:
+                refuse_differences(
+                    self._world,
+                    {"samples of the training dataset in this pass": self._stream.length},
+                    "Change it in the same way on every rank.",
+                )
         self.is_pass_over = False
         if window is None:
             self._stream.end_pass()
@@ -166,15 +172,6 @@ class WindowFeed:
                 "The data of some ranks ended first: what the others have left, at least %s, is not trained in this "
                 "pass.",
                 "1 batch" if left_over == 1 else f"{left_over} batches",
-            )
-
-    def _compare_lengths(self) -> None:
-        """A dataset may change between two passes, but in the same way on all ranks; a collective."""
-        if self._world.world_size > 1 and self._stream.length is not None:
-            refuse_differences(
-                self._world,
-                {"samples of the training dataset in this pass": self._stream.length},
-                "Change it in the same way on every rank.",
             )
 
 

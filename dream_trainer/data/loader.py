@@ -278,7 +278,16 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
     is_per_rank = isinstance(loader, PerRankLoader)
     if isinstance(loader, PerRankLoader):
         loader = loader.loader
-    _refuse_several(loader)
+    # of a list of batches any element may be a list or a dict, but none a loader
+    parts = list(loader.values()) if isinstance(loader, Mapping) else loader
+    if isinstance(parts, list | tuple) and any(
+        isinstance(part, DataLoader | DistributedDataLoader | PerRankLoader) for part in parts
+    ):
+        raise DataError(
+            f"A {type(loader).__name__} of {len(parts)} data loaders is not a data loader: it yields loaders, not "
+            'batches. Give a dict of named loaders, such as {"easy": ..., "hard": ...}: for training a batch of each, '
+            "for validation one after the other. Or give one loader."
+        )
     if isinstance(loader, StreamLoader):
         raise DataError(
             "A StreamLoader is for training: it ends with a step that all lanes can fill, or never, and validation "
@@ -297,19 +306,6 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
             "if it yields each rank's own batches already, wrap it in PerRankLoader(loader)."
         )
     return loader
-
-
-def _refuse_several(loader: object) -> None:
-    """Of a list of batches any element may be a list or a dict, but none a loader."""
-    parts = list(loader.values()) if isinstance(loader, Mapping) else loader
-    if isinstance(parts, list | tuple) and any(
-        isinstance(part, DataLoader | DistributedDataLoader | PerRankLoader) for part in parts
-    ):
-        raise DataError(
-            f"A {type(loader).__name__} of {len(parts)} data loaders is not a data loader: it yields loaders, not "
-            'batches. Give a dict of named loaders, such as {"easy": ..., "hard": ...}: for training a batch of each, '
-            "for validation one after the other. Or give one loader."
-        )
 
 
 def _no_samples(name: str, dataset: Any) -> DataError:

@@ -102,7 +102,12 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
     if first == rank:
         sys.stderr.write(f"[rank {rank}] failed, the job ends:\n{report.rstrip()}\n")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            _name_to_torchrun(reason)
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            try:
+                raise SeeAbove(reason) from None
+            except SeeAbove as short:
+                get_error_handler().record_exception(short)
     else:
         because = f" (here: {reason})" if not is_lost_connection(exc) else ""
         sys.stderr.write(f"[rank {rank}] stops because of rank {first}{because}.\n")
@@ -113,15 +118,6 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
 
 class SeeAbove(Exception):
     """Stands in torchrun's summary for an exception whose traceback was printed already."""
-
-
-def _name_to_torchrun(reason: str) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise SeeAbove(reason) from None
-    except SeeAbove as short:
-        get_error_handler().record_exception(short)
 
 
 def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None] = lambda: None) -> int:

@@ -13,17 +13,27 @@ import socket
 import struct
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 
 from dream_trainer.compat.pytorch import Store
-from dream_trainer.distributed.failure import PACKAGE
+from dream_trainer.distributed.failure import (
+    LATER_SECONDS,
+    PACKAGE,
+    LostHostError,
+    announced_processes,
+    first_to_fail,
+    is_stopped,
+    tell_failure,
+)
 from dream_trainer.errors import ConfigError, RanksDifferError
 from dream_trainer.screen import logger
 from dream_trainer.version import __version__
@@ -86,7 +96,12 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
     verdict = json.loads(store.get(_key(place, "verdict")))
     ahead = time.time() - verdict["time"]
     if verdict["refusal"] is not None:
-        _wait_until_all_know(store, place, world_size)
+        # rank 0 leaves last: the store may go with its process
+        if store.add(_key(place, "know"), 1) == world_size:
+            store.set(_key(place, "all_know"), "")
+        if place.rank == 0:
+            with suppress(RuntimeError):  # some rank is gone
+                store.wait([_key(place, "all_know")], timedelta(seconds=_HEARD_SECONDS))
         kind, text = verdict["refusal"]
         raise {"ConfigError": ConfigError, "RanksDifferError": RanksDifferError}[kind](text)
     if place.is_leader and abs(ahead) > CLOCKS_MAY_DIFFER_SECONDS:
@@ -157,20 +172,6 @@ def _code() -> dict[str, str]:
     package = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
     own = {name: digest for name, (_, digest) in own_code().items()}
     return {"dream_trainer": digest_of_code(b"".join(package))} | own
-
-
-def _wait_until_all_know(store: Store, place: HostPlace, world_size: int) -> None:
-    """Rank 0 leaves last: the store may go with its process."""
-    if store.add(_key(place, "know"), 1) == world_size:
-        store.set(_key(place, "all_know"), "")
-    if place.rank == 0:
-        with suppress(RuntimeError):  # some rank is gone
-            store.wait([_key(place, "all_know")], timedelta(seconds=_HEARD_SECONDS))
-
-
-def name_of_host(store: Store, place: HostPlace, number: int) -> str:
-    """A host that has met the others, as messages name it."""
-    return host_name(number, str(json.loads(store.get(_key(place, number)))["name"]))
 
 
 def _key(place: HostPlace, what: int | str) -> str:
@@ -308,3 +309,138 @@ def own_code() -> dict[str, CodeFile]:
 def digest_of_code(content: bytes) -> str:
     """Short enough to be shown."""
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+# -- The heartbeat of hosts.
+
+
+BEATS = 5  # beats within the limit
+LONGEST_BEAT_SECONDS = 2.0
+LIMITS_OF_A_SETUP = 6.0  # how many times the limit a host may be silent until the first step is done
+JOIN_SECONDS = 3.0
+
+
+@dataclass(eq=False)
+class Heartbeat:
+    """One rank's side of the heartbeat, from launch until the world is closed."""
+
+    store: Store
+    store_of_main: Store
+    place: HostPlace
+    limit_seconds: float
+    where: Callable[[], str] = lambda: "launch"  # called from a thread
+    is_training: bool = False  # the first step is done
+
+    def __post_init__(self) -> None:
+        self._period = min(LONGEST_BEAT_SECONDS, self.limit_seconds / BEATS)
+        self._answered = time.monotonic()
+        self._processes: dict[int, int] = {}
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+            threading.Thread(target=self._judge, name="heartbeat judge", daemon=True),
+        ]
+
+    def start(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def close(self) -> None:
+        """Ends it, and tells the others that this host's silence means nothing from now on. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        with suppress(RuntimeError):  # the store has left with its rank
+            self.store_of_main.set(self._left(self.place.number), "")
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
+
+    # -- the thread that speaks with the store
+
+    def _beat(self) -> None:
+        next_host = (self.place.number + 1) % self.place.n_hosts
+        seen, since = -1, time.monotonic()
+        stopped: dict[int, float] = {}
+        while not self._closing.wait(self._period):
+            try:
+                self.store.add(self._heart(self.place.number), 1)
+                beats = self.store.add(self._heart(next_host), 0)
+                if self.store.check([self._key("lost")]):
+                    self._end(self.store.get(self._key("lost")).decode(), first=int(self.store.get("failed")))
+                has_left = beats == seen and self.store.check([self._left(next_host)])
+                self._answered = now = time.monotonic()
+                if beats != seen or has_left:
+                    seen, since = beats, now
+                elif now - since > self.limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
+                    self._end_all(self._lost(next_host, now - since))
+                stopped = self._look_at_neighbours(stopped, now)
+            except RuntimeError:  # the store went with its rank; whoever talks to that one fails by itself
+                continue
+
+    def _lost(self, number: int, seconds: float) -> str:
+        # A host that has met the others, as messages name it
+        name = host_name(number, str(json.loads(self.store.get(_key(self.place, number)))["name"]))
+        return (
+            f"{name} has not been heard of for {seconds:.0f} s, at {self.where()}: it is down, frozen, or cut off from "
+            "the network"
+        )
+
+    def _look_at_neighbours(self, known: dict[int, float], now: float) -> dict[int, float]:
+        """Ranks of this host whose processes are stopped, each with the time since; too long ends the job."""
+        self._processes = self._processes or announced_processes(self.store, self.place.ranks)
+        stopped = {rank: known.get(rank, now) for rank, number in self._processes.items() if is_stopped(number)}
+        for rank, since in stopped.items():
+            if now - since > self.limit_seconds:
+                self._end_all(
+                    f"the process of rank {rank} on {self.place.name} has been stopped for {now - since:.0f} s "
+                    f"(SIGSTOP), at {self.where()}"
+                )
+        return stopped
+
+    def _end_all(self, reason: str) -> NoReturn:
+        """Ends the job for what this rank has found; the first to find anything tells the others."""
+        first = first_to_fail(self.store, self.place.rank)
+        if first == self.place.rank:
+            self.store.set(self._key("lost"), reason)
+        self._end(reason, first=first)
+
+    # -- the thread that needs no answer
+
+    def _judge(self) -> None:
+        pause = min(0.5, self._period)
+        answered, woke, silent = self._answered, time.monotonic(), 0.0
+        while not self._closing.wait(pause):
+            # A long time between two looks is one in which this process did not run, and so could hear no answer.
+            slept, woke = time.monotonic() - woke, time.monotonic()
+            silent = silent + min(slept, 2 * pause) if self._answered == answered else 0.0
+            answered = self._answered
+            if silent > self.limit_seconds + self._period:
+                address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                self._end(
+                    f"the job's store at {address} has not answered {self.place.name} for {silent:.0f} s, at "
+                    f"{self.where()}: the host that keeps it is down or frozen, or this one is cut off",
+                    first=self.place.ranks.start,
+                )
+
+    def _end(self, reason: str, *, first: int) -> NoReturn:
+        report = f"{reason}.\n{_ADVICE}"
+        tell_failure(LostHostError(reason), report, rank=self.place.rank, first=first)
+        if first != self.place.rank:
+            time.sleep(LATER_SECONDS)
+        os._exit(1)
+
+    def _heart(self, number: int) -> str:
+        return self._key(f"heart/{number}")
+
+    def _left(self, number: int) -> str:
+        return self._key(f"left/{number}")
+
+    def _key(self, what: str) -> str:
+        return f"{self.place.meeting}/{what}"
+
+
+_ADVICE = (
+    "Start the job again when the host is back, or without it; it goes on from its newest checkpoint. How long silence "
+    "is borne: host_timeout_seconds in DeviceParameters."
+)

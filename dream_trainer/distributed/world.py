@@ -41,8 +41,7 @@ from dream_trainer.config.device_parameters import (
 )
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.failure import announce, end_job, leave_lost_job
-from dream_trainer.distributed.heartbeat import Heartbeat
-from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
+from dream_trainer.distributed.hosts import Heartbeat, host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from dream_trainer.config.logger_parameters import LoggerParameters
-from dream_trainer.loggers.media import Media
+if TYPE_CHECKING:
+    from dream_trainer.config.logger_parameters import LoggerParameters
+    from dream_trainer.loggers.media import Media
 
 T = TypeVar("T")
 

@@ -151,20 +151,16 @@ def gathered(name: str, value: Any) -> Tensor:
         return whole(value.detach())
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(value, pillow.Image):
-        return _of_pillow(value)
+        # an image of Pillow's as `[channels, height, width]`, uint8: grey, RGB or RGBA, whichever holds all of it
+        grey = value.mode in ("1", "L")
+        has_alpha = value.mode in ("LA", "PA", "RGBA", "RGBa", "La") or "transparency" in value.info
+        kind = "L" if grey else "RGBA" if has_alpha else "RGB"
+        pixels_of_image = torch.from_numpy(numpy.array(value.convert(kind)))
+        return pixels_of_image.unsqueeze(0) if grey else pixels_of_image.permute(2, 0, 1)
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name!r} is of type {type(value).__name__}. Log a tensor or an array of numbers.") from error
-
-
-def _of_pillow(image: Any) -> Tensor:
-    """An image of Pillow's as `[channels, height, width]`, uint8: grey, RGB or RGBA, whichever holds all of it."""
-    grey = image.mode in ("1", "L")
-    has_alpha = image.mode in ("LA", "PA", "RGBA", "RGBa", "La") or "transparency" in image.info
-    kind = "L" if grey else "RGBA" if has_alpha else "RGB"
-    pixels_of_image = torch.from_numpy(numpy.array(image.convert(kind)))
-    return pixels_of_image.unsqueeze(0) if grey else pixels_of_image.permute(2, 0, 1)
 
 
 def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:

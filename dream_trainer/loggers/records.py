@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from typing_extensions import override
@@ -12,7 +13,9 @@ from typing_extensions import override
 from dream_trainer.errors import HookError
 from dream_trainer.loggers.buffer import MetricBuffer, Scalar, check_reduction, keep
 from dream_trainer.loggers.interface import Stamp
-from dream_trainer.loggers.media import Media, MediaLog
+
+if TYPE_CHECKING:
+    from dream_trainer.loggers.media import Media, MediaLog
 
 # A name, what was logged under it, and where it belongs if that is known already
 Logged = tuple[str, "Media", Stamp | None]

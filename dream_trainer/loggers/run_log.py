@@ -4,25 +4,228 @@ flushed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from dream_trainer.cadence import Cadence
+from dream_trainer.checks import listed, refuse
 from dream_trainer.cleanup import followed_by
-from dream_trainer.config.logger_parameters import LoggerParameters
+from dream_trainer.config.logger_parameters import LoggerParameters, logger_entry
 from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.loggers.buffer import Flight, Scalar
 from dream_trainer.loggers.formatting import format_metrics
-from dream_trainer.loggers.group import LoggerGroup
-from dream_trainer.loggers.interface import Stamp
+from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import read_jsonl
-from dream_trainer.loggers.media import MediaLog
+from dream_trainer.loggers.media import Media, MediaLog
 from dream_trainer.loggers.records import Record, Records, TrainingRecord
-from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.screen import logger
+
+_WORK, _DATA = "seconds of work", "seconds of data"
+# how much longer than the median a step of a slow rank takes at least: less is noise, or does no harm
+LEAST_SECONDS = 0.02
+_NAMED = 8
+
+
+class Stragglers:
+    """What one rank measures, and hears of all; `spent` gives its windows and seconds of work and waiting."""
+
+    def __init__(
+        self,
+        parameters: LoggerParameters,
+        hosts: Callable[[], Sequence[str]],
+        spent: Callable[[], tuple[int, float, float]],
+        warn_once: Callable[[str, str], None],
+    ) -> None:
+        self._hosts, self._spent, self._warn_once = hosts, spent, warn_once
+        self._factor, self._lines = parameters.straggler_factor, parameters.straggler_lines
+        self._before = (0, 0.0, 0.0)
+        self._slow_for: dict[int, int] = {}  # lines in a row, by rank
+        self._named: set[int] = set()
+
+    def measured(self, world_size: int) -> dict[str, float]:
+        """Seconds of a step, on average since the last call: of this rank's own work, and of waiting for its data."""
+        if self._factor is None or world_size == 1:
+            return {}
+        now = self._spent()
+        windows, work, data = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        return {_WORK: work / windows, _DATA: data / windows} if windows else {_WORK: 0.0, _DATA: 0.0}
+
+    def hear(self, ranks: Mapping[str, Sequence[float]]) -> None:
+        """Takes what all ranks measured, equal on all; a collective where one is to be named."""
+        work, data = ranks[_WORK], ranks[_DATA]
+        own = [sum(parts) for parts in zip(work, data, strict=True)]
+        if not any(own):  # a save has flushed the log, and there was no window since
+            return
+        usual = median_low(own)
+        assert self._factor is not None  # else nothing was measured
+        limit = max(self._factor * usual, usual + LEAST_SECONDS)
+        slow = [rank for rank, seconds in enumerate(own) if seconds > limit]
+        self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
+        found = [rank for rank in slow if self._slow_for[rank] >= self._lines and rank not in self._named]
+        if found:
+            self._named.update(found)
+            self._tell(found, work, data)
+
+    def _tell(self, slow: list[int], work: Sequence[float], data: Sequence[float]) -> None:
+        hosts = self._hosts()
+        worst = max(slow, key=lambda rank: work[rank] + data[rank])
+        waits_for_data = data[worst] - median_low(data) > work[worst] - median_low(work)
+        names = listed([f"rank {rank} on {hosts[rank]}" for rank in slow], _NAMED)
+        advice = (
+            "Look at its storage, and at num_workers of its loader."
+            if waits_for_data
+            else "Look at what else runs on that host, at its clocks, and at what this rank alone does in a step."
+        )
+        self._warn_once(
+            f"slow {slow}",
+            f"{names} has been slower than the others for {self._lines} lines of the log, and all wait for it in "
+            f"each step. Rank {worst} loads data for {_spelled(data[worst])} of a step and works for "
+            f"{_spelled(work[worst])}; usual are {_spelled(median_low(data))} and {_spelled(median_low(work))}: it is "
+            f"slow in its {'data' if waits_for_data else 'work'}. {advice}",
+        )
+
+
+def _spelled(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+_FAILED = object()
+
+
+# Names for pip of modules that are called otherwise.
+_DISTRIBUTIONS = {"PIL": "pillow", "google_crc32c": "google-crc32c", "mlflow": "mlflow-skinny"}
+
+
+class LoggerGroup:
+    """Several loggers, opened when there is something to write."""
+
+    def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool = False) -> None:
+        self._loggers = _checked(loggers)
+        self._report = report
+        self._strict = strict
+        self._open: list[Logger] = []
+        self._wait()
+
+    def _wait(self) -> None:
+        self.is_open = False
+        self.waits_early = any(each.is_open_early for each in self._loggers)
+
+    def open(
+        self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None, *, early: bool = False
+    ) -> None:
+        """Opens every logger, or with `early` those that the user's code may write to by itself."""
+        waiting = [each for each in self._loggers if each.is_open_early] if self.waits_early else []
+        self.waits_early = False
+        if not early:
+            self.is_open = True
+            waiting += [each for each in self._loggers if not each.is_open_early]
+        plain = config() if waiting else {}
+        for each in waiting:
+            if self._guarded(each, partial(each.open, run_dir, plain, resumed_step)) is not _FAILED:
+                self._open.append(each)
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        for each in self._open:
+            self._guarded(each, partial(each.log, metrics, stamp))
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> None:
+        shown = [self._guarded(each, partial(each.log_media, name, media, stamp)) for each in self._open]
+        if all(answer is False for answer in shown):
+            kind = type(media).__name__
+            self._report(
+                f"media {kind}",
+                f'{name!r} is written nowhere: no logger takes what is {kind}. Add "tensorboard" or "wandb" to '
+                'loggers, "jsonl" for text, tables and histograms, or "images" for images and videos.',
+            )
+
+    def close(self) -> None:
+        loggers, self._open = self._open, []
+        self._wait()
+        with ExitStack() as stack:
+            for each in reversed(loggers):
+                stack.callback(self._guarded, each, each.close)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loggers keep in a checkpoint, by class and number within the class."""
+        states = {key: self._guarded(each, each.state_dict) for key, each in self._numbered()}
+        return {key: state for key, state in states.items() if state and state is not _FAILED}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        for key, each in self._numbered():
+            if key in states:
+                self._guarded(each, partial(each.load_state_dict, states[key]))
+
+    def _numbered(self) -> Iterator[tuple[str, Logger]]:
+        counts: Counter[str] = Counter()
+        for each in self._loggers:
+            name = type(each).__name__
+            yield f"{name}.{counts[name]}", each
+            counts[name] += 1
+
+    def _guarded(self, logger: Logger, act: Callable[[], object]) -> object:
+        try:
+            return act()
+        except Exception as exc:
+            if self._strict:
+                raise
+            self._report(
+                f"logger {id(logger)}",
+                f"{type(logger).__name__} failed and may miss lines; training goes on. {type(exc).__name__}: {exc}",
+            )
+            return _FAILED
+
+
+def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
+    """The classes of `parameters.loggers`, in their order, if they can work."""
+    classes = [_logger_class(name) for name in parameters.loggers]
+    for name, cls in zip(parameters.loggers, classes, strict=True):
+        missing = [_DISTRIBUTIONS.get(module, module) for module in cls.requires if find_spec(module) is None]
+        refuse(
+            bool(missing),
+            f'loggers={parameters.loggers} names "{name}", whose package {", ".join(missing)} is not installed. '
+            f'Run pip install {" ".join(missing)}, or leave "{name}" out.',
+        )
+        cls.check(parameters)
+    return classes
+
+
+def _logger_class(name: str) -> type[Logger]:
+    entry = logger_entry(name)
+    try:
+        cls = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'the logger "{name}" is {entry.value}, which cannot be loaded ({error}). Install what it needs, or leave '
+            f'"{name}" out.'
+        ) from error
+    if isinstance(cls, type) and issubclass(cls, Logger):
+        return cls
+    raise ConfigError(f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.')
+
+
+def _checked(returned: object) -> list[Logger]:
+    if not isinstance(returned, list | tuple):
+        what = f"a {type(returned).__name__}" if isinstance(returned, Logger) else repr(returned)
+        raise HookError(f"configure_loggers returned {what}, not a list. Return a list of loggers, [] for none.")
+    for each in returned:
+        if isinstance(each, type):
+            name = each.__name__
+            raise HookError(f"configure_loggers returned {name} in its list, a class. Write {name}() there.")
+        if not isinstance(each, Logger):
+            raise HookError(
+                f"configure_loggers returned {each!r} in its list, which is not a logger. Derive its class from "
+                "dream_trainer.loggers.Logger."
+            )
+    return list(returned)
 
 
 class RunLog:

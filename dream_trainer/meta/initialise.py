@@ -8,13 +8,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
-from typing import Protocol, runtime_checkable
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dream_trainer.compat.pytorch import reset_attention_parameters
+from dream_trainer.errors import InitError
 from dream_trainer.meta.tape import Tape
 
 
@@ -63,3 +68,82 @@ def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
     parameters = list(module.parameters())
     is_tracked = not parameters or any(tape.tracks(p) for p in parameters)
     return not is_tracked or any(tape.is_given(p) for p in parameters)
+
+
+# -- What a build leaves behind.
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def refuse_lazy(models: Mapping[str, nn.Module]) -> None:
+    for model_name, model in models.items():
+        for name, module in model.named_modules(prefix=model_name):
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            if any(is_lazy(tensor) for tensor in tensors if tensor is not None):
+                raise InitError(
+                    f"self.{name} ({type(module).__name__}) has parameters without a shape, so it cannot be sharded. "
+                    "Give its constructor the sizes, or call the model once on an example batch in configure_models."
+                )
+
+
+def refuse_hidden(roots: Mapping[str, Any]) -> None:
+    """Refuses modules and tensors on meta that are reached by attributes, and not as children of a module."""
+    known = {id(part) for root in roots.values() if isinstance(root, nn.Module) for part in root.modules()}
+    seen: set[int] = set()
+    for root_name, root in roots.items():
+        parts = root.named_modules(prefix=root_name) if isinstance(root, nn.Module) else [(root_name, root)]
+        for name, part in parts:
+            if isinstance(part, torch.jit.ScriptModule):
+                continue  # it keeps the module that it was made from, and does not compute with it
+            for place, found in _reached(name, part, known, seen, is_part=isinstance(part, nn.Module)):
+                if isinstance(found, Tensor) and not isinstance(root, nn.Module):
+                    continue  # an optimizer over a trainer's list of parameters is refused later, with its name
+                what = f"a {type(found).__name__}" if isinstance(found, nn.Module) else "a tensor"
+                raise InitError(
+                    f"self.{place} holds {what} that no module has as its own, so it stayed on the meta device. "
+                    "Assign it to the module or to the trainer, with requires_grad_(False) if it is not trained; "
+                    "nn.ModuleList and nn.ModuleDict hold several."
+                )
+
+
+def _reached(
+    name: str, value: Any, known: set[int], seen: set[int], is_part: bool = False
+) -> Iterator[tuple[str, Any]]:
+    if value is None or id(value) in seen or isinstance(value, str | bytes | int | float | type | ModuleType):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        if not is_part and value.is_meta:
+            yield name, value
+        return
+    if isinstance(value, nn.Module) and not is_part:
+        if id(value) not in known and any(t.is_meta for t in (*value.parameters(), *value.buffers())):
+            yield name, value
+        return
+    for child_name, child in _children(name, value):
+        yield from _reached(child_name, child, known, seen)
+
+
+def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{name}[{index}]", child) for index, child in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", child) for key, child in value.items())
+    elif isinstance(value, partial):
+        yield from ((f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords"))
+    elif isinstance(value, MethodType):
+        yield f"{name}.__self__", value.__self__
+    elif isinstance(value, FunctionType):
+        yield from ((f"{name}.<closure>", cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell))
+    else:
+        passed_over = _OF_MODULES if isinstance(value, nn.Module) else ()
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f"{name}.{key}", child) for key, child in list(attributes.items()) if key not in passed_over)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         rate_factor as rate_factor,
     )
     from dream_trainer.optim.muon import Muon as Muon
-    from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
     from dream_trainer.optim.optimizers import (
+        OptimizerParameters as OptimizerParameters,
         build_optimizer as build_optimizer,
         build_optimizers as build_optimizers,
         refuse_unshardable as refuse_unshardable,

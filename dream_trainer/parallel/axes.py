@@ -115,7 +115,7 @@ class ContextParallelism(Parallelism):
 
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
         """Compiled whole, with attention that communicates."""
-        from dream_trainer.parallel.compiled_attention import compile_with_shared_attention
+        from dream_trainer.parallel.context_attention import compile_with_shared_attention
 
         compile_with_shared_attention(
             block, backend=options["backend"], mode=options["mode"], options=options["options"]

@@ -9,12 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -23,11 +25,22 @@ from torch.overrides import TorchFunctionMode
 
 from dream_trainer.checks import refuse
 from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, summed_in_graph
-from dream_trainer.compat.attention import CausalBias, causal_to_the_last_key
+from dream_trainer.compat.attention import CausalBias, attend_elsewhere, causal_to_the_last_key, has_keys_elsewhere
+from dream_trainer.compat.compiler import (
+    Call,
+    CompiledInside,
+    CompiledTooOften,
+    change_calls,
+    changing_backend,
+    in_no_graph,
+    own_errors,
+    too_often_is_told,
+)
 from dream_trainer.compat.operations import name_of_operation
-from dream_trainer.compat.pytorch import all_gather_flat, function_modes, is_dtensor, sum_scatter_flat
+from dream_trainer.compat.pytorch import all_gather_flat, function_modes, in_backward, is_dtensor, sum_scatter_flat
 from dream_trainer.distributed.world import linear
-from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.errors import ConfigError, DreamTrainerError, StepError
+from dream_trainer.modules.class_change import Changed, change_class, own_class
 from dream_trainer.parallel.shared_draws import PartShapes, RandomFunction, is_draw
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -61,7 +74,11 @@ class ContextAttention(ABC):
         enable_gqa: bool = False,
     ) -> Tensor:
         """PyTorch's, over all ranks' positions. A mask's columns are those of the whole sequence, in its order."""
-        self._refuse_split_layers(query)
+        if is_dtensor(query):
+            raise StepError(
+                "attention was called with DTensors under context_parallel. Have the plan of tensor parallelism give "
+                "local heads (use_local_output=True, ColwiseParallel's default)."
+            )
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
         if key.shape[-2] not in self.lengths:
             if query.shape[-2] in self.lengths and is_causal:
@@ -79,13 +96,6 @@ class ContextAttention(ABC):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, attend: Masked
     ) -> Tensor:
         """The same for what is of the shared sequence; `attend` is PyTorch's, with all but mask and `is_causal`."""
-
-    def _refuse_split_layers(self, query: Tensor) -> None:
-        if is_dtensor(query):
-            raise StepError(
-                "attention was called with DTensors under context_parallel. Have the plan of tensor parallelism give "
-                "local heads (use_local_output=True, ColwiseParallel's default)."
-            )
 
     def _refuse_unlike(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> None:
         queries, keys = query.shape[-2], key.shape[-2]
@@ -381,3 +391,152 @@ class _PartsInGraphs(SequenceParts):
 
     def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
         return exchanged_in_graph(by_rank.flatten(), self.size, group).view(by_rank.shape)
+
+
+# -- Compiled blocks.
+
+
+class SharedBlock(CompiledInside, Changed):
+    """Is compiled for whole sequences, and for each length that ranks share."""
+
+    _backend: tuple[str, str | None, Any]  # its name, mode and options
+    _whole: Callable[..., Any]  # the forward of its class, compiled as it is
+
+    # What is compiled around it would trace it as if there were no mode, and attend within this rank's positions.
+    @in_no_graph("blocks are compiled by themselves under context_parallel")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        modes = function_modes()
+        takeover = next((mode for mode in modes if isinstance(mode, AttentionTakeover)), None)
+        if (in_backward() and takeover is None) or (takeover is not None and takeover is not modes[-1]):
+            raise StepError(
+                "a compiled block was called in context_parallel by torch.utils.checkpoint around it, in backward, or "
+                "within a mode of its own, such as torch.device: nobody would take its attention over. Use "
+                "device_parameters.activation_checkpointing, or compile=False."
+            )
+        if takeover is None:  # outside of steps, where each rank has whole sequences
+            with own_errors(DreamTrainerError, _misfit):
+                return type(self)._whole(self, *args, **kwargs)
+        forward = super().forward
+        if not takeover.runs_compiled:
+            return forward(*args, **kwargs)
+        lengths, own, changed = frozenset(takeover.attention.lengths), ref(self), ""
+        # Equal blocks share graphs, of which there may be so many; where blocks differ more, each has some of its own.
+        for owner in (own,) if (own, lengths) in takeover.compiled else (type(self), own):
+            try:
+                return _compiled_output(takeover, (owner, lengths), type(self)._backend, forward, args, kwargs)
+            except CompiledTooOften as error:
+                changed = str(error)
+        name = own_class(self).__name__
+        takeover.warn(f"{name} compiled too often", _TOO_OFTEN.format(name, changed))
+        return forward(*args, **kwargs)
+
+
+_TOO_OFTEN = (
+    "a block of class {} was compiled as often as the compiler allows, and runs uncompiled where something changes "
+    "again: right, but slowly. Under context_parallel keep numbers that change out of its attributes, and pad batches "
+    "to few shapes. The compiler says that this changed: {}"
+)
+
+
+def _compiled_output(
+    takeover: AttentionTakeover,
+    key: Any,
+    backend: tuple[str, str | None, Any],
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if key not in takeover.compiled:
+        # `_run`, compiled for the lengths of now
+        attention = takeover.attention.in_graphs()
+        share = partial(_share, _InGraphs(attention, takeover.further, takeover.warn))
+        torch.compiler.allow_in_graph(attend_elsewhere)
+        # A function of its own has graphs of its own, of which there may be so many.
+        run = FunctionType(_run.__code__.replace(), globals())
+        takeover.compiled[key] = torch.compile(
+            run, backend=changing_backend(*backend, partial(change_calls, change=share)), fullgraph=True, dynamic=False
+        )
+    with takeover.aside(), has_keys_elsewhere(), own_errors(DreamTrainerError, _misfit), too_often_is_told():
+        output, is_compiled = takeover.compiled[key](forward, *args, **kwargs)
+    if not is_compiled:
+        raise StepError(
+            "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or where the "
+            "compiler is switched off: its attention saw this rank's part of a sequence alone. Use compile=False."
+        )
+    return output
+
+
+class _InGraphs(AttentionTakeover):
+    """For Python code that graphs call as it is, while they are compiled."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.handler(func)(*args, **(kwargs or {}))
+
+    def handler(self, function: Any) -> Handler:
+        """What a function is replaced by; itself, if it is not."""
+        return self._handlers[function]
+
+    def attends(self, function: Any) -> bool:
+        """Whether a function is attention that goes to ours."""
+        return self.handler(function) == self.attention.scaled_dot_product_attention or function is attend_elsewhere
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, inside of this mode."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return call
+
+
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """What `forward` gives, and whether the compiler has traced it."""
+    return forward(*args, **kwargs), is_compiling()
+
+
+def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
+    """Compiles the forward of `module`, each shape by itself, for whole sequences and for such that ranks share."""
+    whole = torch.compile(type(module).forward, backend=backend, mode=mode, options=options, dynamic=False)
+    of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}
+    change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
+
+
+def _share(in_graphs: _InGraphs, call: Call) -> None:
+    """Has a call of attention go to ours."""
+    handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
+    if isinstance(handler, RandomFunction):
+        handler.refuse_in_graph(call.result, *call.args, **call.kwargs)
+        handler = handler.function
+    if attends and call.is_in_function:
+        raise StepError(
+            "attention inside a torch.autograd.Function, in a compiled block under context_parallel: its backward "
+            "would be of this rank's part of a sequence. Call scaled_dot_product_attention outside of it."
+        )
+    if attends:
+        call.replace(handler)
+    elif call.is_flex_attention or "attend_varlen" in call.stack:
+        raise StepError(
+            'flex_attention, or packed_attention with a mask of kind "flex" or "varlen", within a compiled block under '
+            'context_parallel. Use scaled_dot_product_attention, or packed_attention_mask(..., kind="sdpa"); or '
+            "compile=False."
+        )
+    elif "in packed_attention_mask" in call.stack:
+        raise StepError(
+            "packed_attention_mask was called in a compiled block under context_parallel, where it sees this rank's "
+            "documents alone. Make the mask before the blocks, and hand it to them; or use compile=False."
+        )
+    elif call.is_opaque:
+        call.replace(in_graphs.around(call.function))
+
+
+def _misfit(text: str) -> StepError:
+    return StepError(
+        "scaled_dot_product_attention in a compiled block was given shapes that do not fit. In context_parallel a mask "
+        "has the keys of all ranks, and the compiler knows those of one: use packed_attention, is_causal=True, or "
+        f"compile=False. PyTorch says: {text.splitlines()[0]}"
+    )

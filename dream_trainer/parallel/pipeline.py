@@ -147,7 +147,10 @@ class Pipeline:
     def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
         """Looks at the first batch, a collective then; RanksDifferError if ranks of the pipeline have others."""
         if not self._is_compared:
-            look_at_first((inputs, targets), targets, weights, self.world, self.microbatches, self.warn)
+            # refuses a first batch that ranks of the pipeline differ in; a collective. Warns of labels without weights
+            _refuse_different_batches((inputs, targets), weights, self.world)
+            if weights is None and _have_unequal_labels(targets, self.microbatches):
+                self.warn(_UNWEIGHTED)
             self._is_compared = True
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
@@ -529,20 +532,6 @@ def refuse_graphs(batch: Any, name: str, stages: int) -> None:
             f"do, under pipeline_parallel={stages}, where gradients go from stage to stage alone. Put both models into "
             "one module, or detach() what this loss is not to train."
         )
-
-
-def look_at_first(
-    batch: Any,
-    targets: Any,
-    weights: Sequence[Tensor | float] | None,
-    world: World,
-    microbatches: int,
-    warn: Callable[[str], None],
-) -> None:
-    """Refuses a first batch that ranks of the pipeline differ in; a collective. Warns of labels without weights."""
-    _refuse_different_batches(batch, weights, world)
-    if weights is None and _have_unequal_labels(targets, microbatches):
-        warn(_UNWEIGHTED)
 
 
 def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:

@@ -27,7 +27,7 @@ from dream_trainer.compat.pytorch import (
     write_count,
 )
 from dream_trainer.errors import StepError
-from dream_trainer.own_time import OwnTime
+from dream_trainer.gradient_state import OwnTime
 
 _stepped_as_shard = OfTensors[bool]()  # whole parameters
 _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset

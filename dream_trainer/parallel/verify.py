@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from dream_trainer.errors import StepError
 from dream_trainer.modules.forward_state import as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.nested import leaves, map_tensors
-from dream_trainer.parallel.context_attention import AttentionTakeover
 from dream_trainer.parallel.expert_exchange import is_shared_by_experts
 from dream_trainer.parallel.pipeline_stages import Apart
 from dream_trainer.parallel.plain_run import (
@@ -52,6 +51,9 @@ from dream_trainer.parallel.plain_run import (
 )
 from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.screen import show
+
+if TYPE_CHECKING:
+    from dream_trainer.parallel.context_attention import AttentionTakeover
 
 _TF32 = 2.0**-10  # between a number and the next, where float32 products of a GPU may be made of fewer digits
 _SMALL = 0.05  # of a model's largest gradient: what smaller ones are measured by, as those that should be 0

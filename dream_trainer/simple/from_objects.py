@@ -34,9 +34,23 @@ from dream_trainer.events.callback import Callback
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.nested import leaves
 from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters
-from dream_trainer.optim.optimizer_parameters import OptimizerName, OptimizerParameters
-from dream_trainer.simple.model_calls import Loss, LossFunction, LossName, Metrics, ModelCalls, Step, shapes
-from dream_trainer.simple.objects_trainer import Epochs, Given, ObjectsConfig, ObjectsTrainer, Row, Scheduler, in_words
+from dream_trainer.optim.optimizers import OptimizerName, OptimizerParameters
+from dream_trainer.simple.objects_trainer import (
+    Epochs,
+    Given,
+    Loss,
+    LossFunction,
+    LossName,
+    Metrics,
+    ModelCalls,
+    ObjectsConfig,
+    ObjectsTrainer,
+    Row,
+    Scheduler,
+    Step,
+    in_words,
+    shapes,
+)
 
 EpochFunction = Callable[["Trainer", int, Row], None]
 _UNNAMED = itertools.count()

@@ -80,7 +80,14 @@ class Ownership:
             number += 1
             if self._create(number):
                 break
-        self._refuse_unconditional(number)
+        place = _object(self._owners, number)
+        if place.store.create(place.key, self._content()):
+            place.store.remove(place.key)
+            raise CheckpointError(
+                f"the store of {self._run} writes over an object although it was told not to (If-None-Match), so two "
+                "jobs could write to one run. Use a store that honours conditional writes; "
+                "`rclone serve s3` does not."
+            )
         for entry in self._owners.iterdir():
             if entry.name < _object(self._owners, number).name:
                 entry.store.remove(entry.key)
@@ -118,16 +125,6 @@ class Ownership:
             if record is None:
                 raise
             return record.get("token") == self.token
-
-    def _refuse_unconditional(self, number: int) -> None:
-        place = _object(self._owners, number)
-        if place.store.create(place.key, self._content()):
-            place.store.remove(place.key)
-            raise CheckpointError(
-                f"the store of {self._run} writes over an object although it was told not to (If-None-Match), so two "
-                "jobs could write to one run. Use a store that honours conditional writes; "
-                "`rclone serve s3` does not."
-            )
 
     def _renew(self, seconds: float) -> None:
         place = _object(self._owners, self._number)

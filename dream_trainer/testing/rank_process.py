@@ -400,7 +400,7 @@ PRELOADED = (
         "dream_trainer.testing.run_probe",
         "torch.distributed.fsdp",
     ),
-    *("dream_trainer.checkpoint.dcp_writer", "dream_trainer.config.command_line", "torch.distributed.tensor.parallel"),
+    *("dream_trainer.checkpoint.store", "dream_trainer.config.command_line", "torch.distributed.tensor.parallel"),
     "torch._dynamo",
 )
 

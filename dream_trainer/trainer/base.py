@@ -30,9 +30,8 @@ from dream_trainer.config.parameter_class import is_ours, own_annotations
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.feed import on_device
 from dream_trainer.data.stream import Window
-from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.seeds import random_state, set_random_state
-from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted
+from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted, relayed
 from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.errors import ConfigError, HookError, StepError
 from dream_trainer.modules.precision import deterministic, float32_products
@@ -263,7 +262,11 @@ class BaseTrainer(AbstractTrainer):
             self._validate_for_sanity()
             if not coordinator.stopped:
                 self._notify("pre_fit")
-                self._finish_what_is_owed()
+                # does what the last run could not do after its last window, because of a signal or an exception
+                if self.global_step > 0:
+                    self._window_finished(is_last=False)
+                if self.progress.owed is not None:
+                    self._conclude(self.progress.owed)
                 while not self._is_done():
                     self._train_epoch()
             self.settle()
@@ -460,13 +463,6 @@ class BaseTrainer(AbstractTrainer):
         self._validated(metrics)
         self._tell_end("post_val_epoch", metrics)
         return True
-
-    def _finish_what_is_owed(self) -> None:
-        """Does what the last run could not do after its last window, because of a signal or an exception."""
-        if self.global_step > 0:
-            self._window_finished(is_last=False)
-        if self.progress.owed is not None:
-            self._conclude(self.progress.owed)
 
     def _validate_for_sanity(self) -> None:
         runtime = self._runtime

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.loggers.buffer import Reduction
-from dream_trainer.loggers.media import MediaLog
 from dream_trainer.loggers.records import Records
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.validation_metrics import ValidationMetrics
+
+if TYPE_CHECKING:
+    from dream_trainer.loggers.media import MediaLog
 
 
 class NoRounds:

@@ -48,7 +48,12 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
             "names none. Set resume=<its path>."
         )
     if asked is None:
-        _refuse_used_directory(root, world)
+        count = world.broadcast_object(len(finished_directories(root)) if world.is_main else 0)
+        if count:
+            raise ConfigError(
+                f"resume=None starts from step 0, but {root} has {count} checkpoints of an earlier run. "
+                'Use another experiment name, resume="auto", or move them away.'
+            )
         return False
     if asked in ("auto", "latest"):
         return _load_newest(root, world, load, is_required=asked == "latest")
@@ -160,15 +165,6 @@ def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: Checkpoin
             "A checkpoint has the metrics of a validation at its own step."
         )
     return best.path
-
-
-def _refuse_used_directory(root: Path, world: Ranks) -> None:
-    count = world.broadcast_object(len(finished_directories(root)) if world.is_main else 0)
-    if count:
-        raise ConfigError(
-            f"resume=None starts from step 0, but {root} has {count} checkpoints of an earlier run. "
-            'Use another experiment name, resume="auto", or move them away.'
-        )
 
 
 def run_name(manifest: Manifest) -> str:

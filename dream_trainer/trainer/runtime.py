@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.data.feed import ConnectedData
@@ -18,12 +18,10 @@ from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
-from dream_trainer.parallel.context_attention import AttentionTakeover
 from dream_trainer.parallel.parallel_models import ParallelModels
-from dream_trainer.trainer.coordinator import Coordinator
+from dream_trainer.trainer.coordinator import Coordinator, Prefetcher
 from dream_trainer.trainer.counters import Counters, WindowState
 from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
-from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.schedule import Schedule
@@ -31,6 +29,9 @@ from dream_trainer.trainer.state_registry import StateRegistry
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.weights.unloaded_base import UnloadedBases
+
+if TYPE_CHECKING:
+    from dream_trainer.parallel.context_attention import AttentionTakeover
 
 
 @dataclass(slots=True)

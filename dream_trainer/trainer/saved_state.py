@@ -20,11 +20,12 @@ from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.digests import FrozenWeights, refuse_other_weights
 from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import Manifest
-from dream_trainer.checkpoint.metric_state import load_metric_state, metric_state
 from dream_trainer.checkpoint.model_state import (
     ModelForm,
+    load_metric_state,
     load_model_extra_state,
     load_rank_buffers,
+    metric_state,
     model_buffers,
     model_configs,
     model_extra_state,
@@ -41,8 +42,8 @@ from dream_trainer.checkpoint.optimizer_state import (
     of_all_stages,
     of_one_stage,
     optimizer_state,
+    prepare_optimizer_state,
 )
-from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.snapshot_writer import HostCopies
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
@@ -58,8 +59,8 @@ from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, w
 from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.state_registry import CALLBACK_PREFIX, REGISTERED_PREFIX, Checkpointed
-from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
+from dream_trainer.weights.adapters import refuse_other_adapters
 
 
 def snapshot(
@@ -186,7 +187,7 @@ def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | No
     def work() -> None:
         if copies is not None:
             copies.warm(tensors)
-        import dream_trainer.checkpoint.dcp_writer  # noqa: F401  # loads a good part of torch.distributed
+        import dream_trainer.checkpoint.store  # noqa: F401  # loads a good part of torch.distributed
 
     return work
 

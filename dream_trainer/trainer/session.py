@@ -16,9 +16,9 @@ from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
 from dream_trainer.events.callback import TimedCallback
+from dream_trainer.trainer.coordinator import Prefetcher
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.event_table import anyone_listens, event_table, notify
-from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.rank_differences import refuse_different_configs
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.accumulation import Accumulation
@@ -116,7 +116,12 @@ def failing_for_all(runtime: Runtime) -> Iterator[None]:
         # Outside of training nothing is left that disturbs later calls: an evaluation restores everything.
         session.has_failed |= session.is_training
         try:
-            _tell_of(runtime, exc)
+            # calls all listeners to `on_exception`, even if some of them fail: most release something there
+            for listener in runtime.events["on_exception"]:
+                try:
+                    listener(exc)
+                except Exception as later:
+                    exc.add_note(f"on_exception failed after this: {in_a_line(later)}")
         finally:
             if runtime.launched is not None and runtime.launched.world_size > 1:
                 runtime.launched.fail(exc)
@@ -137,15 +142,6 @@ def _leave_training(runtime: Runtime, exc: BaseException) -> None:
     if isinstance(exc, Exception) and is_whole and runtime.progress.global_step > 0:
         runtime.saver.save_after_exception(runtime.progress.global_step)
     session.is_training = False
-
-
-def _tell_of(runtime: Runtime, exc: BaseException) -> None:
-    """Calls all listeners to `on_exception`, even if some of them fail: most release something there."""
-    for listener in runtime.events["on_exception"]:
-        try:
-            listener(exc)
-        except Exception as later:
-            exc.add_note(f"on_exception failed after this: {in_a_line(later)}")
 
 
 # -- ends
@@ -225,7 +221,11 @@ def _build_coordination(runtime: Runtime) -> None:
 def launch(runtime: Runtime) -> None:
     """Gives the trainer its world and the event table of its rank, and seeds all generators, the same on all ranks."""
     cls = type(runtime.hooks)
-    _record_collectives(runtime)
+    # has NCCL write down its last collectives when one times out; its groups read that as they are made
+    _, local_rank, world_size = environment_ranks()
+    device = runtime.config.device_parameters.device
+    if world_size > 1 and choose_device(device, local_rank).type == "cuda":
+        enable_flight_recorder(runtime.run_dir / "flight_recorder")
     world = runtime.launched = runtime.coordinator.world = World(
         runtime.config.device_parameters, shard_by_default=cls._shards_parameters, workers=runtime.workers
     )
@@ -247,14 +247,6 @@ def launch(runtime: Runtime) -> None:
         runtime.warn_once(message, message)
     runtime.events = event_table(runtime, is_main=world.is_main)
     seed_everything(hash_seed(b"setup", runtime.config.seed))
-
-
-def _record_collectives(runtime: Runtime) -> None:
-    """Has NCCL write down its last collectives when one times out; its groups read that as they are made."""
-    _, local_rank, world_size = environment_ranks()
-    device = runtime.config.device_parameters.device
-    if world_size > 1 and choose_device(device, local_rank).type == "cuda":
-        enable_flight_recorder(runtime.run_dir / "flight_recorder")
 
 
 def _where(reference: weakref.ref[Runtime]) -> str:

@@ -106,7 +106,16 @@ def _run_loader(
     for batch_idx, (batch, is_padding) in enumerate(batches):
         moved = runtime.hooks.move_batch(batch, runtime.world.device)
         if is_padding:
-            _keep_company(runtime, moved, batch_idx, record, further)
+            # runs the step only for its collectives: what it logs and counts is thrown away
+            runtime.state.is_padding_batch = True
+            try:
+                aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
+                with runtime.records.inside(aside), ExitStack() as contexts:
+                    for metrics in further:
+                        contexts.enter_context(metrics.padding())
+                    runtime.window.validation_step(moved, batch_idx)
+            finally:
+                runtime.state.is_padding_batch = False
             continue
         dealt = source.samples_in(batch_idx) if count.own is None else None
         record.weight = count(batch, batch_size) if dealt is None else dealt
@@ -137,21 +146,6 @@ def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], A
             "such a dict and the weight of its values."
         )
     return result, weight
-
-
-def _keep_company(
-    runtime: Runtime, batch: Any, batch_idx: int, record: Record, further: Sequence[ValidationMetrics]
-) -> None:
-    """Runs the step only for its collectives: what it logs and counts is thrown away."""
-    runtime.state.is_padding_batch = True
-    try:
-        aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
-        with runtime.records.inside(aside), ExitStack() as contexts:
-            for metrics in further:
-                contexts.enter_context(metrics.padding())
-            runtime.window.validation_step(batch, batch_idx)
-    finally:
-        runtime.state.is_padding_batch = False
 
 
 def in_step(

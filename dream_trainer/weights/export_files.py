@@ -142,7 +142,15 @@ def write_files(
             for file in out.iterdir() if out.exists() else ():  # what else is there, such as a tokenizer
                 if not _OWN_NAME.fullmatch(file.name) and not (temporary / file.name).exists():
                     shutil.copy2(file, temporary / file.name, follow_symlinks=False)
-        _publish(temporary, out)
+        # gives the finished export its name; an earlier one is removed only after that
+        if temporary.is_dir() and out.exists():
+            aside = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
+            out.rename(aside)
+            temporary.rename(out)
+            _remove(aside)
+        else:
+            temporary.replace(out)
+        sync_directory(out.parent)
         if written != [out] and out.suffix[1:].isalpha():
             logger.warning("%s is a directory: one file is written where the name ends in %s.", out, _ONE_FILE)
     except OSError as error:
@@ -186,18 +194,6 @@ def _write_pickle(file: Path, specs: Mapping[str, TensorSpec], read: Callable[[s
             raise (error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error))) from None
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    """Gives the finished export its name; an earlier one is removed only after that."""
-    if temporary.is_dir() and out.exists():
-        aside = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
-        out.rename(aside)
-        temporary.rename(out)
-        _remove(aside)
-    else:
-        temporary.replace(out)
-    sync_directory(out.parent)
 
 
 def _remove(path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, train_stream
-from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated
+from dream_trainer.data.packing.packed_rows import RowPlan, pack_best_fit, pack_concatenated
 
 WEIGHTS = {"web": 5, "code": 3, "books": 1}
 MEDIANS = {"web": 400, "code": 800, "books": 3000}

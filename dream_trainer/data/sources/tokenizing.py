@@ -118,23 +118,19 @@ def tokenize(
         for arguments in left:
             done(make_shard(*arguments))
     else:
-        _make_beside_each_other(left, workers, done)
+        with ProcessPoolExecutor(min(workers, len(left)), mp_context=get_context("spawn")) as pool:
+            futures = [pool.submit(make_shard, *arguments) for arguments in left]
+            try:
+                for future in futures:
+                    done(future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     headers = [planned_shard(output, number).with_suffix(".json") for number in range(len(tasks))]
     if not any(json.loads(header.read_text())["documents"] for header in headers):
         for header in headers:
             header.unlink()
         raise DataError(f"there is no document in {', '.join(name for task in tasks[:3] for name in task.inputs[:3])}.")
-
-
-def _make_beside_each_other(left: list[Any], workers: int, done: Callable[[int], None]) -> None:
-    with ProcessPoolExecutor(min(workers, len(left)), mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(make_shard, *arguments) for arguments in left]
-        try:
-            for future in futures:
-                done(future.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:

@@ -53,8 +53,8 @@ from dream_trainer.trainer.run_record import read_record
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import start
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
-from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import adapters_of, origin_of
+from dream_trainer.weights.adapters import refuse_other_adapters
 from dream_trainer.weights.load import load_weights
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from dream_trainer.errors import DataError, HookError, RanksDifferError
 from dream_trainer.loggers.records import NoRecord
 from dream_trainer.parallel.axes import CONTEXT
 from dream_trainer.parallel.axis import Parallelism
-from dream_trainer.parallel.context_attention import ContextAttention
 from dream_trainer.parallel.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.runtime import Runtime
+
+if TYPE_CHECKING:
+    from dream_trainer.parallel.context_attention import ContextAttention
 
 Step = Callable[[Any, int], Any]
 
@@ -78,7 +80,7 @@ class ContextParallelMixin(AbstractTrainer):
         super()._finish_setup()
         if self.world.mesh_shape.cp == 1:
             return
-        from dream_trainer.data.packing.shared_rows import handlers
+        from dream_trainer.data.packing.attention_mask import handlers
         from dream_trainer.parallel.context_attention import AttentionTakeover
 
         attention = _attention(self._runtime)

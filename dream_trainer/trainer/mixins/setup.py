@@ -15,8 +15,7 @@ import torch
 from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.meta.initialise import default_init
-from dream_trainer.meta.left_behind import refuse_hidden, refuse_lazy
+from dream_trainer.meta.initialise import default_init, refuse_hidden, refuse_lazy
 from dream_trainer.meta.realize import materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.metrics import parts
