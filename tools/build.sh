@@ -30,5 +30,5 @@ echo "the wheel works with the required packages alone"
 if [ "${1:-}" = --tests ]; then
     tar -xzf dist/*.tar.gz -C "$scratch"
     cd "$scratch"/dream_trainer-*/
-    bash tools/test.sh
+    bash tools/test.sh --ci
 fi

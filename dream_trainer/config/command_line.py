@@ -8,18 +8,20 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
-from dream_trainer.checks import nearest, refuse
+from dream_trainer.checks import all_of, nearest, refuse
 from dream_trainer.config.config_files import (
+    class_of,
     field_meant,
     field_types,
     load_config,
@@ -27,7 +29,7 @@ from dream_trainer.config.config_files import (
     section_of,
     value_of,
 )
-from dream_trainer.config.parameter_class import declaring, is_ours, members, with_new_names
+from dream_trainer.config.parameter_class import check_value, declaring, is_ours, members, with_new_names
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.screen import is_in_notebook
@@ -79,6 +81,7 @@ def _parsed(config: T | type[T], args: Sequence[str]) -> T:
     args = [_in_full(word, config if isinstance(config, type) else type(config)) for word in args]
     args = ["--help" if word == "--help-all" else word for word in args]
     cls = config if isinstance(config, type) else type(config)
+    all_of(_checks_of(config, args))
     if opened := _opened(cls, args):
         required = {f"--{_dashed(name)}" for name in required_fields(cls)}
         if isinstance(config, type) and required <= {*_flags_in(args)}:
@@ -133,6 +136,47 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
     required: type[Any] = make_dataclass("Required", named)
     found, _ = tyro.cli(required, args=words, return_unknown_args=True)
     return load_config(config, *files, **vars(found))
+
+
+def _checks_of(config: Any, args: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """A check of each number and choice among the arguments, which names the flag as one writes it."""
+    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for flag, text in pairwise(words):
+        if not flag.startswith("--") or text.startswith("--"):
+            continue
+        *sections, name = flag.removeprefix("--").replace("-", "_").split(".")
+        place: Any = config
+        for section in sections:
+            inner = [section_of(place, f) for f in fields(place) if f.name == section]
+            place = inner[0] if inner and inner[0] is not None else _Nothing
+        annotation = field_types(class_of(place), with_limits=True).get(name)
+        known, value = _read(text, annotation)
+        if known:
+            written = [*(short_name(config, section) for section in sections[:1]), *sections[1:], name]
+            yield partial(check_value, f"--{_dashed('.'.join(written))}", value, annotation)
+
+
+@dataclass
+class _Nothing:
+    """Where a flag leads to no section."""
+
+
+_FROM_TEXT: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
+
+
+def _read(text: str, annotation: Any) -> tuple[bool, Any]:
+    """Whether a field takes numbers, words and choices alone, and the value that `text` is there."""
+    kinds = [get_args(part)[0] if get_origin(part) is Annotated else part for part in members(annotation)]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    choices += [None] if NoneType in kinds else []
+    readers = [_FROM_TEXT.get(kind) for kind in kinds if kind is not NoneType and get_origin(kind) is not Literal]
+    for choice in choices:
+        if str(choice) == text:
+            return True, choice
+    for reader in filter(None, readers):
+        with suppress(ValueError):
+            return None not in readers, reader(text)
+    return None not in readers, text
 
 
 def _opened(cls: type, args: Sequence[str]) -> list[Field[Any]]:

@@ -73,7 +73,7 @@ def section_of(start: Any, field: Field[Any]) -> Any:
     value = value_of(start, field)
     if is_dataclass(value) and not isinstance(value, type):
         return value
-    classes = [part for part in members(field_types(_class_of(start))[field.name]) if is_dataclass(part)]
+    classes = [part for part in members(field_types(class_of(start))[field.name]) if is_dataclass(part)]
     return classes[0] if len(classes) == 1 else None
 
 
@@ -84,10 +84,10 @@ def value_of(start: Any, field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def field_types(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, with no annotation left as text."""
+def field_types(cls: type, *, with_limits: bool = False) -> dict[str, Any]:
+    """The types of a dataclass's fields by name, with no annotation left as text; `with_limits`, as `Annotated` too."""
     try:
-        return get_type_hints(cls)
+        return get_type_hints(cls, include_extras=with_limits)
     except NameError as error:
         raise ConfigError(
             f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and what it "
@@ -141,7 +141,7 @@ def field_meant(cls: Any, word: str) -> str:
 
 def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file: Path, place: str = "") -> None:
     """Adds what a file sets by dotted names, field by field; names of sections that it changes end in a dot."""
-    cls = _class_of(start)
+    cls = class_of(start)
     known = {f.name: f for f in fields(cls) if f.init}
     for word, value in with_new_names(cls, changes).items():
         key = field_meant(cls, word)
@@ -166,14 +166,14 @@ def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file
                 into[dotted] = _Set(value, file)
         else:
             raise ConfigError(
-                f"{file} sets {dotted} to {value!r}, which is no {_class_of(nested).__name__}. "
+                f"{file} sets {dotted} to {value!r}, which is no {class_of(nested).__name__}. "
                 f"Write its fields under {dotted}."
             )
 
 
 def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], place: str = "") -> Any:
     """A dataclass with `changes`, of files, and `given`, which are not plain; all else is as in `start`."""
-    cls = _class_of(start)
+    cls = class_of(start)
     asked: dict[str, Callable[[], Any]] = {}
     for f in fields(cls):
         dotted = f"{place}{f.name}"
@@ -212,7 +212,7 @@ def _value(change: _Set, annotation: Any, dotted: str) -> Any:
     raise ConfigError(f"{change.file} sets {dotted} to {value!r}. {advice}")
 
 
-def _class_of(start: Any) -> Any:
+def class_of(start: Any) -> Any:
     return start if isinstance(start, type) else type(start)
 
 

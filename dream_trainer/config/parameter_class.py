@@ -71,7 +71,7 @@ def parameters(cls: type[T]) -> type[T]:
 def check_fields(instance: object, cls: type) -> None:
     """Raises ConfigError for the fields of the dataclass `cls` whose values in `instance` their types exclude."""
     types = _types(cls)
-    all_of(partial(_check, f.name, getattr(instance, f.name), types[f.name]) for f in fields(cls))
+    all_of(partial(check_value, f.name, getattr(instance, f.name), types[f.name]) for f in fields(cls))
 
 
 def with_new_names(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def _types(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _check(name: str, value: object, annotation: Any) -> None:
-    """Types that no rule is for are not checked."""
+def check_value(name: str, value: object, annotation: Any) -> None:
+    """Raises ConfigError for a value that its field's type excludes; types that no rule is for are not checked."""
     choices: list[Any] = []
     kinds: list[Any] = []
     for part in members(annotation):
@@ -148,7 +148,7 @@ def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
         is_wrong = not all(isinstance(key, str) for key, _ in items)
         refuse(is_wrong, f"{name}={value!r} is not a dict with strings as keys. Use {name}={{'name': ...}}.{hint}")
         for key, item in items:
-            _check(f"{name}[{key!r}]", item, arguments[1])
+            check_value(f"{name}[{key!r}]", item, arguments[1])
 
 
 def _plain(value: Any) -> Any:

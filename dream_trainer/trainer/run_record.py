@@ -33,7 +33,6 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.formatting import format_duration
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
-from dream_trainer.screen import logger
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.version import __version__
 

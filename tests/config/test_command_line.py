@@ -95,8 +95,8 @@ def test_sizes_flags_durations_and_none_have_a_text_form() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--training-parameters.n-epochs", "three"], "three"),
-        (["--training-parameters.train-batch-size", "0"], "train_batch_size=0 is too small"),
+        (["--training-parameters.n-epochs", "three"], "--training.n-epochs='three' is not an integer"),
+        (["--training.n-epochs=-1", "--device.precision", "bf17"], "- --device.precision='bf17' is not known"),
         (["--project", "a/b"], "project='a/b'"),
         (["--callbacks", "x"], "there is no flag --callbacks. --help-all shows every one."),
     ],
