@@ -23,42 +23,51 @@ from tests.late_norms import norms_are_read_late
 ROOT = Path(__file__).parent.parent
 # Written by the tools themselves while tests run.
 TOOL_FILES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".coverage", ".git", ".venv", "__pycache__"}
-# Not in the quick tier: what runs programs, pages, servers or processes of its own, and what takes seconds without.
+# Not in the ordinary run, which is to take 12 minutes: what took the most CPU time, and is seen by shorter tests too.
+CI_ONLY = tuple(
+    f"tests/{start}"
+    for start in """
+        docs/ examples/ typing/ stores/test_runs.py stores/test_local_checkpoints.py stores/test_other_stores.py
+        testing/ tools/test_gpu.py callbacks/test_every_callback.py callbacks/test_on_ranks.py::test_all
+        checkpoint/test_retention.py::test_killed cli/test_new_command.py::test_a_project_trains
+        faults/test_kills.py::test_under_torchrun faults/test_local_checkpoints.py faults/test_terminals.py
+        faults/test_foreign_workers.py faults/test_disk.py faults/test_signals.py::test_sigterm_to_torchrun
+        loggers/test_mlflow_and_trackio.py modules/test_compiled_attention_ranks.py
+        trainer/test_branching.py::test_each_word trainer/test_changed_form.py::test_two_ranks
+        trainer/test_compile.py::test_modules_of
+        trainer/test_context_parallel.py::test_training_on_parts_of_sequences_equals_a_loop_written_by_hand[4
+        trainer/test_drawn.py
+        trainer/test_expert_parallel.py::test_training_on_shared_experts_equals_a_loop_written_by_hand[4
+        trainer/test_expert_parallel.py::test_training_on_shared_experts_equals_a_loop_written_by_hand[compiled
+        trainer/test_expert_parallel.py::test_whole trainer/test_expert_parallel.py::test_a_run
+        trainer/test_experts.py::test_training
+        trainer/test_feed.py::test_uneven_loaders_train_what_every_rank_has_and_end_together[4
+        trainer/test_feed.py::test_too_many trainer/test_float8.py trainer/test_frozen_weights.py::test_a_run
+        trainer/test_gradient_hooks.py trainer/test_loader_groups.py trainer/test_local_sgd.py::test_a_run
+        trainer/test_mixins.py::test_bases trainer/test_mixtures.py trainer/test_notebook.py
+        trainer/test_optimizer_resume.py::test_two_ranks trainer/test_own_axis.py::test_a_run
+        trainer/test_parameter_marks.py trainer/test_pipeline_half_meshes.py trainer/test_pipeline_meshes.py
+        trainer/test_pipeline_models.py
+        trainer/test_pipeline_parallel.py::test_training_in_stages_equals_a_loop_written_by_hand[4
+        trainer/test_pipeline_precision.py trainer/test_pipeline_ties.py trainer/test_pipeline_user_models.py
+        trainer/test_plain_steps.py trainer/test_random_parts.py trainer/test_receipt.py::test_a_run
+        trainer/test_recurrent.py trainer/test_reduce_gradients.py trainer/test_step_cost.py::test_sharded
+        trainer/test_stream_resume.py
+        trainer/test_tensor_parallel.py::test_training_on_split_layers_equals_a_loop_written_by_hand[4
+        trainer/test_touched_shards.py trainer/test_turns.py::test_models_in_turns_train_as_by_hand[2
+        trainer/test_uneven_use.py trainer/test_verify.py::test_models_that trainer/test_verify.py::test_what_looks
+        trainer/test_whole_and_shards.py trainer/test_whole_trainers.py weights/test_weights_ranks.py
+    """.split()
+)
+# Nor in the quick tier: what runs programs, servers or processes of its own, and what takes seconds without.
 NOT_QUICK = tuple(
     f"tests/{start}"
-    for start in (
-        *("docs/", "examples/", "faults/", "gpu/", "stores/", "typing/"),
-        *(
-            "callbacks/test_every_callback",
-            "callbacks/test_garbage",
-            "checkpoint/test_damage",
-            "checkpoint/test_retention",
-        ),
-        *("checkpoint/test_store", "compat/test_forked_start", "data/test_mixture_resume", "distributed/test_watchdog"),
-        *("trainer/test_branch", "trainer/test_experts", "trainer/test_limits", "trainer/test_loader_groups"),
-        *("trainer/test_mixins", "trainer/test_optimizer_resume", "trainer/test_resume"),
-    )
-)
-# Begun first, so that no worker is left with one of them at the end.
-LONGEST = tuple(
-    f"tests/{file}.py"
-    for file in (
-        *(
-            "typing/test_typing",
-            "examples/test_llama_parity",
-            "examples/test_short_examples",
-            "examples/test_llama_costs",
-        ),
-        *("docs/test_code_blocks", "docs/test_site", "faults/test_kills", "faults/test_local_checkpoints"),
-        *("faults/test_signals", "faults/test_terminals", "callbacks/test_ema", "stores/test_local_checkpoints"),
-        *("stores/test_runs", "trainer/test_arithmetic_parity", "trainer/test_context_parallel"),
-        *("trainer/test_expert_parallel", "trainer/test_failures", "trainer/test_pipeline_parallel"),
-        *("trainer/test_float8", "trainer/test_verify", "trainer/test_hang", "trainer/test_local_sgd"),
-        *("trainer/test_optimizer_resume", "trainer/test_pipeline_meshes", "trainer/test_precision"),
-        *("trainer/test_resume", "trainer/test_step_cost", "trainer/test_several_models"),
-        *("trainer/test_tensor_parallel", "trainer/test_touched_shards", "trainer/test_uneven_use"),
-        *("trainer/test_stream_resume", "trainer/test_whole_trainers", "weights/test_weights_ranks"),
-    )
+    for start in """
+        callbacks/test_garbage checkpoint/test_damage checkpoint/test_retention checkpoint/test_store
+        compat/test_forked_start data/test_mixture_resume distributed/test_watchdog faults/ gpu/ stores/
+        trainer/test_branch trainer/test_experts trainer/test_limits trainer/test_mixins trainer/test_optimizer_resume
+        trainer/test_resume
+    """.split()
 )
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.
 RUNNER_VARIABLES = {
@@ -68,6 +77,7 @@ RUNNER_VARIABLES = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case: slow tests and full matrices too")
+    parser.addoption("--ordinary", action="store_true", help="leave out what CI runs besides: CI_ONLY in conftest.py")
     parser.addoption("--quick", action="store_true", help="run one case of each test, as far as it starts no process")
     parser.addoption("--on-cpu", action="store_true", help="run tests marked gpu on the CPU, as far as they go")
 
@@ -85,11 +95,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not config.getoption("--all"):
         _deselect(config, items, {item.nodeid for item in items if item.get_closest_marker("slow")})
+    if config.getoption("--ordinary") or config.getoption("--quick"):
+        _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(CI_ONLY)})
     if config.getoption("--quick"):
         first = {item.nodeid.partition("[")[0]: item.nodeid for item in reversed(items)}
         _deselect(config, items, {item.nodeid for item in items} - set(first.values()))
         _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(NOT_QUICK)})
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    # The longest begin first, so that no worker is left with one of them at the end.
+    items.sort(key=lambda item: not item.nodeid.startswith((*CI_ONLY, "tests/faults/", "tests/trainer/")))
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Environment, lint, types and tests. Without arguments: the tests that a change needs most, in about 12 minutes.
-# `--ci` adds pages, examples and the tests marked `ci`, as CI does; `--all` runs every case; others go to pytest.
+# `--ci` adds pages, examples and long tests, as CI does; `--all` runs every case; others go to pytest.
 # `--torch 2.11.0`, before all others, runs only the tests, with that PyTorch, in an environment of its own.
 # `--quick`, before all others, runs only tests: one case of each, as far as it starts no process and compiles nothing.
 set -euo pipefail

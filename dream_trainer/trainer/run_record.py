@@ -377,7 +377,7 @@ class RunRecorder:
             "post_val_epoch": self._validated,
             "on_save": self._saved,
             "on_interrupt": self._ends,
-            "post_fit": self._ends,
+            "post_fit": self._has_ended,
         }
         return (on_main[event],) if is_main and event in on_main else ()
 
@@ -481,6 +481,9 @@ class RunRecorder:
             self._write("stopped", coordinator.stopped_because)
         else:
             self._write("finished")
+
+    def _has_ended(self) -> None:
+        self._ends()
         if self._record is not None and (told := receipt(self._record.times)):
             self._runtime.hooks._tell_times(told.words())
 
