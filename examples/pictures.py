@@ -41,7 +41,7 @@ def plot(axes: Any, by_name: Mapping[str, Curve], ylabel: str, **options: Any) -
     """Draws curves over the steps."""
     for name, curve in by_name.items():
         axes.plot(*zip(*curve, strict=True), label=name)
-    axes.set(xlabel="optimizer step", ylabel=ylabel, **options)
+    axes.set(**{"xlabel": "optimizer step", "ylabel": ylabel, **options})
     axes.legend()
 
 

@@ -94,7 +94,7 @@ if __name__ == "__main__":
         angles = trainer.predict("val")
         if trainer.world.is_main:
             returns = {name: trainer.history_of(name) for name in ("train/return", "val/return")}
-            figure, (right,) = curves(returns, "moves until the pole falls", beside=[1], ylim=(0, LONGEST + 5))
+            figure, (right,) = curves(returns, "moves until the pole falls", beside=[1], xlabel="batches")
             right.plot(angles[:16].T, linewidth=0.8)
             right.set(xlabel="move", ylabel="angle of 16 poles in degrees")
             save(trainer, figure, "val/return")
