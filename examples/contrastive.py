@@ -4,27 +4,23 @@
     torchrun --nproc-per-node=2 examples/contrastive.py
 
 Two views of a digit shall lie close together and far from all others of the batch, those of the other ranks too, which
-are gathered with their gradients. The digits of 8 x 8 pixels come with scikit-learn. At the end a picture shows how
-often the nearest of 50 digits with a label has the right one, by the learned features and by the pixels.
+are gathered with their gradients. Accuracy is how often the nearest of 50 digits with a label has the right one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
+from digits import TRAINING, digits
+from pictures import report
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer import parse
 
-TRAINING = 1437  # digits to learn from; the other 360 are held out
-LABELLED = 50  # of them, for the validation alone
+LABELLED = 50  # digits to learn from whose labels validation knows
 
 
 @dataclass(kw_only=True)
@@ -32,20 +28,15 @@ class ContrastiveConfig(dt.DreamTrainerConfig):
     """A run of this example; the defaults take less than a minute on one CPU core."""
 
     width: int = 32
-    learning_rate: float = 2e-3
     temperature: float = 0.2
     """Cosines are divided by it; the lower, the more the nearest of the others count."""
 
 
-class Views(TensorDataset):
-    """Two views [1, 8, 8] of a digit: turned, shifted, sheared and grown at random."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        # What is drawn here is of seed, epoch and index: the same on any number of ranks, and after a resume.
-        turns = torch.eye(2, 3) + (torch.rand(2, 2, 3) - 0.5) * 0.7
-        grid = F.affine_grid(turns, [2, 1, 8, 8], align_corners=False)
-        (image,) = super().__getitem__(index)
-        return F.grid_sample(image.expand(2, 1, 8, 8), grid, align_corners=False).unbind()
+def views(image: Tensor) -> tuple[Tensor, ...]:
+    """Two views [1, 8, 8] of a digit: turned, shifted, sheared and grown at random, by seed, epoch and index."""
+    turns = torch.eye(2, 3) + (torch.rand(2, 2, 3) - 0.5) * 0.7
+    grid = F.affine_grid(turns, [2, 1, 8, 8], align_corners=False)
+    return F.grid_sample(image.expand(2, 1, 8, 8), grid, align_corners=False).unbind()
 
 
 class SimCLR(dt.DreamTrainer):
@@ -60,33 +51,27 @@ class SimCLR(dt.DreamTrainer):
             nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), nn.GroupNorm(8, 2 * width), nn.ReLU()),
             nn.Sequential(nn.Flatten(), nn.Linear(32 * width, 64)),
         )
-        self.model = nn.Sequential(
-            features, nn.Sequential(nn.ReLU(), nn.Linear(64, 32))
-        )  # the second for the loss alone
+        self.model = nn.Sequential(features, nn.Sequential(nn.ReLU(), nn.Linear(64, 32)))  # the second for the loss
 
     def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
 
-    def configure_dataloaders(self) -> tuple[DataLoader, DataLoader]:
-        digits: Any = load_digits()
-        sizes = self.config.training_parameters
-        self.images = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None]
-        self.labels = torch.tensor(digits.target)
+    def configure_dataloaders(self) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
+        (self.images, self.labels), sizes = digits(), self.config.training_parameters
         # A loss between the samples of a batch cannot be accumulated: the ranks' batches are the global batch.
         batch_size = (sizes.global_batch_size or 256) // self.world.dp_size
-        train, held_out = self.images[:TRAINING], TensorDataset(self.images[TRAINING:], self.labels[TRAINING:])
-        return (
-            DataLoader(Views(train), batch_size, shuffle=True, drop_last=True),
-            DataLoader(held_out, sizes.val_batch_size),
-        )
+        pairs = dt.data.TransformedDataset(self.images[:TRAINING], [dt.data.Map(views)])
+        held_out = TensorDataset(self.images[TRAINING:], self.labels[TRAINING:])
+        train_loader = DataLoader(pairs, batch_size, shuffle=True, drop_last=True)
+        return train_loader, DataLoader(held_out, sizes.val_batch_size)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         own = F.normalize(self.model(torch.cat(batch)))  # [2 n, 32]: first views, then second ones
         every = self.world.all_gather_with_gradient(own)
-        views = torch.arange(len(own), device=own.device)
-        places = self.world.dp_rank * len(own) + views  # of this rank's views among all
+        rows = torch.arange(len(own), device=own.device)
+        places = self.world.dp_rank * len(own) + rows  # of this rank's views among all
         cosines = own @ every.T / self.config.temperature
-        cosines[views, places] = -torch.inf  # a view is not compared with itself
+        cosines[rows, places] = -torch.inf  # a view is not compared with itself
         loss = F.cross_entropy(cosines, places.roll(len(own) // 2))
         self.backward(loss)
         self.step(self.model, self.optimizer)
@@ -102,49 +87,14 @@ class SimCLR(dt.DreamTrainer):
         return {"accuracy": (guesses == batch[1]).float().mean()}
 
 
-def picture(trainer: SimCLR, by_features: Tensor) -> Figure:
-    """Accuracy over the steps, and digits whose nearest labelled one is wrong by their pixels."""
-    images, labels = trainer.images[TRAINING:], trainer.labels[TRAINING:]
-    by_pixels = torch.cdist(images.flatten(1), trainer.images[:LABELLED].flatten(1)).argmin(1)
-    is_right = trainer.labels[by_pixels] == labels
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.6))
-    left, right = halves
-    curve = left.subplots()
-    curve.plot(*zip(*trainer.history_of("val/accuracy"), strict=True), label="features")
-    curve.axhline(float(is_right.float().mean()), color="grey", linestyle=":", label="pixels")
-    curve.set(xlabel="optimizer step", ylabel=f"nearest of {LABELLED} has the label")
-    curve.legend()
-    right.suptitle("held out; nearest labelled digit by pixels; by features")
-    wrong = (~is_right).nonzero().flatten().tolist()
-    for column, index in zip(right.subplots(3, 10).T, wrong, strict=False):
-        shown = (images[index], trainer.images[by_pixels[index]], trainer.images[by_features[index]])
-        for axes, image in zip(column, shown, strict=True):
-            axes.imshow(image[0].numpy(), cmap="gray_r")
-            axes.set(xticks=[], yticks=[])
-    return figure
-
-
-def main() -> None:
-    """Trains from the command line, then shows what came of it."""
-    config = ContrastiveConfig(
-        project="examples",
-        group="contrastive",
-        experiment="digits",
-        training_parameters=dt.TrainingParameters(
-            n_epochs=40, global_batch_size=256, val_every_n_steps=20, val_every_n_epochs=1
-        ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=10),
-    )
-    with SimCLR(parse(config)) as trainer:
-        trainer.fit()
-        by_features = trainer.predict("val")
-        if trainer.world.is_main:
-            path = trainer.run_dir / "digits.png"
-            picture(trainer, by_features).savefig(path, dpi=90, bbox_inches="tight")
-            accuracy = trainer.history_of("val/accuracy")[-1][1]
-            print(f"right for {accuracy:.1%} of the digits held out, with {LABELLED} labels; picture: {path}")
-
-
 if __name__ == "__main__":
-    main()
+    sizes = dt.TrainingParameters(n_epochs=40, global_batch_size=256, val_every_n_steps=20, val_every_n_epochs=1)
+    config = ContrastiveConfig(project="examples", group="contrastive", experiment="digits", training_parameters=sizes)
+    with SimCLR.from_cli(config) as trainer:
+        trainer.fit()
+        by_features, held_out, known = trainer.predict("val"), trainer.images[TRAINING:], trainer.images[:LABELLED]
+        by_pixels = torch.cdist(held_out.flatten(1), known.flatten(1)).argmin(1)
+        right = (trainer.labels[by_pixels] == trainer.labels[TRAINING:]).float().mean()
+        nearest = {f"nearest by pixels, {right:.0%} right": by_pixels, "nearest by features": by_features}
+        grids = {"held out": held_out[:30]} | {name: known[found[:30]] for name, found in nearest.items()}
+        report(trainer, "val/accuracy", grids, columns=6)

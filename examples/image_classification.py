@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from digits import TRAINING, digits
 from pictures import curves, tiles
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -30,16 +30,14 @@ class ImageConfig(dt.recipes.ClassifierConfig):
     depth: int = 3
 
 
-class Turned(TensorDataset):
-    """Images [1, 8, 8] from 0 to 1, turned by up to 0.2 radians and shifted at random, and their labels."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        image, label = super().__getitem__(index)
-        # What is drawn here is of seed, epoch and index: the same on any number of ranks, and after a resume.
-        angle, (x, y) = (torch.rand(()) * 2 - 1) * 0.2, torch.rand(2) * 0.4 - 0.2
-        turn = torch.stack([angle.cos(), -angle.sin(), x, angle.sin(), angle.cos(), y]).view(1, 2, 3)
-        grid = F.affine_grid(turn, [1, 1, 8, 8], align_corners=False)
-        return F.grid_sample(image[None], grid, align_corners=False)[0], label
+def turned(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """An image [1, 8, 8] from 0 to 1, turned by up to 0.2 radians and shifted at random, and its label."""
+    image, label = sample
+    # What is drawn here is of seed, epoch and index: the same on any number of ranks, and after a resume.
+    angle, (x, y) = (torch.rand(()) * 2 - 1) * 0.2, torch.rand(2) * 0.4 - 0.2
+    turn = torch.stack([angle.cos(), -angle.sin(), x, angle.sin(), angle.cos(), y]).view(1, 2, 3)
+    grid = F.affine_grid(turn, [1, 1, 8, 8], align_corners=False)
+    return F.grid_sample(image[None], grid, align_corners=False)[0], label
 
 
 class Block(nn.Module):
@@ -64,11 +62,14 @@ class ImageClassifier(dt.recipes.Classifier):
         parts = [nn.Conv2d(1, width, 3, padding=1), nn.Sequential(*[Block(width) for _ in range(self.config.depth)])]
         self.model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * width, 10))
 
-    def datasets(self) -> tuple[Turned, TensorDataset]:
-        digits: Any = load_digits()
-        images, labels = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], torch.tensor(digits.target)
-        self.held_out = images[1437:]
-        return Turned(images[:1437], labels[:1437]), TensorDataset(self.held_out, labels[1437:])
+    def datasets(self) -> tuple[Any, Any]:
+        images, labels = digits()
+        self.held_out = images[TRAINING:]
+        train, val = (
+            TensorDataset(images[:TRAINING], labels[:TRAINING]),
+            TensorDataset(self.held_out, labels[TRAINING:]),
+        )
+        return dt.data.TransformedDataset(train, [dt.data.Map(turned)]), val
 
 
 def main() -> None:

@@ -31,13 +31,35 @@ def curves(
     """
     figure = Figure(figsize=(4 + 4 * sum(beside), 3.6), layout="constrained")
     left, *others = figure.subplots(1, 1 + len(beside), squeeze=False, width_ratios=(1, *beside))[0]
-    for name, curve in by_name.items():
-        left.plot(*zip(*curve, strict=True), label=name)
     if guess is not None:
         left.axhline(guess, color="grey", linestyle=":", label="guessing")
-    left.set(xlabel="optimizer step", ylabel=ylabel, **options)
-    left.legend()
+    plot(left, by_name, ylabel, **options)
     return figure, others
+
+
+def plot(axes: Any, by_name: Mapping[str, Curve], ylabel: str, **options: Any) -> None:
+    """Draws curves over the steps."""
+    for name, curve in by_name.items():
+        axes.plot(*zip(*curve, strict=True), label=name)
+    axes.set(**{"xlabel": "optimizer step", "ylabel": ylabel, **options})
+    axes.legend()
+
+
+def report(trainer: Any, metric: str, grids: Mapping[str, Tensor], columns: int, **options: Any) -> None:
+    """Draws a metric and, beside it, images by name in rows of `columns`; every rank may call it."""
+    if trainer.world.is_main:
+        beside = [0.6] * len(grids)
+        figure, places = curves({metric: trainer.history_of(metric)}, metric, beside=beside, **options)
+        for axes, (name, images) in zip(places, grids.items(), strict=True):
+            tiles(axes, images, columns, name)
+        save(trainer, figure, metric)
+
+
+def save(trainer: Any, figure: Figure, metric: str) -> None:
+    """Writes a figure into the run's directory, and prints where it is and what a metric is at last."""
+    path = trainer.run_dir / "picture.png"
+    figure.savefig(path, dpi=90)
+    print(f"{metric}: {trainer.history_of(metric)[-1][1]:.3f}; picture: {path}")
 
 
 def tiles(axes: Any, images: Tensor, columns: int, title: str, captions: Sequence[str] = ()) -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "llama"))
 import torch
 import torch.nn.functional as F
 from model import Attention, Llama, LlamaConfig
+from settings import LlamaTrainerConfig, default_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -35,7 +36,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
+from train import LlamaTrainer
 
 import dream_trainer as dt
 from dream_trainer.data import packed_attention, packed_attention_mask
@@ -166,7 +167,8 @@ class ParityTrainer(LlamaTrainer):
     def configure_models(self) -> None:
         kinds = {(False, False): Llama, (True, False): PackedLlama, (False, True): SparseLlama}
         kind = kinds.get((self.config.packed, self.config.experts), PackedSparseLlama)
-        self.model = (OddLlama if self.config.odd_parts else kind)(self.config.model).to(DTYPES[self.config.dtype])
+        model = (OddLlama if self.config.odd_parts else kind)(self.config.model)
+        self.model = model.to(getattr(torch, self.config.dtype))
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
         with warnings.catch_warnings():
@@ -177,8 +179,6 @@ class ParityTrainer(LlamaTrainer):
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
-        if isinstance(self.model, OddLlama):
-            self.optimizer.add_param_group({"params": [self.model.logit_scale], "weight_decay": 0.0})
         self.start = weights(self)
         self.losses: list[tuple[int, float, int]] = []
         self.norms: list[float] = []
@@ -231,7 +231,7 @@ def config_of(cell: Cell) -> ParityConfig:
     changed = {
         "seq_len": SEQ_LEN,
         "dtype": cell.dtype,
-        "warmup_steps": 2,
+        "schedule": dataclasses.replace(config.schedule, warmup_steps=1),
         "model": dataclasses.replace(config.model, tie_embeddings=cell.tied, n_layers=cell.layers),
         "device_parameters": cell.device_parameters,
         "fsdp_parameters": cell.fsdp_parameters,

@@ -15,12 +15,12 @@ from dream_trainer.errors import ConfigError
 Template = Literal["image", "text", "gan", "diffusion", "ppo", "contrastive", "gpt"]
 
 EXAMPLES: dict[Template, tuple[str, ...]] = {
-    "image": ("image_classification.py", "pictures.py"),
+    "image": ("image_classification.py", "digits.py", "pictures.py"),
     "text": ("text_classification.py", "packages.py", "pictures.py"),
-    "gan": ("gan.py",),
-    "diffusion": ("diffusion.py",),
-    "ppo": ("ppo.py",),
-    "contrastive": ("contrastive.py",),
+    "gan": ("gan.py", "digits.py", "pictures.py"),
+    "diffusion": ("diffusion.py", "denoiser.py", "digits.py", "pictures.py"),
+    "ppo": ("ppo.py", "cart_pole.py", "pictures.py"),
+    "contrastive": ("contrastive.py", "digits.py", "pictures.py"),
     "gpt": ("gpt/train.py", "gpt/model.py", "gpt/corpus.py", "gpt/texts.py", "gpt/plot.py"),
 }
 """Files below `examples/`: the program, and the modules that it imports."""

@@ -151,7 +151,7 @@ def export_model(
     model: nn.Module,
     out: Path,
     *,
-    world: Ranks,
+    world: Ranks | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     config: Mapping[str, Any] | None = None,
@@ -159,7 +159,7 @@ def export_model(
     merge_adapters: bool = False,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Exports a live model, sharded or not. Every rank calls this; rank 0 writes.
+    """Exports a live model, sharded or not. Every rank of `world`, as in `load_weights`, calls this; rank 0 writes.
 
     Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
 
@@ -173,7 +173,7 @@ def export_model(
     Raises:
         CheckpointError: The export cannot be written there, or an argument is not understood; the same on every rank.
     """
-    out, task = Path(out), f"export to {out}"
+    out, task, world = Path(out), f"export to {out}", world or Ranks.of_default_group()
     tensors = {name.removeprefix("models.model."): tensor for name, tensor in model_tensors({"model": model}).items()}
 
     before = None if merge_adapters else dtype  # merging is in the model's own type

@@ -7,10 +7,12 @@ arXiv:2205.05198): the same traffic, less memory, and every parameter has a plac
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from model import Llama, LlamaConfig
+from model import Llama, LlamaConfig, generate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -108,6 +110,19 @@ def whole_logits(model: nn.Module, tokens: Tensor, *, multiple_of: int) -> Tenso
     length = tokens.shape[1]
     logits = model(F.pad(tokens, (0, -length % multiple_of)))
     return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, :length]
+
+
+def sample(trainer: Any) -> str:
+    """Text that the trained model writes; every rank calls it, since a sharded model needs all of them."""
+    trainer.model.eval()
+    config, prompt = trainer.config, torch.tensor(list(b"def "), device=trainer.world.device)
+    is_cut_in_time = config.tensor_parallel_parameters.sequence_parallel
+    multiple = config.device_parameters.tensor_parallel if is_cut_in_time else 1
+    model = partial(whole_logits, trainer.model, multiple_of=multiple)
+    with trainer.autocast():
+        tokens = generate(model, prompt, config.sample_tokens, window=config.seq_len)
+    # A vocabulary beyond bytes has tokens that no text taught it.
+    return bytes(min(token, 255) for token in tokens.tolist()).decode(errors="replace")
 
 
 class _SplittableLength:

@@ -15,7 +15,6 @@ import torch
 from model import Llama, LlamaConfig, RopeScaling
 
 from dream_trainer import LoadReport, load_weights
-from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.weights.export import export_model
 
@@ -54,7 +53,7 @@ TO_HF = {
 """For the `renames` of `export_model` and `dream-trainer checkpoints export`."""
 
 
-def from_hf(model: Llama, path: str | Path, *, world: Ranks | None = None) -> LoadReport:
+def from_hf(model: Llama, path: str | Path, *, world: Any = None) -> LoadReport:
     """Fills `model` with the weights in a Hugging Face directory or file.
 
     Args:
@@ -73,9 +72,9 @@ def from_hf(model: Llama, path: str | Path, *, world: Ranks | None = None) -> Lo
 
 def to_hf(
     model: Llama,
-    out: Path,
+    out: str | Path,
     *,
-    world: Ranks | None = None,
+    world: Any = None,
     dtype: torch.dtype | None = None,
     more_config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -85,7 +84,7 @@ def to_hf(
     Args:
         model: Sharded or not; of a pipeline this rank's stage, and the whole model is written.
         out: A directory.
-        world: The ranks, such as `trainer.world`. Default: this process alone.
+        world: The ranks, such as `trainer.world`. Default: the process group's, or this process alone.
         dtype: Cast weights to this, such as `torch.bfloat16`; None leaves them as they are.
         more_config: Further entries of `config.json`, which win: `{"eos_token_id": 128001}`. A model knows no tokens.
         overwrite: Replace an earlier export.
@@ -97,9 +96,7 @@ def to_hf(
         CheckpointError: The export cannot be written there; the same on every rank.
     """
     config = config_to_hf(model.config, dtype or next(model.parameters()).dtype) | dict(more_config or {})
-    return export_model(
-        model, out, world=world or Ranks.alone(), dtype=dtype, config=config, renames=TO_HF, overwrite=overwrite
-    )
+    return export_model(model, Path(out), world=world, dtype=dtype, config=config, renames=TO_HF, overwrite=overwrite)
 
 
 def config_to_hf(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:

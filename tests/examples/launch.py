@@ -58,6 +58,6 @@ def imported(name: str) -> Iterator[ModuleType]:
     path, before = list(sys.path), set(sys.modules)
     yield importlib.import_module(name)
     sys.path[:] = path
-    for module in ("train", "parallel", "model", "weights", "corpus", "tools.parity", name):
+    for module in ("train", "settings", "text", "parallel", "model", "weights", "corpus", "tools.parity", name):
         if module not in before:
             sys.modules.pop(module, None)

@@ -26,7 +26,7 @@ def example_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The example's modules import each other by plain name, as a script's folder allows."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     yield
-    for name in ("model", "weights", "train", "corpus"):
+    for name in ("model", "weights", "train", "settings", "text", "corpus"):
         sys.modules.pop(name, None)
 
 

@@ -37,7 +37,10 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_was_running_on_othe
     assert said.count("trial_0000  complete") == said.count("best of 2: accuracy 0.") == 1
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options, "3"])
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     runpy.run_path(str(EXAMPLE), run_name="__main__")
+    for module in ("digits", "trials"):
+        del sys.modules[module]
     assert capsys.readouterr().out.count("best of 3: accuracy 0.") == 1
 
     storage = f"sqlite:///{first.parent / 'study.db'}"

@@ -75,7 +75,7 @@ def run_here(directory: Path, example: Example, max_steps: int) -> None:
         patch.syspath_prepend(str(EXAMPLES))
         patch.setattr(sys, "argv", [example.name, *example.every, "--training-parameters.max-steps", str(max_steps)])
         runpy.run_path(str(EXAMPLES / f"{example.name}.py"), run_name="__main__")
-    for module in ("pictures", "packages"):
+    for module in ("pictures", "packages", "digits", "denoiser", "cart_pole", "byte_transformer"):
         sys.modules.pop(module, None)
 
 
