@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection
 from difflib import get_close_matches
 from numbers import Real
@@ -12,21 +11,10 @@ from typing import Any, Literal
 from dream_trainer.checks import nearest
 from dream_trainer.errors import ConfigError
 
-# Words in names of metrics; of two words in a row also both in one, as in "cross_entropy".
-_LOWER = frozenset(
-    "loss losses error errors err perplexity ppl nll mse rmse mae mape wer cer eer ece fid bpb bpc bits "
-    "crossentropy".split()
-)
-_HIGHER = frozenset(
-    "accuracy acc top f1 f2 auc auroc auprc precision recall sensitivity specificity miou iou dice jaccard bleu "
-    "rouge rougel meteor psnr ssim reward rewards return returns success winrate ndcg mrr r2 kappa mcc correlation "
-    "pearson spearman exactmatch".split()
-)
-_LAST_AND_NEUTRAL = frozenset(
-    "rate score mean avg average macro micro weighted total sum ema epoch step per token tokens byte char word dim val "
-    "valid validation test dev eval train at".split()
-)
-_NOBODY_KNOWS = frozenset("neg negative minus inverse inv to until per no non without win".split())
+_MODES: dict[str, Literal["min", "max"]] = {
+    **dict.fromkeys("loss error perplexity ppl nll mse rmse mae mape wer cer".split(), "min"),
+    **dict.fromkeys("accuracy acc top1 top5 precision recall f1 auc auroc iou dice bleu map reward".split(), "max"),
+}
 
 
 def mode_of(
@@ -48,20 +36,14 @@ def mode_of(
         return "max" if higher_is_better else "min"
     known = mode_by_name(metric)
     if known is None:
-        near = _with_a_known_word(metric)
-        advice = f" Did you mean {near!r}?" if near else ""
+        place, slash, name = metric.rpartition("/")
+        near = get_close_matches(name, _MODES, n=1, cutoff=0.85)
+        advice = f" Did you mean {place + slash + near[0]!r}?" if near else ""
         raise ConfigError(
             f"{named_by}={metric!r} does not say whether lower or higher values are better. "
             f'Set {set_by}="min" or "max".{advice}'
         )
     return known
-
-
-def _with_a_known_word(metric: str) -> str | None:
-    """The name as it may have been meant, where its last part nearly is a word that is known."""
-    place, slash, name = metric.rpartition("/")
-    near = get_close_matches(name, [*_LOWER, *_HIGHER], n=1, cutoff=0.85)
-    return f"{place}{slash}{near[0]}" if near else None
 
 
 def refuse_other_places(metric: str, loaders: Collection[str], *, named_by: str) -> None:
@@ -89,29 +71,8 @@ def refuse_missing(metric: str, metrics: Collection[str], *, named_by: str) -> N
 
 
 def mode_by_name(metric: str) -> Literal["min", "max"] | None:
-    """What the last word in the last part of a name says, or the last two in one; None if it does not.
-
-    "val/token_accuracy" and "val/top5" are better high, "val/dice_loss" and "val/word_error_rate" low; of "val/score",
-    "val/negative_loss", "val/accuracy_gap" or "val/steps_to_success" nobody knows.
-    """
-    name = metric.rpartition("/")[2]
-    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", name)]
-    if words[-2:] == ["win", "rate"]:
-        words = [*words[:-2], "winrate"]
-    while len(words) > 1 and words[-1] in _LAST_AND_NEUTRAL and _mode_of_word("".join(words[-2:])) is None:
-        words.pop()
-    if not words or _NOBODY_KNOWS.intersection(words) or re.match(r"\d", name):
-        return None
-    if "".join(words).rstrip("0123456789") == "map":  # a word of its own elsewhere, as in "feature_map"
-        return "max"
-    return _mode_of_word(words[-1]) or _mode_of_word("".join(words[-2:]))
-
-
-def _mode_of_word(word: str) -> Literal["min", "max"] | None:
-    names = {word, word.rstrip("0123456789")}
-    if names & _LOWER:
-        return "min"
-    return "max" if names & _HIGHER else None
+    """The mode of some well-known metrics, such as "val/loss" and "val/near/accuracy"; None of any other."""
+    return _MODES.get(metric.rpartition("/")[2].lower())
 
 
 def is_better(value: Any, best: float | None, mode: Literal["min", "max"]) -> bool:

@@ -121,8 +121,8 @@ class TwoLoaders(Scored):
         (Scored, "accuracy", 0, r"begin with val/\. Did you mean 'val/accuracy'\?", 0),
         (TwoLoaders, "val/accuracy", 0, "Did you mean 'val/near/accuracy' or 'val/far/accuracy'", 0),
         (Scored, "val/acuracy", 0, r'Set best_mode="min" or "max"\. Did you mean \'val/accuracy\'\?', 0),
-        (Scored, "val/accuracy1", 0, r"Did you mean 'val/accuracy'\? Use one of \['val/accuracy'\]", 1),
-        (Scored, "val/accuracy1", 1, r"Did you mean 'val/accuracy'\? Use one of \['val/accuracy'\]", 0),
+        (Scored, "val/acc", 0, r"Did you mean 'val/accuracy'\? Use one of \['val/accuracy'\]", 1),
+        (Scored, "val/acc", 1, r"Did you mean 'val/accuracy'\? Use one of \['val/accuracy'\]", 0),
     ],
 )
 def test_a_best_metric_that_never_comes_is_an_error_as_soon_as_that_is_known(
