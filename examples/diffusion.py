@@ -48,7 +48,7 @@ class Diffusion(dt.DreamTrainer):
         samples = [*zip(images.flatten(1) * 2 - 1, labels, strict=True)]
         parts = samples[:TRAINING], samples[TRAINING:]
         train, val = (dt.data.TransformedDataset(part, [dt.data.Map(noised)]) for part in parts)
-        train_loader = DataLoader(train, sizes.train_batch_size, shuffle=True, drop_last=True)
+        train_loader = DataLoader(train, self.micro_batch_size, shuffle=True, drop_last=True)
         return train_loader, DataLoader(val, sizes.val_batch_size)
 
     def configure_optimizers(self) -> None:

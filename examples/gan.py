@@ -56,7 +56,7 @@ class GAN(dt.DreamTrainer):
         self.images, self.draws = digits()[0] * 2 - 1, dict[int, Tensor]()
         self.register_state("draws", lambda: self.draws, self.draws.update)  # kept in checkpoints
         samples = dt.data.TransformedDataset(self.images, [dt.data.Map(with_draws)])
-        return DataLoader(samples, self.config.training_parameters.train_batch_size, shuffle=True, drop_last=True), None
+        return DataLoader(samples, self.micro_batch_size, shuffle=True, drop_last=True), None
 
     def configure_optimizers(self) -> None:
         rate = self.config.learning_rate

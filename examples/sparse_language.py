@@ -54,7 +54,7 @@ class SparseTrainer(dt.DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         (train, val), sizes = windows(), self.config.training_parameters
-        train_loader = DataLoader(train, sizes.train_batch_size, shuffle=True, drop_last=True)
+        train_loader = DataLoader(train, self.micro_batch_size, shuffle=True, drop_last=True)
         return train_loader, DataLoader(val, sizes.val_batch_size)
 
     def configure_optimizers(self) -> None:

@@ -39,7 +39,7 @@ class Digits(DreamTrainer):
 
     def configure_dataloaders(self):
         sizes = self.config.training_parameters
-        return DataLoader(digits("train"), sizes.train_batch_size), DataLoader(digits("val"), sizes.val_batch_size)
+        return DataLoader(digits("train"), self.micro_batch_size), DataLoader(digits("val"), sizes.val_batch_size)
 
     def configure_optimizers(self):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate, weight_decay=0.05)
