@@ -1,4 +1,4 @@
-"""Combinations of settings that are not supported: one table that configs are checked by and docs/scale.md shows."""
+"""Combinations of settings that are not supported: the table that checks configs, shown in docs/combinations.md."""
 
 from __future__ import annotations
 

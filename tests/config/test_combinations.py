@@ -32,4 +32,4 @@ def test_a_combination_is_refused_as_a_whole_and_by_no_part(row: Combination) ->
 
 
 def test_the_docs_have_the_table() -> None:
-    assert table() in (Path(__file__).parents[2] / "docs/scale.md").read_text()
+    assert table() in (Path(__file__).parents[2] / "docs/combinations.md").read_text()

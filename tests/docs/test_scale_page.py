@@ -1,4 +1,4 @@
-"""The sizes that docs/scale.md works out are those of its formulas, which tests/examples/test_llama_costs.py counts."""
+"""The sizes of docs/memory-and-traffic.md follow its formulas, which tests/examples/test_llama_costs.py counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = re.compile(
 
 
 def test_the_sizes_worked_out_are_those_of_the_formulas() -> None:
-    rows = ROW.findall((ROOT / "docs/scale.md").read_text())
+    rows = ROW.findall((ROOT / "docs/memory-and-traffic.md").read_text())
     assert {row[0] for row in rows} == SHAPES.keys()
     for model, devices, mesh, positions, *said in rows:
         vocabulary, d, blocks, heads, key_heads, hidden, tables = SHAPES[model]

@@ -1,4 +1,4 @@
-"""What a rank keeps and sends, counted in the llama example, is what docs/scale.md says by formula, on each axis."""
+"""The llama example keeps and sends what the formulas of docs/memory-and-traffic.md say, on each axis."""
 
 from __future__ import annotations
 
