@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from dream_trainer.data.sources.token_file import TokenFile as TokenFile, TokenFileWriter as TokenFileWriter
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.streams.lane_stream import StreamLoader as StreamLoader
+    from dream_trainer.data.streams.pack_stream import Pack as Pack
     from dream_trainer.data.transforms import (
         Batch as Batch,
         Filter as Filter,
         Map as Map,
-        Pack as Pack,
         Shuffle as Shuffle,
         Transform as Transform,
         TransformedDataset as TransformedDataset,
