@@ -279,7 +279,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 258,
+    "files of the package": 259,
     "lines of the package": 50_697,
     "lines of testing/ and planning/": 2_493,
     "`raise` statements": 794,
@@ -294,7 +294,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 4,
     "`global` statements": 8,
     "files that import ctypes": 0,
-    "lines of tests": 62_203,
+    "lines of tests": 62_204,
 }
 
 
