@@ -63,7 +63,7 @@ class TensorStats(LoggingCallback):
 
 
 def group_of(fqn: str, depth: int | None) -> str:
-    """The group of a parameter: its module down to `depth` levels below the model; None is the parameter alone."""
+    """The group of a parameter: its module down to `depth` levels below the model; None is the parameter itself."""
     return fqn if depth is None else ".".join(fqn.split(".")[:-1][: depth + 1])
 
 

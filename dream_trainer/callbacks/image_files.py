@@ -56,7 +56,7 @@ class ImageFiles(Callback):
             self._write(trainer, result, Path("val", trainer.val_name))
 
     def _refuse_shards(self, result: dict[str, Any]) -> None:
-        """Gathering takes all ranks, and one that has no batch of its own is not called."""
+        """Raises on shards: gathering takes all ranks, and ranks without a batch are not called."""
         from torch.distributed.tensor import DTensor
 
         if isinstance(result.get(self.key), DTensor):

@@ -31,7 +31,7 @@ class MixtureWeights(Callback):
         self._last_step: int | None = None
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Sets those of step 0; or of the step that a run goes on after, which may have been saved before they were."""
+        """Sets the weights of step 0, or of a resumed step, which may have been saved before its weights were set."""
         self._last_step = None
         if self.weights:
             mixture_of(trainer.train_dataloader)  # which says at once if there is none

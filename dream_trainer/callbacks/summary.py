@@ -46,13 +46,13 @@ class ModelSummary(Callback):
     """Prints the models' modules with their parameters, shapes, dtypes and memory, once they are set up.
 
     Args:
-        depth: Levels of submodules to show; 0 shows the models alone.
-        inputs: Arguments of a model's forward, by model, to show how many FLOPs one takes (a multiply-add is two). Only
+        depth: Levels of submodules to show; 0 only shows the models.
+        inputs: Arguments of a model's forward, by model, to show the FLOPs of a call (a multiply-add is two). Only
             their shapes and types count: nothing is computed.
-        file: Where to; None is standard output.
+        file: Output file. None is standard output.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if `inputs` names none of the models.
+        ConfigError: A value is invalid; at the end of setup, also if `inputs` has an unknown model.
     """
 
     main_process_only: ClassVar[bool] = True

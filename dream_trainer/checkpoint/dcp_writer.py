@@ -42,7 +42,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class TensorWriter:
-    """One rank's part in writing a DCP directory; its methods are called in the order in which they stand."""
+    """One rank's part in writing a DCP directory; its methods are called in the order of their definitions."""
 
     def __init__(
         self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan, is_whole: bool = True
@@ -72,7 +72,7 @@ class TensorWriter:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """What each rank is to write, so that everything is written once; on rank 0 only."""
+        """Assigns work to each rank, so that everything is written once; on rank 0 only."""
         merge = self._planner.create_global_plan if self._is_whole else merge_plans_of_parts
         merged, self._known.metadata = merge(plans)
         return self._writer.prepare_global_plan(merged)

@@ -25,7 +25,7 @@ _LISTED = 20
 
 
 def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Global shape and dtype of each tensor in a checkpoint, by name."""
+    """Maps the names of a checkpoint's tensors to their global shapes and dtypes."""
     _, metadata = _open(path)
     return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
 

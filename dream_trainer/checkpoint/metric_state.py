@@ -14,7 +14,7 @@ from torch import Tensor
 from dream_trainer.modules.metrics import parts
 
 PREFIX = "metrics."
-"""Tensors are named `metrics.<metric>.<number of the part>.<state>`; entries of a list state `....<state>.<number>`."""
+"""Tensor names are `metrics.<metric>.<number of the part>.<state>`; entries of a list state `....<state>.<number>`."""
 
 State = tuple[dict[str, Any], Mapping[str, Tensor]]
 
@@ -91,7 +91,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _ways() -> dict[Any, Callable[[Any, Any], Any]]:
-    """How two ranks' states are combined, by the function with which a metric reduces them."""
+    """Maps a metric's reduction functions to functions that combine two ranks' states."""
     utilities = sys.modules["torchmetrics"].utilities.data
     return {
         utilities.dim_zero_sum: torch.add,

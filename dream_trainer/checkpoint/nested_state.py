@@ -128,9 +128,9 @@ def _with_tensors(
     return unnamed(value) if _is_parameter(value) else _mapped(value, change)
 
 
-# -- Optimizers whose class has a `state_dict` of its own: what it gave goes back through its `load_state_dict`.
+# -- Optimizers whose class defines `state_dict`: its result is restored by the class's `load_state_dict`.
 #
-# What the optimizer has afterwards is compared with that, since casts and forgetful methods raise no error.
+# The optimizer's state afterwards is compared with it, since casts and forgetful methods raise no error.
 
 
 MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

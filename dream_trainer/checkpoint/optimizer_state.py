@@ -29,15 +29,15 @@ from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim, st
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
 
-OPTIMIZER_PREFIX = "optimizers."  # tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`
+OPTIMIZER_PREFIX = "optimizers."  # names: `optimizers.<name>.<parameter>.<key>`
 
-RANK_PREFIX = "ranks."  # names of state that each rank has of its own begin with `ranks.<rank>.`
+RANK_PREFIX = "ranks."  # names of per-rank state begin with `ranks.<rank>.`
 
 WHOLE = ""  # the part of an optimizer's state that belongs to no single parameter
 
 
 class OptimizerState(NamedTuple):
-    """What a checkpoint has of an optimizer: tensors by name, values for typed JSON, and records of this rank alone."""
+    """An optimizer's state in a checkpoint: named tensors, values for typed JSON, and this rank's own records."""
 
     tensors: dict[str, Tensor]  # by `optimizers.<name>.<parameter>.<key>`; this rank's own after `ranks.<rank>.`
     values: dict[str, Any]  # "class", "groups", "state", and if there is something "whole", "each_rank", "inner"
@@ -83,7 +83,7 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
 
 
 def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Optimizers that are attributes of another and have state of their own."""
+    """Optimizers that are attributes of another one and have their own state."""
     for attribute, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and value.state is not optimizer.state:
             yield attribute, value
@@ -166,7 +166,7 @@ def parameters_by_name(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict
 def owner_of(
     part: str, path: TensorPath, by_name: Mapping[str, nn.Parameter], ordered: Sequence[nn.Parameter]
 ) -> nn.Parameter | None:
-    """The parameter that a state tensor belongs to: by name, or by its position in PyTorch's form of a state dict."""
+    """The parameter that a state tensor belongs to: by its name or its position in PyTorch's form of a state dict."""
     if part != WHOLE:
         return by_name[part]
     for before, key in pairwise(path):
@@ -218,7 +218,7 @@ def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
 
 
 def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One optimizer's values of what the stages of a model have."""
+    """Joins one optimizer's values from all stages of a model."""
     counts = {len(of_rank["groups"]) for of_rank in values}
     if len(counts) > 1:
         raise CheckpointError(
@@ -236,7 +236,7 @@ def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_one_stage(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """What of an optimizer's values belongs to the parameters `names`; the rest is other stages'."""
+    """The part of an optimizer's values that belongs to the parameters `names`; the rest is other stages'."""
     each_rank = [part for part in values.get("each_rank", ()) if part in (WHOLE, *names)]
     groups = values["groups"]
     if WHOLE in each_rank or not values.get("has_own_state_dict"):  # else its positions are those of one stage

@@ -1,4 +1,4 @@
-"""Optimizers take their state back: by the names of parameters, on any mesh, in place of what they have."""
+"""Restores optimizers' state: by the names of parameters, on any mesh, replacing their present state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dream_trainer.errors import CheckpointError
 
 
 class Prepared(NamedTuple):
-    tensors: dict[str, Tensor]  # allocated, by name, for `load_tensors`
+    tensors: dict[str, Tensor]  # allocated, with names, for `load_tensors`
     finish: Callable[[], None]  # called when they are filled
 
 

@@ -71,7 +71,7 @@ class Saver(Saving):
         )
         self.local = self.writer.local
         self._local_cadence = Cadence(steps=parameters.save_local_every_n_steps)
-        self._writes_local = False  # whether the last save that was begun is one that hosts alone keep
+        self._writes_local = False  # whether the last save begun is a local one
         self._has_checkpoint = False  # whether the run has one that local ones can follow
         self._is_to_warm = parameters.saves
         self._ranks_writing = 0
@@ -80,7 +80,7 @@ class Saver(Saving):
         self.best_value: float | None = None
         self._knows_best_metric = parameters.best_metric is None
         self._is_best = False
-        # What this run saved after this step belongs to a branch that it has left; None where there is no such branch.
+        # This run's saves after this step belong to an abandoned branch; None if there is no such branch.
         self._leaves_after: int | None = None
         self._leaves_at_first_save = False
         self._claimed: list[Path] = []
@@ -154,7 +154,7 @@ class Saver(Saving):
         self._is_best = False
         if not (must or due or is_last or is_local):
             return
-        # At the end of a run nobody saves again, so a state that is not on the disk is lost.
+        # No save follows the end of a run, so a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips(step)):
             self._finish(parameters.on_save_error)
@@ -259,7 +259,7 @@ class Saver(Saving):
             self._write(now, self.parameters.on_save_error, is_local=True)
 
     def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool) -> Snapshot | None:
-        """The state now, or None if it cannot be saved and training goes on."""
+        """The state now, or None if it cannot be saved and training continues."""
         started = self.clock()  # the device has finished the step: the time from here on is the save's
         validated_at, metrics = self._validation
         try:
@@ -341,7 +341,7 @@ class Saver(Saving):
         self._known_trainings = {directory: count_training(directory) for directory in self._known_trainings}
 
     def _leave_branch(self) -> None:
-        """Checkpoints of the other branch would be taken for this one's; to evaluate, or predict, leaves them alone."""
+        """Moves checkpoints of the abandoned branch away, since they look like this one's. Only training does this."""
         if self._leaves_after is not None:
             leave_branch(self.writer.directory, self._leaves_after, self.world)
             if self._remote is not None:

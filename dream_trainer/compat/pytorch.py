@@ -137,7 +137,7 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
         held.show("sharded_param")
         return
     module.reshard()
-    # A group that takes itself for gathered gathers nothing; `state_dict()` would have it go back to its shards.
+    # A group whose state is gathered gathers nothing; `state_dict()` would switch it back to its shards.
     before = group.post_forward_mesh_info, state._mp_policy
     group.post_forward_mesh_info, state._mp_policy = None, MixedPrecisionPolicy()
     gathered = [vars(managed).get("_unsharded_param") for managed in group.fsdp_params]
@@ -222,7 +222,7 @@ def tf32_is_allowed() -> bool:
 
 @contextmanager
 def with_parameters(module: torch.nn.Module, replaced: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, `module` computes with the given tensors instead of its own parameters of those names."""
+    """Inside, `module` computes with the given tensors instead of its parameters with those names."""
     originals = dict(module._parameters)
     module._parameters.update(replaced)  # type: ignore[arg-type]
     try:
@@ -273,12 +273,12 @@ def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """A context in which no `__torch_function__`, of modes or of subclasses, is called."""
+    """A context that calls no `__torch_function__`, of modes or of subclasses."""
     return torch._C.DisableTorchFunction()
 
 
 def unnoticed_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """A context in which writes to these tensors leave their version as it is: autograd takes them for unchanged."""
+    """A context where writes to these tensors keep their version: autograd takes them for unchanged."""
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -300,7 +300,7 @@ def write_count(tensor: Tensor) -> int:
 
 
 def reset_attention_parameters(module: torch.nn.MultiheadAttention | torch.nn.Transformer) -> None:
-    """What other modules call `reset_parameters`: these two alone spell it with an underscore."""
+    """Calls their `reset_parameters`: only these two modules spell it with an underscore."""
     module._reset_parameters()
 
 
@@ -326,7 +326,7 @@ def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
 
 
 def merge_plans_of_parts(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """As `DefaultSavePlanner.create_global_plan`, but nobody asks whether the parts are all of each tensor."""
+    """Like `DefaultSavePlanner.create_global_plan`, without the check that the parts cover each tensor."""
     from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
@@ -431,7 +431,7 @@ def write_memory_snapshot(path: Path) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread computes a backward, where checkpointed activations are computed again."""
+    """Whether this thread computes a backward, which recomputes checkpointed activations."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -446,12 +446,12 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-# -- Random operations on DTensors that lie on a GPU: from which generators they draw.
+# -- Random operations on DTensors that lie on a GPU: the generators they draw from.
 #
 # PyTorch keeps a tracker for them in private names of `torch.distributed.tensor._random`. It makes one at the first
-# such operation of a process, and then gives rank 0's generator to the whole world, by a collective: from there on
-# ranks would draw the same where they must not, as data-parallel ones in dropout, and wait for stages that run no such
-# operation.
+# such operation of a process, and then copies rank 0's generator to the whole world, by a collective. From then on
+# ranks would draw equal numbers where they must differ, as data-parallel ranks do in dropout. They would also wait for
+# stages that run no such operation.
 
 
 def keep_own_generators(mesh: DeviceMesh) -> None:

@@ -22,7 +22,7 @@ from dream_trainer.errors import ConfigError
 
 T = TypeVar("T", bound=BaseTrainerConfig)
 SAVED_NAME = "config.json"
-RECORD_NAME = "run.json"  # lies beside it in a run's directory
+RECORD_NAME = "run.json"  # in the same run directory
 _NAMES = ("project", "group", "experiment")
 # Fields of a saved config that only concern its own run: its place and start, and the record of what is code.
 _OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks", "given_objects")
@@ -37,19 +37,19 @@ class _Set(NamedTuple):
 
 
 def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
-    """Builds a config from files, merged in order: each says what it changes, and the last word counts.
+    """Builds a config from files, merged in order: each lists changes, and later files win.
 
-    What no file names stays as `config` has it. A run's directory, or a copy of the `config.json` in it, is taken
-    without what it says of that run: its three names, `runs_dir`, what it resumed, and its callbacks.
+    Fields that are in no file keep the value of `config`. A run's directory, or a copy of its `config.json`, is read
+    without its run-specific fields: its three names, `runs_dir`, its resume settings, and its callbacks.
 
     Args:
-        config: What the files change; of a class, what has no default must be in a file.
+        config: Instance that the files change, or a class, whose fields without default must be in a file.
         *files: Paths that end in .yaml, .yml, .toml or .json, or directories of runs.
-        **given: Fields that count over all files, as the config's constructor takes them.
+        **given: Fields that override all files, as the config's constructor takes them.
 
     Raises:
         ConfigError: A file is missing or cannot be read, a key is unknown (with its place and the nearest name) or
-            stands twice, or a value cannot work; with the file.
+            occurs twice, or a value is invalid; with the file.
     """
     changes: dict[str, _Set] = {}
     for path in map(Path, files):
@@ -64,7 +64,7 @@ def required_fields(cls: Any) -> list[str]:
 
 
 def is_saved(config: dict[str, Any]) -> bool:
-    """Whether a file was saved by a run: it has the record of the run's callbacks, which nobody else can write."""
+    """Whether a file was saved by a run: it has the record of the run's callbacks, which only a run writes."""
     return isinstance(config.get("callbacks"), list) and all(name in config for name in _NAMES)
 
 
@@ -85,7 +85,7 @@ def value_of(start: Any, field: Field[Any]) -> Any:
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, with no annotation left as text."""
+    """Maps the field names of a dataclass to their types, with no annotation left as text."""
     try:
         return get_type_hints(cls)
     except NameError as error:
@@ -221,7 +221,7 @@ def _is_sequence(annotation: Any) -> bool:
     return isinstance(origin, type) and (origin is Sequence or issubclass(origin, list | tuple | set | frozenset))
 
 
-# -- The text of a config file as plain values: YAML, TOML and JSON, in which no key stands twice.
+# -- The text of a config file as plain values: YAML, TOML and JSON without duplicate keys.
 
 
 _TAG = "tag:yaml.org,2002:"

@@ -1,5 +1,5 @@
-"""The windows a rank trains, in step with the other ranks. A window is loaded whole before it is trained, and a loader
-that may end on one rank first is read one window ahead, so no rank waits for data inside a collective of the model."""
+"""The windows a rank trains, in step with the other ranks. A window is loaded whole before it is trained. A loader that
+may end on one rank first is read one window ahead, so no rank waits for data inside a collective of the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
 
-# As PyTorch has it, where a process receives tensors and has no room for their files.
+# PyTorch's text when a process receives tensors and cannot open their files.
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
 class WindowFeed:
-    """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`."""
+    """One rank's windows, of all ranks' common length: `fetch`, `agree` if some rank `is_short`, `take`, `trained`."""
 
     def __init__(self, stream: TrainStream, world: Ranks, accumulation: int) -> None:
         self._stream = stream
@@ -144,7 +144,7 @@ class WindowFeed:
         return window
 
     def _refuse_open_files(self, error: OSError | RuntimeError) -> None:
-        """Says why a window needs so many open files: workers send each tensor as one, until the window is trained."""
+        """Explains too many open files: workers send each tensor as one, open until the window is trained."""
         is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
         if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
             return
@@ -208,7 +208,7 @@ class ConnectedData:
         self.stream, self.loader, self.is_even = stream, loader, stream.is_even
 
     def open_feed(self, world: Ranks, accumulation: int, device: torch.device) -> None:
-        """Makes the feed over the stream that is connected, and what its batches are copied on."""
+        """Makes the feed over the connected stream, and the device stream that copies its batches."""
         assert self.stream is not None  # connected before
         self.feed = WindowFeed(self.stream, world, accumulation)
         self.copy_stream = copy_stream(device)
@@ -228,7 +228,7 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
             yield move(batch, device)
         return
     waiting = iter(batches)
-    # The window's first has nothing to go beside: its memory may be that of a batch that is still computed with.
+    # The window's first copy overlaps nothing: its memory may belong to a batch that is still in use.
     current = move(next(waiting), device)
     for batch in waiting:
         aside.wait_stream(torch.accelerator.current_stream(device))

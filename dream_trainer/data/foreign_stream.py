@@ -69,8 +69,8 @@ class ForeignStream(TrainStream):
         self._draws: bool | None = None
         self._drawn: Iterable[str] = ()
         self._is_exhausted = False
-        # Whether the state of a finished pass was loaded: for some loaders that is where the next pass begins, others
-        # have to be read to their end, where they are, before they begin again.
+        # Whether the state of a finished pass was loaded. Some loaders begin the next pass from that state; others
+        # must be read to their end before they begin again.
         self._holds_end = False
         self._was_read = False
 
@@ -128,8 +128,8 @@ class ForeignStream(TrainStream):
     def end_pass(self) -> None:
         if self._position.batches:
             if self._iterator is None and not self._is_exhausted:
-                # A state was loaded and nothing read since. It may be of a pass whose end had not been looked for yet,
-                # and a loader keeps it until it is read: the next pass would begin at this one's end.
+                # A state was loaded and nothing read since. It may be from a pass whose end was not reached yet. The
+                # loader keeps the state until it is read, so the next pass would begin at this one's end.
                 with preserved_random_state():
                     next(self._open(self._position.batches), None)
             self._begin_pass(self._position.epoch + 1)
@@ -156,7 +156,7 @@ class ForeignStream(TrainStream):
             epoch=epoch,
             dp_rank=self._dp_rank,
             first=first,
-            draws=True if self._stateful is None else self._draws,  # True also if nobody wants to know
+            draws=True if self._stateful is None else self._draws,  # also True if the answer is not needed
             drawn=self._drawn if first else (),
         )
 
@@ -171,8 +171,8 @@ class ForeignStream(TrainStream):
         if self._stateful is not None and self._keeps_state:
             if isinstance(self._iterator, SeededPass):
                 self._draws, self._drawn = self._iterator.draws, self._iterator.drawn
-            # A copy: what is handed out may be what the loader goes on with, and the next window is read ahead.
-            # An exhausted loader's own state means "begin the next pass", which is not where a short last window ends.
+            # A copy: the loader may keep changing the returned state, and the next window is read ahead.
+            # An exhausted loader's own state means "begin the next pass", which is not the end of a short last window.
             loader = copy.deepcopy(self._stateful.state_dict())
             state |= {"loader": loader, "draws": self._draws, "drawn": self._drawn}
         return state

@@ -46,14 +46,14 @@ class DistributedDataLoader:
     Args:
         dataset: Map-style: `__getitem__` and `__len__`. An OrderedDataset, such as a Mixture, decides its order.
         batch_size: Samples in one micro-batch of one rank.
-        shuffle: Whether each epoch has a random order of its own, from the trainer's seed. Validation is always in the
+        shuffle: Whether each epoch has a different random order, from the trainer's seed. Validation is always in the
             dataset's order.
         drop_last: Whether training drops the samples at an epoch's end that do not fill a global batch. With False they
             are split evenly over the ranks, to sizes differing by at most one; pass `weight=` to `backward` then, so
             that each sample counts the same. Validation never drops any.
         num_workers: Processes that load ahead; 0 loads in the training process.
         collate_fn: Turns a list of samples into a batch.
-        pin_memory: Whether batches are copied to page-locked memory, from which they reach a GPU asynchronously.
+        pin_memory: Whether batches are copied to page-locked memory, for asynchronous copies to a GPU.
         seed_samples: Whether `random`, numpy and torch are seeded before each sample, from (seed, epoch, index). With
             False random augmentation depends on workers and world size, and draws from the training process's
             generators if there are no workers.
@@ -153,8 +153,8 @@ class ShardReader:
         self.seed = seed
         self.loader = loader
         self.sampler = RankBatchSampler(len(loader.dataset), sharding, seed=seed, shuffle=shuffle)
-        # DataLoader draws its workers' base seed from the global generator unless it has one of its own, and so would
-        # move the training process's random stream at each epoch (and at each resume).
+        # Without its own generator, DataLoader draws its workers' base seed from the global one, and so would move the
+        # training process's random stream at each epoch (and at each resume).
         self.generator = torch.Generator(device="cpu")
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -163,7 +163,7 @@ class ShardReader:
         self.begin(0, None)
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
-        """Has an OrderedDataset begin pass `epoch`, or with `state` go on in it. What was loaded ahead is dropped."""
+        """Makes an OrderedDataset begin pass `epoch`, or resume in it from `state`. Prefetched samples are dropped."""
         if self.ordered is not None:
             self.ordered.begin(self.seed, state)
             self.ordered.set_epoch(epoch)
@@ -251,7 +251,7 @@ def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader 
 
 
 def loader_batch_size(loader: object) -> int | None:
-    """Samples in one of the loader's batches, where it says so and they are alike; of a group in all of them."""
+    """Samples in one of the loader's batches, if it has a fixed batch size; for a group, the sum over its loaders."""
     if isinstance(loader, PerRankLoader):
         return loader_batch_size(loader.loader)
     if isinstance(loader, Mapping) and loader:
@@ -300,7 +300,7 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
 
 
 def _refuse_several(loader: object) -> None:
-    """Of a list of batches any element may be a list or a dict, but none a loader."""
+    """Raises on a list of loaders: a list of batches may contain lists and dicts, but no loaders."""
     parts = list(loader.values()) if isinstance(loader, Mapping) else loader
     if isinstance(parts, list | tuple) and any(
         isinstance(part, DataLoader | DistributedDataLoader | PerRankLoader) for part in parts
@@ -317,7 +317,7 @@ def _no_samples(name: str, dataset: Any) -> DataError:
 
 
 def _own_methods(loader: DataLoader[Any]) -> list[str]:
-    """What a subclass defines beside its constructor, which only sets options: any of it may decide the batches."""
+    """Names that a subclass defines except its constructor, which only sets options: any may decide the batches."""
     own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
     kinds = (FunctionType, classmethod, staticmethod, property)
     found = [name for cls in own for name, value in vars(cls).items() if isinstance(value, kinds)]

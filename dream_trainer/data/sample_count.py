@@ -61,7 +61,7 @@ class SampleCount:
 
 
 def _counts(batch: Any) -> tuple[list[int], list[list[Any]]]:
-    """First dimensions of its tensors, or the number of its graphs or packed sequences alone; and its lists."""
+    """First dimensions of its tensors, or only the number of its graphs or packed sequences; and its lists."""
     counts: list[int] = []
     lists: list[list[Any]] = []
     pending = [batch]

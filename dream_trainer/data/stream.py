@@ -229,7 +229,7 @@ class ShardStream(TrainStream):
         """Looks how long the dataset is in this pass, before anything of it is read: it may change between two."""
         position, dataset = self._position, self._loader.dataset
         before = self.reader.sampler.length
-        if isinstance(dataset, OrderedDataset):  # says itself whether it can go on there
+        if isinstance(dataset, OrderedDataset):  # checks itself whether it can resume there
             self.reader.begin(position.epoch, self._state)
             self._length = len(dataset)
         else:

@@ -1,4 +1,4 @@
-"""Heartbeat: a host that is lost, cut off or frozen ends the job in seconds, and is named.
+"""Heartbeat: a lost, disconnected or frozen host ends the job in seconds, with its name in the error.
 
 Each rank renews its host's key in the job's store, from its own thread, and looks at the next host's, around a ring. A
 second thread judges a store that does not answer, since a call into it does not return. All ranks of a host renew one
@@ -87,7 +87,7 @@ class Heartbeat:
                 elif now - since > self.limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
                     self._end_all(self._lost(next_host, now - since))
                 stopped = self._look_at_neighbours(stopped, now)
-            except RuntimeError:  # the store went with its rank; whoever talks to that one fails by itself
+            except RuntimeError:  # the store is gone with its rank; ranks that talk to it fail by themselves
                 continue
 
     def _lost(self, number: int, seconds: float) -> str:
@@ -122,7 +122,7 @@ class Heartbeat:
         pause = min(0.5, self._period)
         answered, woke, silent = self._answered, time.monotonic(), 0.0
         while not self._closing.wait(pause):
-            # A long time between two looks is one in which this process did not run, and so could hear no answer.
+            # In a long time between two looks this process did not run, so it could not receive an answer.
             slept, woke = time.monotonic() - woke, time.monotonic()
             silent = silent + min(slept, 2 * pause) if self._answered == answered else 0.0
             answered = self._answered

@@ -1,4 +1,4 @@
-"""The hosts of a job: which this one is among them, and what has to be the same on all, compared before they connect.
+"""The hosts of a job: this host's place, and facts that must be equal on all, compared before they connect.
 
 They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take."""
 
@@ -51,12 +51,12 @@ class HostPlace(NamedTuple):
 
 
 def host_name(number: int, name: str) -> str:
-    """How messages name a host; names alone may be the same on several."""
+    """A host's name in messages, with its number, since several hosts may have the same name."""
     return f"host {number} ({name})"
 
 
 def place_among_hosts(meeting: int) -> HostPlace | None:
-    """This process's place, as torchrun sets it; None where the job has one host, or nobody says how many it has."""
+    """This process's place, as torchrun sets it; None if the job has one host, or an unknown number."""
     world_size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not 0 < local < world_size:
         return None
@@ -68,7 +68,7 @@ def place_among_hosts(meeting: int) -> HostPlace | None:
 
 
 def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_seconds: float) -> None:
-    """Compares the hosts and picks the address by which they reach one another; every rank calls it."""
+    """Compares the hosts and picks the address where they reach one another; every rank calls it."""
     problem = None
     try:
         take_reachable_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -100,7 +100,7 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
 
 
 def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | None:
-    """Waits for the hosts; what to say of those that do not come."""
+    """Waits for the hosts; returns an error about the missing ones."""
     keys = [_key(place, number) for number in range(place.n_hosts)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
@@ -114,7 +114,7 @@ def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigEr
 
 
 def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError | None:
-    """What keeps the hosts, who have all come, from running as one job."""
+    """An error if the hosts, which are all present, cannot run as one job."""
     hosts = [json.loads(value) for value in store.multi_get([_key(place, number) for number in range(place.n_hosts)])]
     names = [host_name(number, host["name"]) for number, host in enumerate(hosts)]
     problems = [f"{name}: {host['problem']}" for name, host in zip(names, hosts, strict=True) if host["problem"]]
@@ -140,7 +140,7 @@ def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError |
 
 
 def _differences(names: Sequence[str], facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """What all hosts have and not all have the same of, in words."""
+    """Describes the facts that all hosts have and that differ."""
     for key in facts[0]:
         values = [own[key] for own in facts if key in own]
         if len(values) == len(facts) and len(set(values)) > 1:
@@ -153,14 +153,14 @@ def _versions() -> dict[str, str]:
 
 
 def _code() -> dict[str, str]:
-    """Digests of the job's own code by module: the package, and what was imported that nobody installed."""
+    """Digests of the job's code by module: the package, and imported modules that are not installed."""
     package = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
     own = {name: digest for name, (_, digest) in own_code().items()}
     return {"dream_trainer": digest_of_code(b"".join(package))} | own
 
 
 def _wait_until_all_know(store: Store, place: HostPlace, world_size: int) -> None:
-    """Rank 0 leaves last: the store may go with its process."""
+    """Rank 0 leaves last: the store may end with its process."""
     if store.add(_key(place, "know"), 1) == world_size:
         store.set(_key(place, "all_know"), "")
     if place.rank == 0:
@@ -181,10 +181,10 @@ def _key(place: HostPlace, what: int | str) -> str:
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-# -- By which address the other hosts reach this one: found, or refused, before a process group waits for it in vain.
+# -- The address where other hosts reach this one: found, or refused, before a process group waits for it in vain.
 #
-# Gloo takes the address of `GLOO_SOCKET_IFNAME`, else the one that this host's name resolves to, which on many systems
-# is the loopback. Between hosts that ends in time-outs, minutes later on some ranks than on others.
+# Gloo takes the address of `GLOO_SOCKET_IFNAME`. Without it, it takes the one that this host's name resolves to, which
+# is the loopback on many systems. Between hosts that ends in time-outs, minutes later on some ranks than on others.
 
 
 def take_reachable_interface(master_address: str, master_port: int) -> None:
@@ -207,7 +207,7 @@ def take_reachable_interface(master_address: str, master_port: int) -> None:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """The addresses of this host's network interfaces, by name; of IPv4 the first of each (Linux)."""
+    """Maps this host's network interfaces to their addresses; only the first IPv4 address of each (Linux)."""
     import fcntl
 
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
@@ -245,7 +245,7 @@ def _refuse_unreachable(variable: str, addresses: dict[str, list[str]], master: 
 
 
 def _interface_towards(master: str, port: int, addresses: dict[str, list[str]]) -> str | None:
-    """The interface by which this host reaches `master`; where that is this host itself, the only one there is."""
+    """The interface that reaches `master`; if that is this host itself, its only interface."""
     try:
         family, _, _, _, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -286,7 +286,7 @@ def _spelled(addresses: dict[str, list[str]]) -> str:
 
 class CodeFile(NamedTuple):
     path: Path
-    digest: str  # of what is in it now
+    digest: str  # of its present content
 
 
 def own_code() -> dict[str, CodeFile]:

@@ -1,7 +1,7 @@
 """Relay: a signal that one rank got reaches a rank that waits for data.
 
-A thread of each rank hears of a signal at once (`signal.set_wakeup_fd`) and writes it into the store, where a rank that
-has been waiting for a while looks, and sends itself what it finds."""
+A thread of each rank sees a signal at once (`signal.set_wakeup_fd`) and writes it into the store. A rank that has been
+waiting for a while looks there, and sends itself the signals that it finds."""
 
 from __future__ import annotations
 

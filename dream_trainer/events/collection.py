@@ -14,7 +14,7 @@ C = TypeVar("C", bound=Callback)
 
 
 class CallbackCollection:
-    """The callbacks of a run, in order. Several of one class are fine; if they log, under names of their own.
+    """The callbacks of a run, in order. Several of one class are fine; if they log, they need different names.
 
     Args:
         callbacks: The callbacks.

@@ -1,4 +1,4 @@
-"""The parallelisms of this package: what each is in the list that setup goes over (parallel/axis.py)."""
+"""The parallelisms of this package, as entries of the list that setup iterates over (parallel/axis.py)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TensorParallelism(MeshParallelism):
         return {"dynamic": False, "mode": None, "options": options_of_overlap(parameters.mode)}
 
     def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """What collectives have begun is finished before compiled code begins."""
+        """Finishes collectives that are under way before compiled code begins."""
         for block in blocks:
             change_class(block, Waiting)
 
@@ -158,7 +158,7 @@ class ExpertParallelism(MeshParallelism):
         return whole_experts(model)
 
     def sent_per_token(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """If experts are chosen evenly; None for layers of others, whose sizes nobody knows."""
+        """If experts are chosen evenly; None for other MoE layers, whose sizes are unknown."""
         devices = config.device_parameters
         mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
         if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:

@@ -1,8 +1,8 @@
-"""Compiled blocks inside a step whose sequences are shared by ranks: attention in their graphs goes to ours.
+"""Compiled blocks inside a context-parallel step: attention in their graphs is replaced by ours.
 
-A block is traced whole, without the mode that takes attention over elsewhere, and each graph is changed before it is
-compiled: its calls of attention, those in what is recomputed too, become calls of ours, with collectives that graphs
-can have. A block that the compiler would leave in part to Python is an error, since nobody would take over there.
+A block is traced whole, without the mode that takes over attention elsewhere, and each graph is changed before it is
+compiled: its attention calls, also those in recomputed parts, become calls of our functions, with collectives that
+graphs can contain. A block with a graph break raises an error, since attention outside graphs would stay local.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedBlock(CompiledInside, Changed):
     _backend: tuple[str, str | None, Any]  # its name, mode and options
     _whole: Callable[..., Any]  # the forward of its class, compiled as it is
 
-    # What is compiled around it would trace it as if there were no mode, and attend within this rank's positions.
+    # A graph compiled around it would trace it as if there were no mode, and attend within this rank's positions.
     @in_no_graph("blocks are compiled by themselves under context_parallel")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -53,14 +53,14 @@ class SharedBlock(CompiledInside, Changed):
                 "within a mode of its own, such as torch.device: nobody would take its attention over. Use "
                 "device_parameters.activation_checkpointing, or compile=False."
             )
-        if takeover is None:  # outside of steps, where each rank has whole sequences
+        if takeover is None:  # outside of steps, each rank has whole sequences
             with own_errors(DreamTrainerError, _misfit):
                 return type(self)._whole(self, *args, **kwargs)
         forward = super().forward
         if not takeover.runs_compiled:
             return forward(*args, **kwargs)
         lengths, own, changed = frozenset(takeover.attention.lengths), ref(self), ""
-        # Equal blocks share graphs, of which there may be so many; where blocks differ more, each has some of its own.
+        # Equal blocks share graphs, up to PyTorch's limit; if blocks differ more, each gets separate graphs.
         for owner in (own,) if (own, lengths) in takeover.compiled else (type(self), own):
             try:
                 return _compiled_output(takeover, (owner, lengths), type(self)._backend, forward, args, kwargs)
@@ -107,7 +107,7 @@ class _InGraphs(AttentionTakeover):
         return self.handler(func)(*args, **(kwargs or {}))
 
     def handler(self, function: Any) -> Handler:
-        """What a function is replaced by; itself, if it is not."""
+        """The replacement of a function; itself, if it has none."""
         return self._handlers[function]
 
     def attends(self, function: Any) -> bool:
@@ -130,7 +130,7 @@ def _compiled_for(takeover: AttentionTakeover, backend: tuple[str, str | None, A
     attention = takeover.attention.in_graphs()
     share = partial(_share, _InGraphs(attention, takeover.further, takeover.warn))
     torch.compiler.allow_in_graph(attend_elsewhere)
-    # A function of its own has graphs of its own, of which there may be so many.
+    # A separate function has separate graphs, and its own limit on their number.
     run = FunctionType(_run.__code__.replace(), globals())
     return torch.compile(
         run, backend=changing_backend(*backend, partial(change_calls, change=share)), fullgraph=True, dynamic=False
@@ -138,7 +138,7 @@ def _compiled_for(takeover: AttentionTakeover, backend: tuple[str, str | None, A
 
 
 def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
-    """What `forward` gives, and whether the compiler has traced it."""
+    """The result of `forward`, and whether the compiler has traced it."""
     return forward(*args, **kwargs), is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""Attention of sequences that ranks share: in place of `scaled_dot_product_attention`, with its arguments.
+"""Context-parallel attention: replaces `scaled_dot_product_attention`, with its arguments.
 
 Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads.
 """
@@ -35,7 +35,7 @@ Masked = Callable[..., Tensor]
 
 
 class ContextAttention(ABC):
-    """What all ways have in common."""
+    """The common part of all methods."""
 
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts  # who has which positions
@@ -197,10 +197,10 @@ def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-# -- Inside a step whose sequences are shared by ranks: calls of attention go to ours.
+# -- Inside a context-parallel step: calls of attention go to ours.
 #
-# A model needs no change, where all that looks at other positions is `scaled_dot_product_attention`. Everything else
-# that does would see this rank's positions alone: the first step's verification finds it (`parallel/verify.py`).
+# A model needs no change if only `scaled_dot_product_attention` looks at other positions. Any other such code would
+# only see this rank's positions: the first step's verification finds it (`parallel/verify.py`).
 
 
 Handler = Callable[..., Any]
@@ -213,7 +213,7 @@ _COMPILED = (
 
 
 class AttentionTakeover(TorchFunctionMode):
-    """Inside, functions of PyTorch and of ours are replaced by their handlers."""
+    """Inside, some functions of PyTorch and of this package are replaced by their handlers."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class AttentionTakeover(TorchFunctionMode):
         return self._handlers[func](*args, **(kwargs or {}))
 
     def is_on(self) -> bool:
-        """Whether a step is running, and nobody is `aside`."""
+        """Whether a step is running, outside of `aside`."""
         return self in function_modes()
 
     @contextmanager
@@ -262,7 +262,7 @@ class AttentionTakeover(TorchFunctionMode):
             self.runs_compiled = True
 
     def _first_seen(self, function: Any) -> Handler:
-        """What a function that has no handler is replaced by; each is looked at once."""
+        """The replacement of a function that has no handler yet; computed once per function."""
         operation = name_of_operation(function)
         if operation == ("aten", F.scaled_dot_product_attention.__name__):
             return self.attention.scaled_dot_product_attention
@@ -273,7 +273,7 @@ class AttentionTakeover(TorchFunctionMode):
 
 
 class _Handlers(dict[Any, Handler]):
-    """Of functions, each of which is looked at when it is first called."""
+    """Handlers of functions, each found at the function's first call."""
 
     def __init__(self, first_seen: Callable[[Any], Handler]) -> None:
         super().__init__()
@@ -294,9 +294,9 @@ def _name_in_pytorch(function: Any) -> str:
     return function.__name__.strip("_") if is_pytorchs else ""
 
 
-# -- Which positions of a sequence each rank has, and the collectives that join or exchange what ranks have of it.
+# -- The positions of a sequence that each rank has, and the collectives that join or exchange its parts.
 #
-# For causal work each rank has two chunks: one from the front, where queries see few keys, and one from the end.
+# For causal work each rank has two chunks: one from the front (its queries see few keys) and one from the end.
 
 
 class SequenceParts:
@@ -327,7 +327,7 @@ class SequenceParts:
         return torch.cat([chunk for chunk in own for _ in range(self.size)], dim)
 
     def exchanged(self, by_rank: Tensor) -> Tensor:
-        """`out[j]` is what rank j had for this one; `by_rank` `[size, ...]`, what this rank has for each."""
+        """Exchanges parts: `by_rank` `[size, ...]` has this rank's part for each, `out[j]` is rank j's for this one."""
         return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:

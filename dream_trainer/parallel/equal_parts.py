@@ -21,7 +21,7 @@ from dream_trainer.parallel.micro_batches import shapes_of
 from dream_trainer.parallel.plain_run import removed_after
 from dream_trainer.parallel.sharding import dim_of_part
 
-_NUMBERS = 64  # that ranks send of what a module is given: of each tensor its dimensions and their sizes
+_NUMBERS = 64  # that ranks send to describe a module's inputs: each tensor's number of dimensions and sizes
 
 
 class EqualParts:
@@ -73,7 +73,7 @@ class EqualParts:
             for name, p in part.named_parameters(recurse=False)
             if (dim := dim_of_part(p, "tp")) is not None and dim >= 0 and p.shape[dim] % self._size
         ]
-        # Of what is around the layers each of several stages of a rank has a copy.
+        # With several stages on a rank, each has its own copy of the non-block modules.
         name = self._split.get(module, own_class(module).__name__)
         cause = f" Of parameters, {', '.join(uneven[:3])}." if uneven else ""
         raise RanksDifferError(
@@ -83,7 +83,7 @@ class EqualParts:
         )
 
     def _note_what_is_split(self, error: RuntimeError) -> None:
-        """Such as for a view into as many heads as the config says, which takes a part for the whole."""
+        """Explains e.g. a failed view into the config's number of heads, which mistakes a part for the whole."""
         owner = self._last
         if owner is None:
             return
@@ -100,7 +100,7 @@ class EqualParts:
 
 
 def once_for_each_shape(step: Callable[[Any, int], Any], parts: EqualParts) -> Callable[[Any, int], Any]:
-    """`step`, in which the first batch of each shape is compared."""
+    """`step`, which compares the first batch of each shape."""
     seen: set[Any] = set()
 
     def compared(batch: Any, batch_idx: int) -> Any:

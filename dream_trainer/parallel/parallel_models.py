@@ -41,15 +41,15 @@ class ParallelModels:
     """The sharded and replicated parts of the models. Until `watch`, and in one process, there are none."""
 
     def __init__(self) -> None:
-        self.gradients = GradientState()  # what this rank's backwards gave to them
-        self.axes: tuple[Parallelism, ...] = ()  # in the order in which they change modules
+        self.gradients = GradientState()  # of this rank's backwards
+        self.axes: tuple[Parallelism, ...] = ()  # in the order they change modules
         self.after_steps: list[Callable[[], None]] = []  # what modules change by all ranks' forwards; collectives
         self.buffers: JoinedBuffers | None = None  # the models' buffers; None until setup
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
         self._touchable: TouchableShards | None = None
-        self.changes_in_steps = False  # whether parameters are other ones in steps than between them
-        self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
+        self.changes_in_steps = False  # whether steps use other parameter objects than the code between steps
+        self._shared: list[FSDPModule] = []  # those whose parameters each rank keeps a share of
         self._world: World | None = None
         self.stages: dict[nn.Module, Any] = {}  # of models that are cut: the `Stages` of parallel/pipeline.py
         self.verification: Verification | None = None  # of the first training step
@@ -90,7 +90,7 @@ class ParallelModels:
 
     @property
     def forward_communicates(self) -> bool:
-        """Whether a forward runs collectives, so that all ranks must run as many."""
+        """Whether a forward runs collectives, so that all ranks must run the same number of forwards."""
         return bool(self._shared or self.gradients.parts)
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -195,7 +195,7 @@ class ParallelModels:
         self._enter()
 
     def as_values(self, optimizers: Sequence[Optimizer], *, someone_listens: bool) -> AbstractContextManager[None]:
-        """Inside, code of users that steps or listens reads whole numbers of shards, and may assign to their `data`."""
+        """Inside, user optimizers and listeners can read the values of shards, and may assign to their `data`."""
         has_own = any(not type(one).__module__.startswith(("torch.optim.", "dream_trainer.")) for one in optimizers)
         if not self.changes_in_steps or not (has_own or someone_listens):
             return _NOTHING
@@ -291,11 +291,11 @@ class ParallelModels:
 _OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
 
 
-# -- Optimizers of parameters that are shards between steps: what they hold changes place with the parameters.
+# -- Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
 #
-# `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters change place in
-# groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers). What a
-# constructor made of whole parameters, copies of weights or state, is cut.
+# `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters are swapped in
+# groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers). Tensors
+# that a constructor made from whole parameters (copies of weights, or state) are cut.
 
 
 class MadeOfWhole(TorchFunctionMode):

@@ -53,7 +53,7 @@ class Stages(NamedTuple):
 
 
 class Pipelined(Changed):
-    """A model of which this rank has a stage. Called without gradients, it is the whole model, on all ranks at once."""
+    """A model that this rank has a stage of. A call without gradients runs the whole model, on all ranks at once."""
 
     _pipeline: Pipeline
 
@@ -77,9 +77,9 @@ class _Seen(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """Runs a model whose stages lie on the ranks of a pipeline. Each of them calls each method, with the same batch.
+    """Runs a model whose stages lie on the ranks of a pipeline. All ranks call each method, with the same batch.
 
-    `whole` are models that are whole on each rank. A loss that trains one goes back at once, without a schedule."""
+    `whole` are models that are whole on each rank. A loss that trains one runs backward at once, without a schedule."""
 
     model: nn.Module
     stages: Stages
@@ -104,7 +104,7 @@ class Pipeline:
         self.ranks, self.last = stages.ranks, len(stages.ranks) - 1
         own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
         self.own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
-        # Of what is around the layers each of several stages has a copy, which is to be as the model's.
+        # Stages on one rank each copy the non-block modules; this keeps the copies in sync.
         self._copies = [
             (part, original)
             for stage in self.own.values()
@@ -128,7 +128,7 @@ class Pipeline:
         model._pipeline = self  # type: ignore[assignment]
 
     def refuse_inside_another(self) -> None:
-        """Refuses what all ranks do together, where this one has come to a loss of another model in stages."""
+        """Refuses a collective call from inside the loss of another pipelined model."""
         for running in [pipeline for pipeline in self.beside.values() if pipeline.is_running]:
             refuse_inside(running.name, self.name, self.world.stages)
 
@@ -178,9 +178,9 @@ class Pipeline:
         return loss if weights is None else _mean(loss, weights)
 
     def _run_stage(self, stage: int, like: _Seen, args: tuple[Any, ...], place: int) -> Any:
-        """What a stage computes of a micro-batch: what the next one needs, or its share of the loss."""
+        """Runs a stage on a micro-batch: returns the next stage's inputs, or the micro-batch's share of the loss."""
         positional, named = self._inputs[place] if stage == 0 else (self.messages.joined(args, like.layouts), {})
-        if any(like.changed):  # which autograd lets nobody do to what a gradient is asked of
+        if any(like.changed):  # autograd forbids in-place changes of inputs that need gradients
             given = zip(positional, like.changed, strict=True)
             positional = tuple([value.clone() if is_changed else value for value, is_changed in given])
         output = self.output(stage, positional, named)
@@ -229,8 +229,8 @@ class Pipeline:
             seen[number] = self._like(number, args, output)
             return output
 
-        # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
-        # Ranks that share experts may have shapes of their own, and then not all of them are here.
+        # A resumed run measures this again, so its batches' random numbers must not depend on it.
+        # Expert-parallel ranks may have different shapes, and then not all of them are here.
         ahead = map_tensors(torch.clone, first)  # a stage may change what it is given
         with (
             as_before(self.model),
@@ -266,7 +266,7 @@ class Pipeline:
             ) from error
 
     def _bytes_of(self, stage: int, seen: _Seen) -> int:
-        """What a stage sends of a micro-batch: outputs to the next one, and gradients of its inputs back."""
+        """Bytes a stage sends for a micro-batch: outputs to the next one, and gradients of its inputs back."""
         here, total = self.world.stage_rank, 0
         if stage < self.last and self.ranks[stage + 1] != here:
             total += sum(bytes_sent(tensor)[0] for tensor in seen.outputs)
@@ -335,7 +335,7 @@ class Pipeline:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the model is its stage, and draws random numbers of its own: other layers must not get the same."""
+        """Inside, the model is its stage, with its own random numbers, so that stages draw different ones."""
         with numbers_of_place(b"stage", self.world.stage_rank, self.world.device):
             for module in self._gathered_first:
                 module.unshard()
@@ -373,10 +373,10 @@ def _refuse_uneven(shapes: list[Any]) -> None:
     raise DataError(f"micro-batches have outputs that are not of one shape: {shapes}. Give outputs of one shape.")
 
 
-# -- What crosses the ranks of a pipeline beside a schedule: from stage to stage without gradients, and from the last to
-# all.
+# -- Transfers between the ranks of a pipeline outside a schedule: from stage to stage without gradients, and from the
+# last to all.
 #
-# DTensors that tensor parallelism splits cross as each rank's part, to the rank that has the same part there.
+# DTensors that tensor parallelism splits are sent as each rank's part, to the rank that has the same part there.
 
 
 Message = tuple["dist.Work", Tensor]  # on its way, with what it sends
@@ -400,11 +400,11 @@ class StageMessages:
         self._layer_mesh: DeviceMesh = world.mesh["tp"]
 
     def parts(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """This rank's parts of what a stage gives, with gradients, as plain tensors."""
+        """This rank's parts of a stage's outputs, with gradients, as plain tensors."""
         return tuple([tensor if layout_of(tensor) == PLAIN else tensor.to_local() for tensor in tensors])  # type: ignore[attr-defined]
 
     def joined(self, parts: tuple[Tensor, ...], layouts: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """What the parts are of, with gradients: DTensors where they were."""
+        """The tensors that the parts belong to, with gradients: plain ones or DTensors, as before `parts`."""
         return tuple([self._of_layout(part, layout) for part, layout in zip(parts, layouts, strict=True)])
 
     def _of_layout(self, part: Tensor, layout: int) -> Tensor:
@@ -454,7 +454,7 @@ class StageMessages:
         return loss
 
     def shared_outputs(self, outputs: Any) -> Any:
-        """The last stage's, on all ranks; those of others do not count."""
+        """The last stage's outputs, on all ranks; other stages' outputs are ignored."""
         source = dist.get_global_rank(self.group, self.last)
         layouts = [layout_of(leaf) for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
         parts = map_tensors(lambda tensor: self.parts((tensor,))[0], outputs)
@@ -522,7 +522,7 @@ def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Ca
 
 
 def refuse_graphs(batch: Any, name: str, stages: int) -> None:
-    """Raises StepError if something in a batch has a graph, which would go on behind the first stage, or the last."""
+    """Raises StepError if a tensor in a batch has a graph: it would continue beyond the first or last stage."""
     if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
         raise StepError(
             f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "
@@ -565,7 +565,7 @@ def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | No
 
 
 def refuse_calls_with_gradients(stages: int) -> None:
-    """Raises StepError where gradients are enabled, and nobody would have the graph."""
+    """Raises StepError if gradients are enabled, since no rank would have the graph."""
     if torch.is_grad_enabled():
         raise StepError(
             f"the model was called under pipeline_parallel={stages}, with gradients, where each rank has some of its "
@@ -575,7 +575,7 @@ def refuse_calls_with_gradients(stages: int) -> None:
 
 
 def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
-    """Raises StepError: where `running`, a model in stages, is computed, `name` was called, which is another one."""
+    """Raises StepError: the pipelined model `name` was called inside `running`, another pipelined model."""
     raise StepError(
         f"{name}, which is cut into stages by pipeline_parallel={stages}, was called in a loss or layer of {running}, "
         "which only some ranks compute. For a loss that goes through both put both into one module, or keep "
@@ -585,7 +585,7 @@ def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
 
 
 def refuse_unfrozen(stage: int, name: str) -> NoReturn:
-    """Refuses a stage that gives what needs a gradient, where the next one has made no room to send it back."""
+    """Raises StepError: a stage's output needs a gradient, and the next stage has no buffer to send it back."""
     raise StepError(
         f"what stage {stage} of {name} gives needs gradients, and did not in the first batch of this shape: layers "
         "before it were unfrozen since. In a pipeline unfreeze them before the first batch, or train them from the "

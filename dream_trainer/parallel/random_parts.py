@@ -21,18 +21,18 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Placement) -> None:
-    """Says of a random layer how its input lies on the ranks that share layers; for `apply_tensor_parallel`.
+    """Declares how a random layer's input lies on tensor-parallel ranks; for `apply_tensor_parallel`.
 
-    A layer whose input is cut draws other numbers on each rank, and one whose input is whole the same on all. Either
-    way the generators of all ranks stay alike, a resumed run goes on to the bit, and a block that is computed again in
-    backward draws what it drew.
+    A layer whose input is cut draws different numbers on each rank. One with a whole input draws the same on all. In
+    both cases the generators of all ranks stay equal, a resumed run is exact to the bit, and a block that is recomputed
+    in backward draws the same numbers again.
 
     Args:
-        module: A dropout, or any module that draws from torch's, Python's or numpy's global generators for all of what
-            it is given; changed in place.
-        mesh: Of one dimension, as `apply_tensor_parallel` is given it.
+        module: A dropout, or any module that draws from torch's, Python's or numpy's global generators for its whole
+            input; changed in place.
+        mesh: The one-dimensional mesh that `apply_tensor_parallel` receives.
         input_layout: `Shard(dim)` between a `ColwiseParallel` and a `RowwiseParallel`, and along with a
-            `SequenceParallel`; else `Replicate()`.
+            `SequenceParallel`; otherwise `Replicate()`.
 
     Raises:
         ConfigError: It, or a module in it, was declared before; or the layout is that of a sum.
@@ -67,14 +67,14 @@ def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Plac
 
 
 class Declared(Changed):
-    """A random layer of which it is known how its input lies."""
+    """A random layer whose input layout is known."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class DrawsForItsPart(Declared):
-    """Draws numbers of this rank alone."""
+    """Draws this rank's own numbers."""
 
     _place: int
 
@@ -92,7 +92,7 @@ class DrawsForItsPart(Declared):
 
 
 def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:
-    """The names of dropouts that drop something and of which nothing was declared."""
+    """The names of undeclared dropouts with a nonzero rate."""
     found = []
     for model_name, model in models.items():
         known = {part for module in model.modules() if isinstance(module, Declared) for part in module.modules()}

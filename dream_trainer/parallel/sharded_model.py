@@ -68,7 +68,7 @@ class ShardedModel:
         self._is_whole_for_forward = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InStep:
-        """A copy of the model that was made inside a step has whole parameters, and needs nobody to gather them."""
+        """A copy of the model made inside a step has whole parameters, and needs no gathering."""
         if not self.is_whole:
             raise TypeError(
                 "a sharded model was copied between steps, where it has this rank's shards. Copy it in a step, in an "
@@ -270,7 +270,7 @@ class ShardedModel:
 
 
 class _InStep:
-    """What the hooks of a copied model are bound to."""
+    """The object that the hooks of a copied model are bound to."""
 
     is_whole = True
     _is_whole_for_forward = False

@@ -72,7 +72,7 @@ class PartShapes:
         self.given.append((part, dim % part.ndim))
 
     def end(self, batch: Any) -> None:
-        """The step gets `batch`, in which all else is whole."""
+        """The step gets `batch`; all its other tensors are whole."""
         self.given += [(leaf, None) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
     def have_positions(self, shape: torch.Size) -> bool:
@@ -97,7 +97,7 @@ class RandomFunction:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if given and self._is_of_part(given):
             return self.function(*args, **kwargs)
-        if not given:  # what is made anew tells its shape, and may be made again
+        if not given:  # a new tensor shows its shape, and may be made again
             given = [self.function(*args, **kwargs)]
             if self._is_of_part(given):
                 return given[0]
@@ -109,13 +109,13 @@ class RandomFunction:
             return self.function(*args, **kwargs)
 
     def refuse_in_graph(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuses a call in a compiled block, where each rank draws for its part."""
+        """Refuses a draw for all ranks in a compiled block: there, each rank draws for its part."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)] or [drawn]
         if kwargs.get("generator") is None and not self._is_of_part(given):
             raise StepError(_IN_GRAPH.format(self._name, tuple(given[0].shape)))
 
     def _is_of_part(self, given: list[Tensor]) -> bool:
-        """Whether each rank has other numbers."""
+        """Whether each rank draws different numbers."""
         drawn_for = slice(2) if self._name in _OF_CHANNELS else slice(None)
         if self._name == "multinomial":  # whose last dimension holds what is drawn from
             drawn_for = slice(-1)
@@ -124,7 +124,7 @@ class RandomFunction:
 
 
 def _refuse_foreign_checkpoint(name: str) -> None:
-    """What is computed again in backward is outside of the step there, and would draw other numbers."""
+    """Refuses recomputation in backward by others: it runs outside the step, and would draw different numbers."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__")

@@ -1,6 +1,6 @@
 """AbstractTrainer: the state everybody may read, the registries, and the parts below as one interface.
 
-It runs nothing. `BaseTrainer` brings the loop. What has state is an object of its own, under one name.
+It runs nothing. `BaseTrainer` brings the loop. Every part with state is a separate object with one name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ C = TypeVar("C", bound=Callback)
 
 
 class AbstractTrainer(MixinHooks):
-    """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
+    """The interface of a trainer. Build on `BaseTrainer` or `DreamTrainer`.
 
     Args:
         config: The run's configuration.
@@ -62,7 +62,7 @@ class AbstractTrainer(MixinHooks):
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config
-        runtime = vars(self)["_runtime"] = build_runtime(self, config)  # which nobody may assign
+        runtime = vars(self)["_runtime"] = build_runtime(self, config)  # cannot be assigned
         hold(config, runtime)
         runtime.recorder = RunRecorder(runtime)
         runtime.events = event_table(runtime, is_main=True)
@@ -117,7 +117,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, as configured; what is assigned is used from the next pass over the data on."""
+        """The configured training loader. An assigned loader is used from the next pass over the data."""
         return self._runtime.state.train_dataloader
 
     @train_dataloader.setter
@@ -126,7 +126,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def val_dataloaders(self) -> dict[str, Any]:
-        """Validation loaders by name; a single one is named ""."""
+        """Maps names to validation loaders; the name of a single one is ""."""
         return self._runtime.state.val_dataloaders
 
     @property
@@ -185,7 +185,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def accumulation_window(self) -> AccumulationWindow:
-        """What there is to see of the micro-batches between two optimizer steps."""
+        """A view of the micro-batches between two optimizer steps."""
         return AccumulationWindow(self._runtime)
 
     @property
@@ -200,7 +200,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def seconds_waiting_by_loader(self) -> Mapping[str, float]:
-        """The same for each of several training loaders, by name; of one loader nothing."""
+        """The same per training loader, keyed by loader name; empty for a single loader."""
         return {} if self._runtime.data.stream is None else self._runtime.data.stream.seconds_by_loader
 
     @property
@@ -226,7 +226,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def tokens_before_next_step(self) -> int:
-        """`tokens_seen`, and in a window those of its own: where a schedule by tokens is when `step` steps it."""
+        """`tokens_seen` plus the current window's tokens: the position of a token schedule when `step` steps it."""
         return self._runtime.progress.tokens_seen + self._runtime.window.tokens
 
     @property
@@ -393,8 +393,8 @@ class AbstractTrainer(MixinHooks):
     def changing_weights(self) -> Iterator[None]:
         """Inside, parameters may be changed in place by hand; between windows, on every rank.
 
-        No checkpoint is still copying them then, and those of sharded models are the shards that the next forward
-        gathers, not what the last one left gathered; also in events, where small models are whole otherwise.
+        No checkpoint is still copying the parameters then. Sharded models show the shards that the next forward will
+        gather, not the last gathered values; also in events, where small models are whole otherwise.
         """
         self._runtime.saver.before_update()
         self._runtime.parallel.reshard()
@@ -419,10 +419,10 @@ class AbstractTrainer(MixinHooks):
         Args:
             name: Unlike all others of this trainer.
             save: Gives the state. "shared" and "rank": numbers, strings, small CPU tensors, containers of them.
-                "tensors": a dict of tensors by name, on any device and sharded or not; equal on ranks where they are
+                "tensors": a dict from names to tensors, on any device and sharded or not; equal on ranks where they are
                 not. A resume fills them in place.
             load: Takes it back.
-            scope: "shared": equal on all ranks; "rank": each rank's own, given back on as many ranks laid out alike;
+            scope: "shared": equal on all ranks; "rank": each rank's own, restored only on the same rank layout;
                 "tensors": large tensors, on any number of ranks.
 
         Raises:
@@ -433,7 +433,7 @@ class AbstractTrainer(MixinHooks):
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.
 
-        `torch.autocast` under `precision="bf16"` and `"fp16"`, else nothing.
+        `torch.autocast` under `precision="bf16"` and `"fp16"`, otherwise a no-op.
         """
         return autocast(self.config.device_parameters, self.world.device)
 

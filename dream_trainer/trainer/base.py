@@ -93,7 +93,7 @@ class BaseTrainer(AbstractTrainer):
             args: The arguments; None: those of the program.
 
         Raises:
-            ConfigError: No class of a config is named.
+            ConfigError: The class statement has no config class.
             SystemExit: As of `parse`.
         """
         from dream_trainer.config.command_line import parse  # loads tyro
@@ -118,7 +118,7 @@ class BaseTrainer(AbstractTrainer):
         exception or Ctrl-C that did not end the program, it continues after the last finished step.
 
         Raises:
-            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (see `exit_status`). Not
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (see `exit_status`). Not raised
                 after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or an exception left it in the middle of a step.
             CheckpointError: Another trainer of this process has trained the run on since this one did.
@@ -165,7 +165,7 @@ class BaseTrainer(AbstractTrainer):
 
         Args:
             loss: Scalar; the micro-batch's mean. None: nothing to learn from this batch (one data-parallel rank only).
-            weight: Number of tokens or samples over which the mean was computed; a number or 0-dim tensor.
+            weight: Number of tokens or samples that the mean was computed over; a number or 0-dim tensor.
             model: The model that the weight belongs to, if several models are trained with weights.
 
         Raises:
@@ -189,7 +189,7 @@ class BaseTrainer(AbstractTrainer):
         optimizer may have gradients that it has not stepped.
 
         Args:
-            model: The model for which the window's `backward` calls gave weights.
+            model: The model whose weights the window's `backward` calls gave.
             optimizer: One optimizer, or several that share one gradient norm.
             scheduler: One, or several, stepped after the optimizer, once per optimizer step.
 
@@ -231,7 +231,7 @@ class BaseTrainer(AbstractTrainer):
             self._runtime.optimizer_step.reduce_gradients(optimizers)
 
     def describe(self) -> str:
-        """Prints and returns, as Markdown, the setup order and who listens to which event. Works before launch."""
+        """Prints and returns, as Markdown, the setup order and the listeners of each event. Works before launch."""
         text = describe(self._runtime)
         show(text)
         return text
@@ -413,7 +413,7 @@ class BaseTrainer(AbstractTrainer):
         return False
 
     def _conclude(self, owed: Owed) -> bool:
-        """What follows a window that ends the run or an epoch, or after which a validation is due."""
+        """Finishes a window that ends the run or an epoch, or that a validation follows."""
         runtime, progress = self._runtime, self._runtime.progress
         is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + owed.epoch_ended)
         if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):
@@ -553,7 +553,7 @@ def watched(runtime: Runtime) -> Iterator[None]:
 
 @contextmanager
 def keeping_state(runtime: Runtime) -> Iterator[None]:
-    """For a `pre_epoch` that is called again where a run goes on within an epoch, to set up what no checkpoint has.
+    """For a `pre_epoch` called again when a run resumes within an epoch, to set up state that no checkpoint has.
 
     Afterwards what checkpoints have, buffers and random generators are as before.
     """

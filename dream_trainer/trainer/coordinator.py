@@ -35,7 +35,7 @@ class Coordinator:
         self.signals = Signals(self.requests, self._leave_lost_job)  # the signals this process gets
         self.trains = self.stopped = False
         self.stopped_because: str | None = None
-        self.ended_by: signal.Signals | None = None  # the signal because of which they stop, if it is one
+        self.ended_by: signal.Signals | None = None  # the signal that stops training, if any
         self.exchanges = 0  # number of exchanges so far; grows as long as the run continues
 
     def _leave_lost_job(self) -> None:
@@ -52,7 +52,7 @@ class Coordinator:
         self._clocks = 0
 
     def begin_training(self) -> None:
-        """`fit` was called; what ended an earlier call does not count any more."""
+        """`fit` was called: forgets why an earlier call ended."""
         self.trains, self.stopped, self.ended_by = True, False, None
         self.requests.forget_signals()
 

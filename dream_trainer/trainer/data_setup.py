@@ -220,7 +220,7 @@ def refuse_unlike_turns(loader: Any) -> None:
 
 
 def refuse_one_order_for_both(runtime: Runtime) -> None:
-    """Raises where training and validation read one OrderedDataset: each validation would begin it anew."""
+    """Raises if training and validation share one OrderedDataset: each validation would restart it."""
     assert runtime.data.stream is not None  # just opened
     training = [_order_of(part.reader) for part in runtime.data.stream.parts.values()]
     for name, batches in runtime.data.validation.items():

@@ -1,4 +1,4 @@
-"""Limits that change between two calls of `fit`: the run goes on as a restart with the new ones would."""
+"""Limits that change between two calls of `fit`: the run continues like a restart with the new limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks: config, modules, data, optimizers and state."""
+"""Finds differences in what must be equal on all ranks: config, modules, data, optimizers and state."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def warn_of_different_buffers(runtime: Runtime) -> None:
 
 
 def say_what_only_rank_0_keeps(runtime: Runtime, digests: Mapping[str, str]) -> None:
-    """Compares state of which a checkpoint has rank 0's alone; a collective. The difference may be meant."""
+    """Compares state that a checkpoint only saves from rank 0; a collective. A difference may be intended."""
     first, *others = runtime.world.all_gather_object(digests)
     lost = {name for digests in others for name, digest in digests.items() if first.get(name) != digest}
     if lost:

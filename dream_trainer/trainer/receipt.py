@@ -1,7 +1,6 @@
 """Receipt: where the time of a run went, over all its starts. `run.json` keeps what it is computed from.
 
-A start that was killed wrote nothing at its end: the next one finds in the log when it was last alive, and at which
-step.
+A killed start wrote nothing at its end: the next one reads in the log when it was last alive, and its last step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PARTS = {
     "starting": "starting up",
     "idle": "idle between starts",
 }
-"""The parts of a run's time, and what they are called."""
+"""The parts of a run's time, with their labels."""
 
 
 @dataclass(kw_only=True)
@@ -70,7 +69,7 @@ class Start:
         again = 0.0
         if following is not None and following.first_step < self.last_step:
             again = max(self.seen - self.reached(following.first_step), 0.0)
-        # What is trained again later is all of the loop's time since then, in equal shares of its parts.
+        # Steps trained again later take all of the loop's time since then, in equal shares of its parts.
         stays = 1 - min(again, looped) / looped if looped else 1.0
         idle = 0.0 if following is None else max(following.began - self.seen, 0.0)
         spent = {name: seconds * stays for name, seconds in spent.items()}
@@ -91,7 +90,7 @@ class Receipt:
 
     @property
     def goodput(self) -> float:
-        """The share of it in which steps were trained that are in the final weights."""
+        """The share of the time spent on steps that are in the final weights."""
         return self.seconds["training"] / self.total if self.total else 0.0
 
     def words(self) -> str:
@@ -103,7 +102,7 @@ class Receipt:
 
 
 def receipt(starts: Sequence[dict[str, Any]]) -> Receipt | None:
-    """Of what `run.json` has of each start; None without any, as of a version that kept none."""
+    """From the entries of each start in `run.json`; None without any, as in files of older versions."""
     known = [Start.of(start) for start in starts]
     seconds = dict.fromkeys(PARTS, 0.0)
     for start, following in zip_longest(known, known[1:]):

@@ -147,7 +147,7 @@ class Registry:
                 _refuse_hidden_modules(name, value)
 
     def _named_by_type(self, kinds: Any) -> dict[str, Any]:
-        """What is of `kinds`, by its first name: what is reachable by two names is one thing, saved once."""
+        """Objects of `kinds`, keyed by first name: an object with two names is one object, saved once."""
         named: dict[str, Any] = {}
         for name, value in self._all_by_type(kinds).items():
             if not any(value is other for other in named.values()):

@@ -85,7 +85,7 @@ def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, 
 def _branch(
     asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load
 ) -> bool:
-    """Begins from the checkpoint at a path; a run that has begun there already goes on from its own newest."""
+    """Begins from the checkpoint at a path; a run that already began there resumes from its own newest."""
     place = absolute(as_path(asked))
     parent = newest.parent if newest else None
     if parent is not None and world.broadcast_object(began_at(parent, place) if world.is_main else None):
@@ -208,7 +208,7 @@ def changed_fields(manifest: Manifest, config: BaseTrainerConfig) -> list[str]:
 
 @contextmanager
 def naming_what_changed(manifest: Manifest, runtime: Runtime) -> Iterator[None]:
-    """What does not fit is often what the config builds otherwise."""
+    """Mismatched state often comes from a changed config, so the error lists the changes."""
     try:
         yield
     except DamagedCheckpointError:

@@ -1,4 +1,4 @@
-"""Learning rates, and other options of optimizers, where a run goes on from a checkpoint.
+"""Learning rates and other optimizer options when a run resumes from a checkpoint.
 
 A LambdaLR follows this config. Every other scheduler loads its whole state, arguments such as T_max included.
 """
@@ -41,7 +41,7 @@ class KeptOption(NamedTuple):
     group: int
     option: str
     config: Any  # this config's value
-    trained: Any  # the checkpoint's value, which goes on
+    trained: Any  # the checkpoint's value, which stays in use
 
 
 class ResumedRates:
@@ -71,7 +71,7 @@ class ResumedRates:
             self._scheduled.setdefault(optimizer, [_without_parameters(group) for group in optimizer.param_groups])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint contains beside the states of optimizers and schedulers."""
+        """The part of a checkpoint that is in no state of an optimizer or scheduler."""
         schedulers = self._schedulers()
         return {
             "rate_caps": {name: self._caps[one] for name, one in schedulers.items() if one in self._caps},
@@ -90,7 +90,7 @@ class ResumedRates:
         return [options.get("lr", group.get("initial_lr", group["lr"])) for group, options in pairs]
 
     def refuse(self, shared: Mapping[str, Any], branch: BranchParameters) -> None:
-        """Refuses, before weights are loaded, what schedulers cannot take of a checkpoint."""
+        """Raises, before weights are loaded, if schedulers cannot load the checkpoint's state."""
         if branch.schedule != "new":
             self._refuse_other_classes(shared)
         if branch.schedule == "new" and branch.optimizer == "keep":
@@ -131,7 +131,7 @@ class ResumedRates:
     def restore(
         self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int
     ) -> tuple[list[str], list[KeptOption]]:
-        """Restores schedulers and rates after the optimizers' state; returns warnings and options that go on."""
+        """Restores schedulers and rates after the optimizers' state; returns warnings and the kept options."""
         schedulers, saved = self._schedulers(), shared["schedulers"]
         if branch.schedule != "new" and set(schedulers) != set(saved):
             raise CheckpointError(
@@ -323,7 +323,7 @@ def _at_most(form: Callable[[int], float], cap: float) -> Callable[[int], float]
 
 
 def _rebase(scheduler: LambdaLR, bases: Sequence[Any]) -> None:
-    """The scheduler goes on at its step, from these rates."""
+    """Moves the scheduler to these rates, at its present step."""
     scheduler.base_lrs = list(bases)
     rates = []
     for group, base, form in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):

@@ -1,4 +1,4 @@
-"""`run.json`: what a run says about itself: how far it is, how it goes, why it ended.
+"""`run.json`: a run's own record: its progress, its state, and why it ended.
 
 RunRecorder writes it; `dream-trainer runs` reads it.
 """
@@ -31,7 +31,6 @@ from dream_trainer.distributed.job_store import job_store
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
-from dream_trainer.screen import logger
 from dream_trainer.trainer.receipt import Start, process_began, receipt
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.version import __version__
@@ -50,17 +49,17 @@ RunState = Literal["running", "stopped", "finished", "failed"]
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """A run at the last moment at which it wrote this down: its start, a validation, a checkpoint, its end."""
+    """A run when it last wrote this record: its start, a validation, a checkpoint, or its end."""
 
     state: RunState = "running"
     """"stopped": asked to, by code, a signal or `max_time`, before its limits; "finished": it reached them."""
     why: str | None = None  # why it was stopped, or the line of the exception that it failed with
-    failed_rank: int | None = None  # of a failed run: the rank whose failure came first; None where nobody knows it
+    failed_rank: int | None = None  # the rank that failed first; None if unknown
     error: str | None = None
-    """Of a failed run: the exception with all that it says, its place, and the calls that led there."""
+    """For a failed run: the full exception, its place, and the calls that led there."""
     started: float = 0.0  # when it was first started, in seconds since 1970
     seen: float = 0.0  # when this was written
-    starts: int = 0  # how often training was started or went on in a new process
+    starts: int = 0  # how often training started or resumed in a new process
     times: list[dict[str, Any]] = field(default_factory=list)
     """Of each of these starts what its time went to (trainer/receipt.py)."""
     step: int = 0  # optimizer steps completed
@@ -69,11 +68,11 @@ class RunRecord:
     seconds: float = 0.0  # of training, all processes together
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     best: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
+    """For each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
     parent: dict[str, Any] | None = None
-    """Of a branch: the `checkpoint` that it began from, its `step`, and what went along."""
+    """For a fork: the `checkpoint` that it began from, its `step`, and the state it took over."""
     resumed_from: str | None = None
-    """The checkpoint that the last process went on from: the run's, another run's, or one in a `local_directory`."""
+    """The checkpoint that the last process resumed from: the run's, another run's, or one in a `local_directory`."""
     kept_options: list[dict[str, Any]] = field(default_factory=list)
     """Options that a checkpoint set against the config, as dicts of `KeptOption`."""
     argv: list[str] = field(default_factory=list)  # how the last process was started
@@ -132,7 +131,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def trained_fields(config: Mapping[str, Any], record: RunRecord | None) -> dict[str, Any]:
-    """The config's fields by dotted names; an option from a checkpoint is shown beside it: `0.003 (trained 0.01)`."""
+    """The config's fields by dotted names; a checkpoint's differing option follows: `0.003 (trained 0.01)`."""
     values = dict(leaves(config))
     if record is None:
         return values
@@ -260,7 +259,7 @@ class RunRecorder:
         self._has_directory = self._is_new = False
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
-        """What is called at `event` on this rank: ranks other than 0 write of their failures alone."""
+        """Functions to call at `event` on this rank: ranks other than 0 only write about their failures."""
         if self._runtime.config.training_parameters.fast_dev_run:
             return ()
         if event == "on_exception":
@@ -409,9 +408,8 @@ class RunRecorder:
         if is_consequence:
             record.failed_rank, rank = None, f"a rank is gone that said nothing: {rank}"
         self._write("failed", rank + in_a_line(exc))
-        gone = (
-            _gone(runtime.world.world_size) if is_consequence else {}
-        )  # it takes a while, so something is told before
+        # This takes a while, so a message comes first.
+        gone = _gone(runtime.world.world_size) if is_consequence else {}
         if gone:
             record.failed_rank = next(iter(gone))
             named = ", ".join(f"rank {number} ({process})" for number, process in gone.items())
@@ -452,7 +450,7 @@ class RunRecorder:
 
 
 def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
-    """What went before in the run; its last start may have died, and left no more than lines in the log."""
+    """Times of the run's earlier starts; the last one may have died and only left lines in the log."""
     record = read_record(run_dir)
     if record is None or not record.times:
         return []
@@ -463,7 +461,7 @@ def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _gone(world_size: int) -> dict[int, str]:
-    """The ranks on this host whose processes have ended, each with which process it was."""
+    """The ranks on this host whose processes have ended, each with the name of its process."""
     store = job_store()
     try:
         return {} if store is None else dead_ranks(store, world_size)

@@ -65,7 +65,7 @@ class Schedule:
         return is_pass_over if self.epoch_steps is None else self._progress.epoch_steps >= self.epoch_steps
 
     def reached_limits(self) -> str:
-        """What is done and what to raise, in words, for a run that has nothing left to train."""
+        """Describes, for a run with nothing left to train, the limits it reached and which to raise."""
         progress = self._progress
         counted = (
             ("n_epochs", "epochs", progress.current_epoch, self._max_epochs),
@@ -93,7 +93,7 @@ class Schedule:
             self._progress.elapsed_seconds = self.elapsed_seconds()
 
     def stop(self) -> None:
-        """Training ends now; what comes until it starts again does not count."""
+        """Training ends now; time until it starts again does not count."""
         self._is_running = False
 
     def elapsed_seconds(self) -> float:

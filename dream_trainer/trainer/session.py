@@ -66,7 +66,7 @@ def _launch_and_set_up(runtime: Runtime) -> None:
     runtime.hooks._finish_setup()
     _build_coordination(runtime)
     notify(runtime, "post_setup")
-    # Layers draw different numbers on each rank with data of its own; a resume replaces this by each rank's state.
+    # Layers draw different numbers on each data-parallel rank; a resume replaces this by each rank's saved state.
     seed_everything(hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank))
     session.is_resumed = True
     runtime.hooks._resume()

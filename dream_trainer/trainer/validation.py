@@ -142,7 +142,7 @@ def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], A
 def _keep_company(
     runtime: Runtime, batch: Any, batch_idx: int, record: Record, further: Sequence[ValidationMetrics]
 ) -> None:
-    """Runs the step only for its collectives: what it logs and counts is thrown away."""
+    """Runs the step only for its collectives; its logs and counts are discarded."""
     runtime.state.is_padding_batch = True
     try:
         aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)

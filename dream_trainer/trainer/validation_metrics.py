@@ -74,7 +74,7 @@ class ValidationMetrics:
             self.attributes.update(originals)
 
     def values(self) -> dict[str, float]:
-        """What the metrics have come to over all ranks since `start_loader`; a collective."""
+        """Values of the metrics over all ranks since `start_loader`; a collective."""
         numbers: dict[str, float] = {}
         seen: set[str] = set()
         for name, metric in self.metrics().items():

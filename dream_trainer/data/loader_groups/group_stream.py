@@ -258,7 +258,7 @@ class GroupStream(TrainStream):
         return self._leader is not None and self._end == "shortest" and ends.get(self._leader.name, False)
 
     def _turn_without_window(self, part: Member, count: float) -> float:
-        """Number of the turn at which the loader has used up its `count` windows."""
+        """Number of the turn when the loader has used up its `count` windows."""
         if count == math.inf:
             return count
         places = [place for place, turn in enumerate(self._turns) if part in turn]
@@ -371,7 +371,7 @@ def group_stream(
 
 
 def _count_of_one(loader: LoaderGroup | AlternatingLoaders, name: str, count: SampleCount | None) -> SampleCount | None:
-    """What counts the samples of one loader's batch: a function of the user's takes what `training_step` gets."""
+    """Counts the samples of one loader's batch; a user's function receives the argument of `training_step`."""
     if count is None or count.own is None:
         return count
     own = count.own
@@ -389,7 +389,7 @@ class Place(NamedTuple):
     has_ended: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data; without what is of this rank alone."""
+        """As plain data, without this rank's own part."""
         return self._replace(rank_state=None)._asdict() | {"position": asdict(self.position)}
 
 

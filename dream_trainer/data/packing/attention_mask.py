@@ -59,8 +59,8 @@ def packed_attention_mask(
         kind: "auto" is "varlen" on CUDA in half precision from compute capability 8.0 on, "flex" on CUDA else, and
             "sdpa" elsewhere.
         causal: Whether a token sees none that come after it.
-        device: Where attention is computed. None: where `documents` are.
-        dtype: What attention is computed in, for "auto".
+        device: Device that computes attention. None for the device of `documents`.
+        dtype: Dtype that attention is computed in, for "auto".
 
     Raises:
         ValueError: `kind` is unknown, or `documents` are of another shape.
@@ -82,7 +82,7 @@ def packed_attention_mask(
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | PackedSegments) -> Tensor:
-    """Attention under any of the masks; keys and values may have fewer heads, each for as many queries.
+    """Attention under any of the masks; keys and values may have fewer heads (grouped queries).
 
     Segments on another device than CUDA are attended to one by one, with the work of the documents' lengths squared.
 
@@ -90,7 +90,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | B
         query: Shape `(rows, heads, row_length, width)`.
         key: The same, or with fewer heads.
         value: As `key`.
-        mask: What `packed_attention_mask` gave for the batch.
+        mask: Result of `packed_attention_mask` for the batch.
 
     Returns:
         The shape of `query`.

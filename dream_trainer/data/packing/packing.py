@@ -1,4 +1,4 @@
-"""Which part of which document lies in which row, by lengths alone. Longer documents are first cut into pieces of
+"""Assigns parts of documents to rows, only by lengths. Longer documents are first cut into pieces of
 `row_length` tokens; the rest of one, and each shorter document, is a piece too."""
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def pack_concatenated(lengths: NDArray[Any], row_length: int) -> RowPlan:
 
 
 def pack_one_by_one(lengths: NDArray[Any], row_length: int) -> RowPlan:
-    """Gives each piece a row of its own, longest rows first."""
+    """Gives each piece a separate row, longest rows first."""
     documents, starts, sizes = _cut(lengths, row_length)
     order = np.argsort(-sizes, kind="stable")
     return RowPlan(np.arange(len(sizes) + 1), documents[order], starts[order], sizes[order])

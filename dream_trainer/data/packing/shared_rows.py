@@ -18,7 +18,7 @@ Kind = Literal["auto", "sdpa", "flex", "varlen"]
 
 
 def handlers(attention: ContextAttention) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """What `packed_attention_mask` and `packed_attention` are where `attention` replaces PyTorch's."""
+    """Versions of `packed_attention_mask` and `packed_attention` for use when `attention` replaces PyTorch's."""
     shared = (_OfHeads if isinstance(attention, UlyssesAttention) else _OfPositions)(attention)  # type: ignore[arg-type]
     return {packed_attention_mask: shared.mask, packed_attention: shared.attend, attend_elsewhere: shared.attend}
 

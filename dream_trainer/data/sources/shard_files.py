@@ -139,9 +139,9 @@ class ParquetRows(ShardFiles):
 class TarSamples(ShardFiles):
     """Samples of WebDataset's .tar files, by number.
 
-    A sample is the files that follow each other and have one name up to the first dot: a dict of `__key__`, the name,
-    and by what follows that dot, in lower case, the content as bytes, or what `decode` makes of it. Files without a
-    dot, or with one in front, are no samples.
+    A sample is a series of files that share their name up to the first dot: a dict of `__key__`, that name, and each
+    file's content under the rest of its name, in lower case. Contents are bytes, or the result of `decode`. Files
+    without a dot, or with a leading dot, are no samples.
 
     Args:
         paths: As of ShardFiles. Compressed files cannot be read by number.

@@ -1,5 +1,5 @@
-"""StreamLoader, and training from its lanes: one rank's windows, loaded by workers that own lanes, and how they go on
-at any step."""
+"""StreamLoader, and training from its lanes: one rank's windows, loaded by workers that own lanes, resumable at any
+step."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ from dream_trainer.screen import logger
 class StreamLoader:
     """Batches from a sequential source in shards, dealt to ranks and workers, that resumes at any step.
 
-    Which samples make up an optimizer step depends on the seed and the source alone, not on ranks, workers or
-    accumulation: shards are dealt to lanes, and a step takes equally many samples from each of its lanes
-    (docs/data.md). The trainer tells it rank and seed; iterated by itself it yields what a single process sees
-    with seed 0.
-
+    The samples of an optimizer step only depend on the seed and the source, not on ranks, workers or accumulation.
+    Shards are dealt to lanes, and a step takes equally many samples from each of its lanes (docs/data.md). The trainer
+    passes it rank and seed. Without a trainer it yields the samples of a single process with seed 0.
     Args:
         source: A ShardedSource (`WebDatasetShards`, `IterableShards`, `HuggingFaceShards` or your own), or a streaming
             dataset of Hugging Face's `datasets`.
@@ -43,17 +41,17 @@ class StreamLoader:
         transforms: What is done to samples, in this order: `Map`, `Filter`, `Batch`, `Unbatch`, `Shuffle`. In workers.
         lanes: Lanes that each step reads; it divides the global batch, and the data-parallel ranks divide it. None for
             the largest divisor of the global batch that there are shards for, up to 64.
-        turns: Sets of lanes, read by consecutive steps in turn, so that several workers find work where a step has one
-            micro-batch; `lanes * turns` shards are read at a time. None for as many as there are shards for, up to
-            4, or as deal the shards evenly.
-        shuffle_shards: Whether each lane reads its shards in a random order of their own in each epoch. Samples are
+        turns: Sets of lanes, read by consecutive steps in turn, so that several workers find work if a step has one
+            micro-batch; `lanes * turns` shards are read at a time. None for up to 4, limited by the number of shards,
+            or for the number that deals the shards evenly.
+        shuffle_shards: Whether each lane reads its shards in a different random order in each epoch. Samples are
             shuffled by `Shuffle(window)` among the transforms.
         repeat: Whether each lane begins its shards again when it has read them. With False a pass ends for all with the
             last step that each lane can fill, and the next epoch begins with all shards.
         num_workers: Processes that load ahead; 0 loads in the training process.
         collate_fn: Turns a list of samples into a batch.
-        on_error: What to do with a sample for which a transform raises: "raise", or "skip", which is counted and
-            logged. What the source itself raises ends the run.
+        on_error: Policy for a sample whose transform raises: "raise", or "skip" with a count in the logs. Errors of the
+            source itself end the run.
         max_skipped: With "skip", how many samples each lane may skip in the whole run; with `repeat=False`, in each
             pass.
         pin_memory: Whether batches are copied to page-locked memory.
@@ -195,7 +193,7 @@ class LaneStream(TrainStream):
         try:
             batches, marks, end = self._load(step)
         except BaseException:
-            # Of a window that was not loaded whole, be it for a signal, nothing counts: it is loaded again.
+            # A window that was not loaded whole, for any reason including a signal, does not count: it is loaded again.
             self.close()
             raise
         if end is not None:
@@ -255,7 +253,7 @@ class LaneStream(TrainStream):
                 logger.warning("skipped %s (lane %d has skipped %d)", report, mark.lane, mark.skipped)
 
     def _own_states(self, rank_state: dict[str, Any] | None, steps: int) -> dict[str, Any]:
-        """Of the lanes that were saved, those that this rank reads and that were read before."""
+        """States of the saved lanes that this rank reads and that were read before."""
         saved = {} if rank_state is None else rank_state.get("stream", {})
         now = self._facts.items() if saved else ()
         differing = [f"{name}: {saved[name]} then, {fact} now" for name, fact in now if saved.get(name) != fact]

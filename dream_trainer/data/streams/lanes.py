@@ -25,7 +25,7 @@ MOST_TURNS = 4  # sets of lanes where the user does not say
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Lanes of one turn that fill whole micro-batches among themselves, so that one worker can load them alone."""
+    """Lanes of one turn that fill whole micro-batches among themselves, so a single worker can load them."""
 
     turn: int
     lanes: tuple[int, ...]
@@ -234,7 +234,7 @@ def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[S
     if isinstance(reader, EpochAware):
         reader.set_epoch(epoch)
     if state is not None:
-        reader.load_state_dict(pickle.loads(pickle.dumps(state)))  # a reader may go on with the object that it gets
+        reader.load_state_dict(pickle.loads(pickle.dumps(state)))  # a reader may keep and change the object
     return reader, iter(reader)
 
 
@@ -245,14 +245,14 @@ def close(iterator: Iterator[Any] | None) -> None:
 
 
 def refuse_forgetful(source: ShardedSource, shard: int) -> None:
-    """Reads a few samples of a shard twice, the second time from a state: what comes must be the same."""
+    """Reads a few samples of a shard twice, the second time from a state; raises if they differ."""
     expected: list[Any] = []
     found: list[Any] = []
     before = 0
     for before in _READ_BEFORE:
         try:
             expected, found = _read_twice(source, shard, before)
-        except Exception:  # the lane that reads the shard will raise it too, and says at which sample
+        except Exception:  # the lane that reads the shard will raise it too, with the sample
             return
         if expected:
             break

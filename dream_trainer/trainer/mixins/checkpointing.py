@@ -1,7 +1,7 @@
-"""CheckpointMixin: when a checkpoint is saved, and from which one a run continues.
+"""CheckpointMixin: when checkpoints are saved, and which one a run resumes from.
 
 It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
-See trainer/saved_state.py and trainer/state_registry.py for what is saved and given back, trainer/resume.py for which.
+See trainer/saved_state.py and trainer/state_registry.py for the saved state, trainer/resume.py for the choice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CheckpointMixin(AbstractTrainer):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where this run's checkpoints are, or a link to that place; of an object store, where they wait to be sent."""
+        """Directory of this run's checkpoints, or a link to it; with an object store, the upload staging directory."""
         return self.run_dir / "checkpoints"
 
     def checkpoints(self) -> list[Manifest]:
@@ -91,7 +91,7 @@ class CheckpointMixin(AbstractTrainer):
         those of the step's validation.
 
         Returns:
-            The checkpoint's directory; in an object store, where it is once it is sent.
+            The checkpoint's directory, or its path in the object store once it is uploaded.
 
         Raises:
             CheckpointError: Some rank could not write; raised on every rank, earlier checkpoints are whole.
@@ -158,7 +158,7 @@ class CheckpointMixin(AbstractTrainer):
         """Puts the weights of the best validation's checkpoint into the models; between windows, called by every rank.
 
         If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
-        again from it. A later `fit` goes on from these weights, with the optimizers, schedules and counters of the last
+        again from it. A later `fit` starts from these weights, with the optimizers, schedules and counters of the last
         step. Frozen weights that no checkpoint has (`save_frozen=False`) and modules' extra state stay as they are.
 
         Args:
@@ -226,8 +226,8 @@ class CheckpointMixin(AbstractTrainer):
             weights: "model": its own; "ema" or "swa", or "ema.<n>" with several: the averages of that callback.
             dtype: Floating-point type to write; None leaves each as it is.
             max_shard_size: Bytes per file, as a number or such as "5GB".
-            merge_adapters: Of a model that peft has wrapped the adapters are written, in peft's layout; with this, the
-                base with them added, under the base's own names.
+            merge_adapters: By default a peft model's adapters are written, in peft's layout. True writes the base
+                weights with the adapters merged in, under the base model's names.
             overwrite: Whether to replace what is there.
 
         Returns:
@@ -369,7 +369,7 @@ class CheckpointMixin(AbstractTrainer):
             yield
 
     def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT, *, newest: Manifest | None = None) -> None:
-        """`newest` is the run's newest checkpoint, where `manifest` is of what its hosts keep for themselves."""
+        """`newest` is the run's newest checkpoint if `manifest` belongs to a host-local checkpoint."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         saved_state.restore(self._runtime, manifest, self.__form, None if is_own else branch)
         self._runtime.origin.parent = manifest.parent
@@ -392,7 +392,7 @@ class CheckpointMixin(AbstractTrainer):
         self._notify("on_load", manifest.path)
 
     def _say_what_changed(self, manifest: Manifest, begins: BranchParameters | None) -> None:
-        """`begins` has what goes along where the run begins from another one's checkpoint."""
+        """`begins` lists the state taken over when the run begins from another run's checkpoint."""
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
@@ -432,7 +432,7 @@ class CheckpointMixin(AbstractTrainer):
         parameters = self.__parameters()
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
-        return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
+        return named | super()._best_modes() | named  # the checkpoints' own metric comes first
 
 
 def _settled(runtime: Runtime) -> Moment:
@@ -473,7 +473,7 @@ def any_is_loaded(runtime: Runtime) -> bool:
 
 
 def _refuse_other_adapters(path: Path, models: Mapping[str, nn.Module], world: Ranks) -> None:
-    """Of models that have adapters both here and there; a single one may have another name there."""
+    """For models with adapters both here and there; a single adapter may have another name there."""
     saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
     if len(models) == len(saved) == 1:
         saved = dict(zip(models, saved.values(), strict=True))

@@ -58,7 +58,7 @@ class ContextParallelMixin(AbstractTrainer):
         if `device_parameters.context_parallel` > 1; if it is overridden, it is called before each step on any number of
         ranks, so that the steps need not know.
 
-        A mask `[batch, 1, queries, keys]` is cut along its queries alone: `cut(mask, dim=-2)`. Labels are shifted
+        A mask `[batch, 1, queries, keys]` is only cut along its queries: `cut(mask, dim=-2)`. Labels are shifted
         before they are cut, not in the step, and positions are tensors of the batch.
 
         Args:
@@ -121,7 +121,7 @@ class ContextParallelMixin(AbstractTrainer):
 
 
 def _step_seed(runtime: Runtime, batch_idx: int) -> int:
-    """Of what ranks that share sequences draw alike: the same for a step whenever it runs, and where it is resumed."""
+    """Seed for draws that are equal on context-parallel ranks; fixed for a step, also after a resume."""
     seed, progress, dp_rank = runtime.config.seed, runtime.progress, runtime.world.dp_rank
     if not runtime.state.training:
         return hash_seed(b"val" + runtime.state.val_name.encode(), seed, batch_idx, dp_rank)
@@ -213,7 +213,7 @@ class SequenceCut:
         self._attention.shapes.given.clear()
 
     def _name(self, tensor: Any) -> str:
-        """What a message calls a tensor: its place in the batch, if it has one."""
+        """Name of a tensor for messages: its place in the batch, if it has one."""
         place = next((name for name, leaf in _places(self._batch, "batch") if leaf is tensor), None)
         return place or "a tensor made in cut_batch"
 

@@ -41,8 +41,8 @@ _NORMS = (
 class PipelineParallelMixin(AbstractTrainer):
     """Pipeline-parallel training. Override `pipeline_stages` to choose what each stage holds.
 
-    The model's forward asks for what its stage may lack: of what other stages hold, lists have nothing, and other names
-    are None. What it returns there is the next stage's argument.
+    The model's forward reads names that its stage may lack: lists then omit the blocks of other stages, and other names
+    are None. Its return value there is the next stage's argument.
 
     Example:
         ```python
@@ -79,8 +79,8 @@ class PipelineParallelMixin(AbstractTrainer):
         """The names of what each stage holds of `model`: of parts, as
         `named_modules` has them, and of parameters. Each parameter is in one stage. None: each rank has all.
 
-        Default: equally many blocks each, by `model_blocks`; what is registered before them is in the first stage, and
-        what follows in the last, as is what lies between two stages' blocks in the one before it. None for a model of
+        Default: equal numbers of blocks, by `model_blocks`. Modules registered before the blocks are in the first
+        stage, later ones in the last, and those between two stages' blocks in the earlier one. None for a model of
         fewer blocks.
         """
         from dream_trainer.parallel.pipeline_stages import even_stages
@@ -96,8 +96,8 @@ class PipelineParallelMixin(AbstractTrainer):
             mesh: The ranks of the pipeline, in order.
 
         Raises:
-            ConfigError: No model that is trained can be cut into so many stages, two of them share a parameter, or
-                something else is asked for that a pipeline cannot do.
+            ConfigError: No trained model can be cut into that number of stages, two stages share a parameter, or
+                the config asks for a feature that a pipeline does not support.
             HookError: `pipeline_stages` does not name each parameter once.
         """
         from dream_trainer.compat.pipelining import ranks_of_stages
@@ -207,7 +207,7 @@ class PipelineParallelMixin(AbstractTrainer):
         *,
         weight: Callable[[Any], Tensor | float] | Tensor | float | None = None,
     ) -> Tensor:
-        """See MixinHooks; of a model in stages the batch's micro-batches go through them."""
+        """See MixinHooks; with stages, the batch's micro-batches pass through them."""
         pipeline = self.__pipelines.get(model)
         if pipeline is None:
             return super().forward_backward(model, inputs, targets, loss_fn, weight=weight)
@@ -230,7 +230,7 @@ class PipelineParallelMixin(AbstractTrainer):
         scaled = None if scale is None else partial(scale.scaled, is_weighted=weights is not None)
 
         def run() -> Tensor:
-            own_time.enter_collective()  # most of what a stage waits is for the others
+            own_time.enter_collective()  # a stage mostly waits for other stages
             loss = pipeline.train(batch, targets, loss_fn, weights, scaled=scaled, reduces=reduces)
             own_time.leave_collective()
             return loss

@@ -1,4 +1,4 @@
-"""Accumulation: one window from its start to its end, and what each `backward` adds to it.
+"""Accumulation: one window from start to end, with the contribution of each `backward`.
 
 Gradients are summed as they come and normalised once, in `step`, by what the window really contained, so unequal
 counts are exact (docs/measurements/step.md#exact-gradients).
@@ -57,7 +57,7 @@ class Accumulation:
         self.is_open = False
         self.counted_batches = 0  # all but those of `backward(None)`
         self.goes_back_here = True  # whether backwards of models that no stage divides run on this rank
-        self.trains_whole_models = False  # whether there are such models beside stages
+        self.trains_whole_models = False  # whether there are such models in addition to stages
         self.is_uneven = False  # whether ranks hold different numbers of samples in it
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
@@ -72,10 +72,10 @@ class Accumulation:
         self._overlapping: list[OverlappedAveraging] = []
 
     def averages(self, averaging: Averaging, former: Averaging | None) -> None:
-        """From now on tells `averaging`, in place of `former`, of backwards and last micro-batches."""
+        """Notifies `averaging` instead of `former` of backwards and last micro-batches from now on."""
         if former:
             self._averagings.remove(former)
-        if averaging:  # else it has nothing to average, as in a process alone
+        if averaging:  # falsy if there is nothing to average, as in a single process
             self._averagings.append(averaging)
         if isinstance(former, OverlappedAveraging):
             former.close()
@@ -424,7 +424,7 @@ class _Mark(NamedTuple):
 
 
 class OwnGradients:
-    """What a backward left on some parameters of each optimizer."""
+    """Gradients that a backward left on some parameters of each optimizer."""
 
     def __init__(self, gradients: GradientState) -> None:
         self._gradients = gradients

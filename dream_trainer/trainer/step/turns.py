@@ -32,7 +32,7 @@ class Turns:
         self._marks: dict[Optimizer, list[tuple[int, int]]] = {}
 
     def number_of(self, optimizers: Sequence[Optimizer]) -> int:
-        """One that says which optimizers these are, of those that the trainer has, and in which order."""
+        """A number that encodes which of the trainer's optimizers these are, and their order."""
         numbers = {id(optimizer): number for number, optimizer in enumerate(self.optimizers, start=1)}
         return sum(numbers.get(id(optimizer), 0) * 64**place for place, optimizer in enumerate(optimizers))
 

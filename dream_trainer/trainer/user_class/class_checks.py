@@ -70,14 +70,14 @@ def _check_hooks(cls: type) -> None:
 
 
 def _hooks(cls: type[MixinHooks], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
-    """The names of what may be overridden in the user's trainer and in each class of callbacks."""
+    """The overridable names of the user's trainer and of each callback class."""
     of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
     hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
     return hooks | {type(callback): {*vars(Callback)} for callback in callbacks}
 
 
 def _refuse_uncalled(cls: type, names: set[str]) -> None:
-    """Raises HookError if a definition in a user's class comes after ours in the MRO, where nothing calls it."""
+    """Raises HookError if a user's definition comes after ours in the MRO, so that nothing calls it."""
     events = set(EVENTS) if issubclass(cls, Hooks) else set()
     for name in sorted(names - events):
         owners = definers(cls, name)
@@ -162,7 +162,7 @@ def _bare(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _may_change_arguments(decorated: Any) -> bool:
-    """Whether a decorator is the user's, who knows what it hands on; those of PyTorch and contextlib hand on all."""
+    """Whether a decorator is the user's and may change arguments; PyTorch's and contextlib's pass all of them."""
     if not isinstance(decorated, FunctionType):
         return True
     return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
@@ -246,7 +246,7 @@ _CALLED_BY_US = frozenset(
 )
 
 
-# -- Names that a user's trainer and the framework may not both use: one would replace the other without a word.
+# -- Names that a user's trainer and the framework may not both use: one would silently replace the other.
 #
 # Methods are compared when the trainer is built, attributes when they are assigned.
 
@@ -297,7 +297,7 @@ def check_assignment(trainer: MixinHooks, name: str, value: Any) -> None:
 
 @cache
 def names_of_ours(cls: Any) -> dict[str, type]:
-    """What the framework defines in the classes of `cls`, but for names that Python keeps apart (`__name`)."""
+    """The framework's definitions in the classes of `cls`, except names that Python mangles (`__name`)."""
     parts = [part for part in reversed(cls.__mro__) if is_ours(part)]
     names: dict[str, type] = {
         name: part for part in parts for name in vars(part) if not name.startswith(("__", f"_{part.__name__}__"))
