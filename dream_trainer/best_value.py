@@ -58,7 +58,7 @@ def mode_of(
 
 
 def _with_a_known_word(metric: str) -> str | None:
-    """The name as it may have been meant, where its last part nearly is a word that is known."""
+    """The probably intended name, if its last part is close to a known word."""
     place, slash, name = metric.rpartition("/")
     near = get_close_matches(name, [*_LOWER, *_HIGHER], n=1, cutoff=0.85)
     return f"{place}{slash}{near[0]}" if near else None
@@ -89,10 +89,10 @@ def refuse_missing(metric: str, metrics: Collection[str], *, named_by: str) -> N
 
 
 def mode_by_name(metric: str) -> Literal["min", "max"] | None:
-    """What the last word in the last part of a name says, or the last two in one; None if it does not.
+    """Infers the mode from the last word in the last part of a name, or the last two joined; None if unknown.
 
-    "val/token_accuracy" and "val/top5" are better high, "val/dice_loss" and "val/word_error_rate" low; of "val/score",
-    "val/negative_loss", "val/accuracy_gap" or "val/steps_to_success" nobody knows.
+    "val/token_accuracy" and "val/top5" are better high, "val/dice_loss" and "val/word_error_rate" low. Unknown are
+    "val/score", "val/negative_loss", "val/accuracy_gap" and "val/steps_to_success".
     """
     name = metric.rpartition("/")[2]
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", name)]
@@ -102,7 +102,7 @@ def mode_by_name(metric: str) -> Literal["min", "max"] | None:
         words.pop()
     if not words or _NOBODY_KNOWS.intersection(words) or re.match(r"\d", name):
         return None
-    if "".join(words).rstrip("0123456789") == "map":  # a word of its own elsewhere, as in "feature_map"
+    if "".join(words).rstrip("0123456789") == "map":  # a separate word elsewhere, as in "feature_map"
         return "max"
     return _mode_of_word(words[-1]) or _mode_of_word("".join(words[-2:]))
 

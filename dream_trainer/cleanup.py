@@ -39,5 +39,5 @@ def call_each(actions: Iterable[Callable[[], object]]) -> None:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The class of an exception and the first line of what it says."""
+    """The class of an exception and the first line of its message."""
     return f"{type(error).__name__}: {error}".split("\n")[0]

@@ -1,4 +1,4 @@
-"""What the framework raises when a user's code, config, data or checkpoint is wrong.
+"""The framework's errors for mistakes in a user's code, config, data or checkpoints.
 
 Every class also derives from the built-in that fits, so `except ValueError` works where one expects it to.
 """

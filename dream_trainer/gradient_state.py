@@ -17,7 +17,7 @@ class ModelPart:
     """A part of a model on one of several ranks that see different data; its gradients are sums over them already."""
 
     copies: dist.ProcessGroup | None  # ranks that have the same part as this one; None if there are no others
-    divisor: float  # what makes a mean over ranks of such a sum, once the copies have been averaged
+    divisor: float  # turns such a sum into a mean over ranks, after the copies are averaged
 
 
 @dataclass

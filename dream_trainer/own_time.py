@@ -1,7 +1,7 @@
 """OwnTime: how long a rank is busy with its own part of a window, without its waits for other ranks.
 
 All ranks take the same time for a step, since they wait for the slowest in every collective. So the clock of a window
-is stopped where this rank enters a collective of the gradients or of sharded weights, and goes on where it leaves it.
+stops when this rank enters a collective of the gradients or of sharded weights, and runs again when it leaves it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from time import perf_counter
 
 
 class OwnTime:
-    """One rank's clock. The host's: of an accelerator it has what the host waits for, not what the device does.
+    """One rank's clock on the host: it measures the host's waits for an accelerator, not the device's work.
 
     Attributes:
-        is_wanted: Whether there is another rank to compare with; without one nobody need tell it of windows.
-        seconds: Of own work, in all windows.
+        is_wanted: Whether there is another rank to compare with; otherwise windows need not be measured.
+        seconds: Time of own work, in all windows.
         windows: Number of windows.
         waited: Seconds between `enter_collective` and `leave_collective`.
     """

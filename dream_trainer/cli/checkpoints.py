@@ -282,7 +282,7 @@ class Show(OneCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Compare two checkpoints: counters, metrics, config, and tensors by name, shape, dtype and value."""
+    """Compare two checkpoints: counters, metrics, config, and tensors' names, shapes, dtypes and values."""
 
     a: Annotated[Positional[Path], arg(metavar="A")]
     """A checkpoint's directory; or a run's, for its newest whole checkpoint."""

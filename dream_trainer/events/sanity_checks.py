@@ -120,7 +120,7 @@ class SanityChecks(Callback):
         )
 
     def _refuse_to_go_on_for_ever(self, trainer: AbstractTrainer) -> None:
-        """Refuses runs without weight changes after a while; a first step may come late, e.g. after filling a buffer."""
+        """Refuses runs without weight changes after a while; a first step may come late, e.g. for a full buffer."""
         trains = self._weights_moved(trainer) or any(p.grad is not None for p in _optimized(trainer))
         if trains or trainer.local_batches >= BATCHES_WITHOUT_STEP:
             count = "1 batch was" if trainer.local_batches == 1 else f"{trainer.local_batches} batches were"

@@ -32,7 +32,7 @@ class Total(NamedTuple):
 
 _NOTHING = Total(0.0, 0.0)
 _OF_RANK = "of each rank"
-# Bytes of the widest scalar. What lies in a larger storage is part of a larger tensor.
+# Bytes of the widest scalar. A larger storage means that the value is part of a larger tensor.
 _WIDEST = 8
 
 
@@ -58,27 +58,27 @@ class Flight(NamedTuple):
 
 
 class MetricBuffer:
-    """Collects scalars by name and reduces them over time and ranks.
+    """Collects named scalars and reduces them over time and ranks.
 
     - "mean" is `sum(weight * value) / sum(weight)` over everything added on all ranks.
     - "sum", "min" and "max" are over every value whose weight is not zero; the weight does not scale them.
     - "last" is the value added last on the highest rank that added one.
 
-    Of ranks that see the same data (tp, cp) the first counts, except for "min" and "max", which take all. A value of
-    weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
+    Only the first of several ranks with the same data (tp, cp) counts, except for "min" and "max", which take all. Any
+    value of weight zero counts for nothing. A key without any weight is left out. NaN stays NaN.
     """
 
     def __init__(self) -> None:
         self._values: list[tuple[str, Scalar, Scalar]] = []  # with their weights, since the last `begin`
         self._mark = 0
-        self._totals: dict[str, Total] = {}  # what was reduced already, and is not taken out
-        self._reductions: dict[str, str] = {}  # of every key that was added, in the order in which they came
+        self._totals: dict[str, Total] = {}  # reduced values that are not taken out yet
+        self._reductions: dict[str, str] = {}  # of every added key, in order of arrival
         # Reductions of all keys that ever crossed ranks, in an order that is the same on all of them.
         self._agreed: dict[str, str] = {}
         self.of_ranks: dict[str, list[float]] = {}  # of `add_of_rank`, as the last `finish` brought it: in rank order
 
     def add_of_rank(self, name: str, value: float) -> None:
-        """Adds what every rank is to know of this one, and nobody logs; just before `begin`, on all ranks."""
+        """Adds an unlogged value that every rank needs from this one; call it just before `begin`, on all ranks."""
         self._reductions.setdefault(name, _OF_RANK)
         self._values.append((name, value, 1.0))
 
@@ -119,7 +119,7 @@ class MetricBuffer:
         return bool(self._values)
 
     def mark(self) -> None:
-        """Remembers this point, to which `rewind` goes back."""
+        """Remembers this point for `rewind`."""
         self._mark = len(self._values)
 
     def rewind(self) -> None:
@@ -159,7 +159,7 @@ class MetricBuffer:
         }
 
     def state_dict(self, world: Ranks) -> dict[str, Any]:
-        """What was added since the last `begin`, of all ranks. Every rank must call it."""
+        """All ranks' values since the last `begin`. Every rank must call it."""
         landed = self.begin().land()
         self._totals = {name: total for name, (_, total) in landed.items()}
         local_totals = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
@@ -205,7 +205,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def keep(name: str, value: Any) -> Scalar:
-    """`value` as it is now, free of its graph: a float, or a 0-dim tensor that nobody will change."""
+    """`value` as it is now, free of its graph: a float, or a 0-dim tensor that will not change."""
     if not isinstance(value, Tensor):
         if not isinstance(value, Real):
             is_metric = any(cls.__module__.startswith("torchmetrics") for cls in type(value).__mro__)
@@ -248,7 +248,7 @@ def is_sharded(value: object) -> TypeIs[DTensor]:
 
 
 def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:
-    """What this rank adds to the totals over all ranks: where another counts the same data, extremes and its own."""
+    """This rank's part of all ranks' totals; if another counts the same data, only extremes and per-rank values."""
     if world.counts_data:
         return mine
     everybodys = ("min", "max", _OF_RANK)

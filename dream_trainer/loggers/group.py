@@ -73,7 +73,7 @@ class LoggerGroup:
                 stack.callback(self._guarded, logger, logger.close)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loggers keep in a checkpoint, by class and number within the class."""
+        """The loggers' state for a checkpoint, by class and number within the class."""
         states = {key: self._guarded(logger, logger.state_dict) for key, logger in self._numbered()}
         return {key: state for key, state in states.items() if state and state is not _FAILED}
 

@@ -1,4 +1,4 @@
-"""Logger: a place that numbers, and what else was logged, are written to."""
+"""Logger: a destination of numbers and other logged values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Logger(ABC):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this logger, even before `open`: numbers, strings, containers of them."""
+        """This logger's state for checkpoints, even before `open`: numbers, strings, containers of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most loggers keep nothing)

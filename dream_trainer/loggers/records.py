@@ -14,7 +14,7 @@ from dream_trainer.loggers.buffer import MetricBuffer, Scalar, check_reduction, 
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.media import Media, MediaLog
 
-# A name, what was logged under it, and where it belongs if that is known already
+# A name, the value logged under it, and its stamp if that is known already
 Logged = tuple[str, "Media", Stamp | None]
 
 

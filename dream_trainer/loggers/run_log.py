@@ -1,6 +1,6 @@
-"""RunLog: a run's numbers from `log` to its history, its loggers and listeners. A flush every n steps copies once, is
-read a step later and crosses ranks once; a window that runs again counts once, and a checkpoint keeps what was not
-flushed."""
+"""RunLog: a run's numbers on their way from `log` to its history, loggers and listeners. A flush every n steps copies
+once, is read a step later and uses one collective. A window that runs again counts once. Checkpoints keep numbers that
+were not flushed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunLog:
         self._world = Ranks.alone()
         self._loggers = LoggerGroup([], warn_once)  # with some on rank 0; opened when there is something to write
         self.history = History(parameters.history_lines)
-        self._flight: tuple[Flight, Stamp] | None = None  # a flush that nobody has waited for yet
+        self._flight: tuple[Flight, Stamp] | None = None  # a flush that is not read yet
         self._flushed_step = 0
         self._has_ended = False
         self._resumed_step: int | None = None
@@ -137,7 +137,7 @@ class RunLog:
     # -- a validation, and the end of one or of an epoch
 
     def validation_started(self, *, is_training: bool) -> None:
-        """Forgets the media of an earlier validation that nobody asked for: `evaluate` and `predict` write nothing."""
+        """Forgets the unused media of an earlier validation: `evaluate` and `predict` write nothing."""
         if is_training and self._loggers.waits_early:
             self.open(early=True)
         self._records.validation_media.clear()
@@ -151,7 +151,7 @@ class RunLog:
 
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
-        """What is logged inside is of the validation or epoch that has just ended, and is written at the end."""
+        """Inside, logs belong to the validation or epoch that has just ended, and are written at the end."""
         media = self._training.waiting if counts else None
         record = Record(media=media, media_stamp=self._stamp, is_own_line=counts)
         with self._records.inside(record):
@@ -159,10 +159,10 @@ class RunLog:
             self._write_own_line()
 
     def _write_own_line(self) -> None:
-        """A collective; also before a listener saves, since a resumed run does not go there again."""
+        """A collective; also called before a listener saves, since a resumed run does not repeat it."""
         record = self._records.current
         if record.is_own_line:
-            with self._records.inside(self._training):  # what listeners to on_log log is training's
+            with self._records.inside(self._training):  # logs of on_log listeners belong to training
                 self._write(record.metrics.reduce(self._world), self._stamp())
 
     # -- a line
@@ -189,7 +189,7 @@ class RunLog:
     # -- state
 
     def state(self, step: int, *, is_last: bool, has_failed: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, equal on all ranks; a collective. The last window is written before it."""
+        """State for checkpoints, equal on all ranks; a collective. The last window is written before it."""
         self.land()
         self._write_own_line()
         flushed_before = self._flushed_step
@@ -209,7 +209,7 @@ class RunLog:
             "run": self._run,
             "loggers": self._world.broadcast_object(self._loggers.state_dict()),  # rank 0's
         }
-        self._flushed_step = flushed_before  # what listeners after the saving one log has another line of this step
+        self._flushed_step = flushed_before  # later listeners' logs get another line of this step
         return state
 
     def save_was_lost(self) -> None:
@@ -259,7 +259,7 @@ class RunLog:
 
     def _close_loggers(self) -> None:
         ended, self._loggers = self._loggers, LoggerGroup([], self._warn_once)
-        ended.close()  # what is logged from here on goes nowhere
+        ended.close()  # logs from here on are dropped
 
 
 Line = dict[str, float]

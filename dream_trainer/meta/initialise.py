@@ -1,4 +1,4 @@
-"""What `init_weights` does when the user writes none; children before parents, on the tape.
+"""The default `init_weights`, if the user defines none; children before parents, on the tape.
 
 1. A module built on meta before the recording, with untouched tensors, gets its `reset_parameters()`.
 2. A module with an `init_weights()` without arguments gets it called, unless it has had it (in `post_init` or
@@ -51,7 +51,7 @@ def default_init(model: nn.Module, tape: Tape) -> None:
 
 
 def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
-    """Whether `init_weights` is not to be called: what it does is done, or cannot be asked for."""
+    """Whether `init_weights` must not be called: its work is done, or it cannot be called."""
     assert isinstance(module, nn.Module)
     if isinstance(module, HasPostInit) or tape.has_initialised(module):
         return True

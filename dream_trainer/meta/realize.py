@@ -1,7 +1,7 @@
 """From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part.
 
-`remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, by owning
-module or by name (a stage may be a copy). No rank talks to another: all replay the same bits."""
+`remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, from the
+owning module or the name (a stage may be a copy). Ranks do not communicate: all replay the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What one tensor on meta is to become, and what it is called in errors."""
+    """The target of one meta tensor, and its name for errors."""
 
     ref: Ref
     name: str
@@ -213,7 +213,7 @@ def fill(tensor: Tensor, full: Tensor) -> None:
 
 
 def _put(place: _Place, real: Tensor) -> None:
-    """Turns a meta tensor into `real`: the same object if PyTorch can, else the same slots."""
+    """Turns a meta tensor into `real`: the same object if PyTorch can, otherwise in the same slots."""
     old = place.tensor
     place.tensor, place.part = real, None  # no second reference to either, or they cannot be swapped
     if isinstance(old, nn.Parameter):

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from dream_trainer.errors import StepError
 
-# What `nn.Module` keeps for itself; parameters are among it, which a second run takes as they are then.
+# Internals of `nn.Module`, including parameters, which a second run uses as they are then.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 Key = tuple[int, str]  # the place of a module in its block, and the name of an attribute or a buffer
 
 
 class Moves:
-    """What forwards of one block were seen to write into."""
+    """Observed writes of one block's forwards."""
 
     def __init__(self) -> None:
         self.written: set[Key] = set()  # attributes and buffers that hold tensors which a forward writes into
-        self.modes: set[tuple[bool, ...]] = set()  # the modes of the block's modules in which that was looked at
+        self.modes: set[tuple[bool, ...]] = set()  # the observed train/eval modes of the block's modules
         self.versions: dict[Key, int] = {}  # writes to each other one by the end of the last forward
 
 

@@ -30,7 +30,7 @@ _FUSED_DEVICES: dict[type[Any], tuple[str, ...]] = {
     AdamW: ("cpu", "cuda", "mps", "xpu"),
     Adam: ("cpu", "cuda", "mps", "xpu"),
     SGD: ("cpu", "cuda", "mps", "xpu"),
-    # On CUDA since some release up to 2.13, which says so; with an older one foreach is safe.
+    # Documented for CUDA in 2.13, added in an unknown earlier release; foreach is safe before.
     Adagrad: ("cpu", "cuda") if torch.__version__ >= "2.13" else ("cpu",),
 }
 
@@ -41,10 +41,10 @@ def build_optimizer(
     """The named optimizer over the trainable parameters of `model`, grouped as `parameters` says.
 
     Args:
-        parameters: Which optimizer, with which numbers.
+        parameters: The optimizer and its numbers.
         model: On its device (not on meta), and already sharded if it will be: call this in `configure_optimizers`.
-        blocks: The model's repeated blocks, lowest first; by default those that sharding finds. A trainer with a
-            `model_blocks` of its own passes `self.model_blocks(model)`.
+        blocks: The model's repeated blocks, lowest first; by default those that sharding finds. A trainer with its own
+            `model_blocks` passes `self.model_blocks(model)`.
 
     Raises:
         ConfigError: The optimizer cannot step sharded parameters, it is really two ("muon"), or the groups do not fit
@@ -125,7 +125,7 @@ def _build(
 
 
 def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: bool | str) -> dict[str, bool]:
-    """How a group is stepped: fused, else by foreach, else (sharded and plain parameters mixed) one by one."""
+    """A group's implementation: fused, or foreach, or one by one (with both sharded and plain parameters)."""
     obstacle = _obstacle(cls, parameters)
     if fused is True and obstacle is not None:
         raise ConfigError(f'fused=True: {cls.__name__} has no fused kernel for {obstacle}. Use fused="auto".')
@@ -153,7 +153,7 @@ def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 # Why PyTorch's optimizers cannot step DTensors; measured with torch 2.13 in float64 under `fully_shard` on 2 ranks and
-# on a 2 x 2 mesh with tensor parallelism, where all others agree with one process to 4e-14.
+# on a 2 x 2 mesh with tensor parallelism. All others agree there with one process to 4e-14.
 UNSHARDABLE: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
     LBFGS: "flattens all parameters into one vector, which sharded ones cannot",

@@ -199,7 +199,7 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {"accuracy": accuracy, "mse": Lo
 
 
 class Metrics:
-    """A validation's metrics by name: `functions` are averaged over samples, `objects` (torchmetrics) are updated."""
+    """A validation's named metrics: `functions` are averaged over samples, `objects` (torchmetrics) are updated."""
 
     def __init__(self, given: Iterable[str] | Mapping[str, Any]) -> None:
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}

@@ -32,14 +32,14 @@ from dream_trainer.trainer.dream import DreamTrainer
 Row = dict[str, float]
 Scheduler = LRScheduler | ReduceLROnPlateau
 
-READ_EVERY = 1000  # steps between reads of values on the device, of which an epoch may have any number
+READ_EVERY = 1000  # steps between reads of values on the device; an epoch may have any number
 # Warnings for the author of a class, who builds models and loaders in hooks.
 _EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint"})
 
 
 @dataclass(kw_only=True)
 class ObjectsConfig(DreamTrainerConfig):
-    # the objects in words, which tell two runs apart; a run cannot be built from them again
+    # descriptions of the objects, to distinguish runs; a run cannot be rebuilt from them
     given_objects: dict[str, Any] = field(default_factory=dict)
 
 
@@ -195,7 +195,7 @@ class ObjectsTrainer(DreamTrainer):
 
 
 class Epochs(Callback):
-    """Rows of exact means for each epoch, told to `tell`; and schedules by epochs or a metric."""
+    """Rows of exact means for each epoch, passed to `tell`; and schedules by epochs or a metric."""
 
     order = -100  # before callbacks that log or save learning rates
 
@@ -307,7 +307,7 @@ class Epochs(Callback):
         seconds, rate = self._seconds_of_epoch(), float(optimizer.param_groups[0]["lr"])
         state = self._training.state_dict(self._world)
         metrics = self._training.reduce(self._world) | self._validation
-        self._training.load_state_dict(state, self._world)  # an epoch that is not complete goes on
+        self._training.load_state_dict(state, self._world)  # an incomplete epoch continues
         row = {"epoch": epoch, "step": trainer.global_step, "seconds": seconds, "lr": rate} | metrics
         self.rows.append(row)
         numbers = "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())

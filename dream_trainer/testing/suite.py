@@ -26,7 +26,7 @@ def findings(
     quick: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Finding]:
-    """What holds of the program's trainer, and what does not, one after the other.
+    """Findings about the program's trainer, one after the other.
 
     Args:
         program: The user's program.
@@ -100,7 +100,7 @@ def check_resume(make_trainer: MakeTrainer | str, *, quick: bool = False) -> Non
 
 
 def check_kill(make_trainer: MakeTrainer | str, *, quick: bool = False) -> None:
-    """A run of which a rank is killed ends as the undisturbed one; arguments and errors as of `check_trainer`."""
+    """A run with a killed rank ends like the undisturbed one; arguments and errors as in `check_trainer`."""
     _check(make_trainer, ("deterministic", "parity", "kill"), None, quick=quick)
 
 

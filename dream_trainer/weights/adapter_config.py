@@ -71,7 +71,7 @@ def refuse_other_adapters(
 
 
 def refuse_other_config(path: Path, adapters: Adapters, may_differ: Collection[str], world: Ranks) -> None:
-    """Compares the `adapter_config.json` of a directory of peft, or beside a file of one, with a model's adapters."""
+    """Compares the `adapter_config.json` of a peft directory, or next to a peft file, with a model's adapters."""
     same_places = set(open_weights(path, None).shapes) == set(adapters.names)
     file = (path if path.is_dir() else path.parent) / ADAPTER_CONFIG_NAME
     if not file.exists():
@@ -98,7 +98,7 @@ _UNCHECKED = (
 
 
 def _changes_of_all(before: Adapters, now: Adapters) -> Changes:
-    """The differences of all active adapters; an older checkpoint has the config of the first one alone."""
+    """The differences of all active adapters; an older checkpoint only has the config of the first one."""
     if before.active and list(before.active) != list(now.active):
         return {"active adapters": (list(before.active), list(now.active))}
     same_places = dict(before.names) == dict(now.names)

@@ -34,8 +34,8 @@ def load_base_weights(
 ) -> LoadReport:
     """Fills the base of a model that peft has wrapped. Every rank calls this.
 
-    Adapters that started from the base's weights, such as DoRA's magnitudes, start again from those that were loaded;
-    all others keep their values. Modules that are trained whole beside the adapters (`modules_to_save`) get the base's
+    Adapters that started from the base's weights, such as DoRA's magnitudes, start again from the loaded ones; all
+    others keep their values. Modules that are trained whole in addition to adapters (`modules_to_save`) get the base's
     values too.
 
     Args:
@@ -44,10 +44,10 @@ def load_base_weights(
         model_name: As for `load_weights`.
         renames: As for `load_weights`, into the names that the base had before it was wrapped.
         strict: As for `load_weights`; the adapters are not expected in the file.
-        world: The ranks. Default: those of the default process group, or this process alone if there is none.
+        world: The ranks. Default: those of the default process group, or only this process without one.
 
     Returns:
-        What was loaded and what was not, by the names of the wrapped model.
+        The loaded and the missing tensors, by the names of the wrapped model.
 
     Raises:
         CheckpointError: As `load_weights`.
@@ -114,11 +114,11 @@ def load_adapters(
     Args:
         model: What `peft.get_peft_model` returned, with the adapter's own config; call this from `load_pretrained`.
         path: A directory with `adapter_model.safetensors`, or such a file. Every rank reads its shards of it.
-        may_differ: Fields of the config in which the model's is another one on purpose, such as `["lora_alpha"]`.
-        world: The ranks. Default: those of the default process group, or this process alone if there is none.
+        may_differ: Config fields that may differ in the model on purpose, such as `["lora_alpha"]`.
+        world: The ranks. Default: those of the default process group, or only this process without one.
 
     Raises:
-        CheckpointError: The configs differ in what the adapter's function depends on; or as `load_weights`, where the
+        CheckpointError: The configs differ in what the adapter's function depends on; or as `load_weights`, if the
             adapter's names or shapes are not the file's. The same on every rank, and nothing was written.
         ConfigError: `model` is not wrapped by peft.
     """
