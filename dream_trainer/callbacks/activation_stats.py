@@ -76,7 +76,7 @@ class ActivationStats(LoggingCallback):
             trainer.warn_once(
                 f"hidden from {self.name}",
                 f"{type(self).__name__} leaves out {len(chosen) - len(self._modules)} of {len(chosen)} modules, which "
-                "are inside compiled ones, where hooks do not run. Choose the compiled modules themselves, or train "
+                "are inside compiled ones: hooks do not run there. Choose the compiled modules themselves, or train "
                 "without compile.",
             )
 

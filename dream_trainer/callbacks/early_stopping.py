@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         lacking = _what_validation_lacks(trainer)
-        refuse(lacking is not None, f"EarlyStopping({self._known_metric!r}) has no validation to go by: {lacking}")
+        refuse(lacking is not None, f"EarlyStopping({self._known_metric!r}) gets no validation: {lacking}")
         self._known_mode = mode_of(
             self._known_metric,
             self._known_mode,
@@ -78,7 +78,7 @@ class EarlyStopping(Callback):
         if self._is_due() and trainer.world.is_main:
             logger.warning(
                 "EarlyStopping had ended this run already, at %d validations without an improvement, and so nothing is "
-                "trained. Use a patience above %d to go on, or begin a run of another name from its checkpoint.",
+                "trained. Use a patience above %d to continue, or begin a run of another name from its checkpoint.",
                 self.validations_without_improvement,
                 self.validations_without_improvement,
             )
@@ -88,7 +88,7 @@ class EarlyStopping(Callback):
             return
         if self._known_metric not in metrics:
             raise ConfigError(
-                f"EarlyStopping goes by {self._known_metric!r}, which is not among the validation's metrics. "
+                f"EarlyStopping monitors {self._known_metric!r}, which is not among the validation's metrics. "
                 f"Use one of {sorted(metrics)}."
             )
         if trainer.is_sanity_validation:

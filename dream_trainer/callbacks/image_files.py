@@ -61,7 +61,7 @@ class ImageFiles(Callback):
 
         if isinstance(result.get(self.key), DTensor):
             raise TypeError(
-                f"{self.key!r} of validation_step is a DTensor, and a rank without a batch of its own would not help "
+                f"{self.key!r} of validation_step is a DTensor, and a rank without a batch would not help "
                 "to gather it. Return its full_tensor(), which all ranks take part in."
             )
 
@@ -84,4 +84,4 @@ class ImageFiles(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(png(Image(grid(self.key, list(images)))))
         except OSError as error:
-            trainer.warn_once(f"images {path.parent}", f"ImageFiles could not write {path}: {error}; training goes on.")
+            trainer.warn_once(f"images {path.parent}", f"ImageFiles cannot write {path}: {error}; training continues.")

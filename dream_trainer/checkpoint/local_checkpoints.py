@@ -110,9 +110,9 @@ class LocalCheckpoints:
             has_others = from_all_ranks(self.world, task, lambda: self._parts() != [self._part])
             if any(has_others) and self.host.world_size < self.world.world_size:
                 raise ConfigError(
-                    f"local_directory: several hosts have the same {self._of_user.parent}, and each keeps what is in "
-                    "its own memory, or on a disk of its own. Name such a directory, or leave local_directory=None; "
-                    "what all hosts share is for `directory`."
+                    f"local_directory: several hosts have the same {self._of_user.parent}, but each needs a directory "
+                    "in its own memory or on its own disk. Name such a directory, or leave local_directory=None; "
+                    "`directory` is for a place that all hosts share."
                 )
 
     # -- in the thread that writes
@@ -132,7 +132,7 @@ class LocalCheckpoints:
             on_all_ranks(self.beside, task, lambda: self._write(save, snapshot))
         except CheckpointError as error:
             if self.world.is_main and not self._has_failed:
-                logger.warning("training goes on without a newer local checkpoint: %s", in_a_line(error))
+                logger.warning("training continues without a newer local checkpoint: %s", in_a_line(error))
             self._has_failed = True
         else:
             self._kept, self._has_failed = save, False
@@ -205,5 +205,5 @@ class LocalCheckpoints:
             return
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise CheckpointError(
-                f"{self._of_user} is not a directory of this user alone. Remove it, or set another local_directory."
+                f"{self._of_user} is not only this user's directory. Remove it, or set another local_directory."
             )

@@ -213,7 +213,7 @@ def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
     if strangers and not has_own_state_dict(optimizer):
         raise CheckpointError(
             f"{type(optimizer).__name__} holds state of a tensor of shape {tuple(strangers[0].shape)} that is in none "
-            "of its groups. Keep state per parameter, so that it can be restored by name."
+            "of its groups. Keep state per parameter, so that it can be restored."
         )
 
 

@@ -238,7 +238,7 @@ class Sender:
     def _has_trouble(self, why: str) -> None:
         if self._trouble is None:
             logger.warning(
-                "%s does not take checkpoints: %s. They wait in %s, and training goes on.",
+                "%s does not take checkpoints: %s. They wait in %s, and training continues.",
                 self.remote,
                 why,
                 self._waiting[0].parent,

@@ -50,9 +50,9 @@ def prepare_optimizer_state(
     saved_class, here_class = values.get("class"), type(optimizer).__name__
     if saved_class not in (None, here_class):  # options and state mean something else to it, even under the same names
         raise CheckpointError(
-            f"Optimizer {name!r} was of class {saved_class} and is {here_class} now: it would go on with the other's "
-            f"learning rate, decay and state. Use {saved_class} again, or begin another experiment from the checkpoint "
-            'with branch=BranchParameters(optimizer="new"), or from its weights alone, '
+            f"Optimizer {name!r} was of class {saved_class} and is {here_class} now: it would continue with the "
+            f"other's learning rate, decay and state. Use {saved_class} again, or begin another experiment from the "
+            'checkpoint with branch=BranchParameters(optimizer="new"), or only from its weights, '
             "CheckpointParameters(init_from=<its path>)."
         )
     options = _options_by_group(name, optimizer, fqns, values["groups"])
@@ -130,7 +130,7 @@ def _own_records(
     if records is None or any(record["places"] != places_of(by_name, part) for part, record in records.items()):
         parts = [part or "state_dict()" for part in each_rank]
         raise CheckpointError(
-            f"each rank has state of its own in optimizer {name!r} ({listed(parts, 5)}), which cannot be divided among "
+            f"each rank has separate state in optimizer {name!r} ({listed(parts, 5)}), which cannot be divided among "
             "other ranks, and this mesh has other parts of the parameters than the one that saved it. Resume on that "
             'mesh, or begin another experiment from this checkpoint with branch=BranchParameters(optimizer="new").'
         )
@@ -144,9 +144,9 @@ def _refuse_another_order(
     then = [group["parameters"] for group in saved]
     if here != then:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has a state_dict of its own, which knows parameters by their position, and "
+            f"{type(optimizer).__name__} has its own state_dict, which identifies parameters by their position, and "
             f"optimizer {name!r} has them in another order or other groups than the checkpoint. Give it the parameters "
-            "in the order of then."
+            "in the checkpoint's order."
         )
 
 

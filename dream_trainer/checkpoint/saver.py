@@ -33,7 +33,7 @@ def leave_branch(root: Path, step: int, world: Ranks) -> None:
         world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
     )
     if set_aside:
-        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
+        logger.warning("continuing from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
 
 
 class Moment(NamedTuple):
@@ -301,7 +301,7 @@ class Saver(Saving):
         if on_error == "raise":
             raise error
         if self.world.is_main:
-            logger.error("a checkpoint could not be saved; training goes on: %s", error)
+            logger.error("a checkpoint could not be saved; training continues: %s", error)
 
     def close(self) -> None:
         with followed_by(self._finish_sending), followed_by(partial(self._finish, "raise")):
@@ -336,7 +336,7 @@ class Saver(Saving):
         if self.is_overtaken:
             raise CheckpointError(
                 f"another trainer of this process has trained {self._claimed[0]} since this one did, whose state is "
-                "older. Build this one anew, which goes on from the newest checkpoint, or give it another name."
+                "older. Build this one again, so that it resumes from the newest checkpoint, or give it another name."
             )
         self._known_trainings = {directory: count_training(directory) for directory in self._known_trainings}
 

@@ -124,7 +124,7 @@ class Prune:
         root = checkpoints_root(as_path(self.run_path))
         refuse(
             self.keep_best is not None and self.metric is None,
-            f"--keep-best {self.keep_best} does not say by which metric. Set --metric, such as val/loss.",
+            f"--keep-best {self.keep_best} needs a metric. Set --metric, such as val/loss.",
         )
         mode = self.mode
         if mode is None and self.metric is not None:

@@ -145,7 +145,7 @@ class CheckpointParameters:
         for name, is_given in by_metric.items():
             refuse(
                 is_given and not self.best_metric,
-                f'{name}={vars(self)[name]!r} does not say by which metric. Set best_metric, such as "val/loss".',
+                f'{name}={vars(self)[name]!r} needs a metric. Set best_metric, such as "val/loss".',
             )
         is_step = isinstance(self.resume, int) and not isinstance(self.resume, bool) and self.resume >= 0
         refuse(

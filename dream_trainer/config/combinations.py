@@ -38,7 +38,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
     Combination(
         ("cpu_offload", "expert_parallel"),
         "fully_shard does not move shared experts to the device and back",
-        "Use cpu_offload=False with more expert_parallel, or dp_shard beside it, which leave each rank less; or "
+        "Use cpu_offload=False with more expert_parallel, or additional dp_shard, which leave each rank less; or "
         "expert_parallel=1.",
     ),
     Combination(
@@ -61,7 +61,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
     ),
     Combination(
         ("compile_parameters.async_tensor_parallel", "compile=False"),
-        "it overlaps products of compiled blocks alone",
+        "it only overlaps products of compiled blocks",
         "Set device_parameters.compile=True too, or leave it False.",
     ),
     Combination(
@@ -79,7 +79,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
         for other in ("tensor_parallel", "context_parallel", "expert_parallel", "cpu_offload", "overlap_reduce")
     ),
     Combination(("LocalSGDMixin", "precision=fp16"), "its loss scale is one for all ranks", _LEAVE_ONE),
-    Combination(("LocalSGDMixin", "on_nonfinite"), "a worker would skip a step alone", _LEAVE_ONE),
+    Combination(("LocalSGDMixin", "on_nonfinite"), "a single worker would skip a step", _LEAVE_ONE),
 )
 
 

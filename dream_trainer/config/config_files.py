@@ -90,8 +90,8 @@ def field_types(cls: type) -> dict[str, Any]:
         return get_type_hints(cls)
     except NameError as error:
         raise ConfigError(
-            f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and what it "
-            "names at the top of a module, not in a function or under TYPE_CHECKING."
+            f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and the types it "
+            "uses at the top of a module, not in a function or under TYPE_CHECKING."
         ) from None
 
 

@@ -46,7 +46,7 @@ _OF_WANDB = {
     **_OF_THE_TRAINER,
     **{name: f"WandbParameters.{name}" for name in ("entity", "name", "tags", "mode")},
     "dir": "the run directory",
-    "id": "kept in checkpoints, so that a resumed run goes on as the same one",
+    "id": "kept in checkpoints, so that a resumed run continues as the same one",
     "reinit": "the trainer's",
 }
 

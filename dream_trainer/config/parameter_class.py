@@ -81,7 +81,7 @@ def with_new_names(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         new = renamed.get(name, name)
         if new in named or (new != name and new in given):
-            raise ConfigError(f"{name} is another name of {new}, and both are set. Set {new} alone.")
+            raise ConfigError(f"{name} is another name of {new}, and both are set. Only set {new}.")
         named[new] = value
     return named
 

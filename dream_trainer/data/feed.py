@@ -163,7 +163,7 @@ class WindowFeed:
         left_over = int(cut.sum() - cut.min() * len(cut)) + (0 if dropped is None else int(dropped.sum()))
         if left_over and self._world.is_main:
             logger.warning(
-                "The data of some ranks ended first: what the others have left, at least %s, is not trained in this "
+                "The data of some ranks ended first: the rest of the others' data, at least %s, is not trained in this "
                 "pass.",
                 "1 batch" if left_over == 1 else f"{left_over} batches",
             )

@@ -81,7 +81,7 @@ class ForeignStream(TrainStream):
         if self._was_read and isinstance(self._source, Iterator):
             raise DataError(
                 f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "
-                "cannot go back. Give an object whose `__iter__` begins again."
+                "cannot be restarted. Give an object whose `__iter__` begins again."
             )
         if self._was_read and self._stateful is not None and not self._keeps_state:
             raise DataError(
@@ -225,7 +225,7 @@ class ForeignStream(TrainStream):
         share, rest = divmod(position.samples, self._dp_size)
         if rest:
             raise DataError(
-                f"The run goes on in the middle of a pass, after {position.samples} samples of all ranks, which "
+                f"The run resumes in the middle of a pass, after {position.samples} samples of all ranks, which "
                 f"dp_size={self._dp_size} data-parallel ranks cannot divide evenly, and only "
                 f"{type(self._source).__name__} knows which they were. Resume on the former number of ranks, or use a "
                 "DistributedDataLoader."
@@ -254,12 +254,12 @@ class ForeignStream(TrainStream):
         name = type(self._source).__name__
         if batch is _END or self._count is None:
             return DataError(
-                f"The run goes on after {samples} samples of this pass, and the training loader ({name}) ended after "
+                f"The run resumes after {samples} samples of this pass, and the training loader ({name}) ended after "
                 f"{self._samples}: its data changed. Give it the data it had, or start another experiment."
             )
         last = self._count(batch, self._batch_size)
         return DataError(
-            f"The run goes on after {samples} samples of this pass, and the training loader ({name}) has no batch that "
+            f"The run resumes after {samples} samples of this pass, and the training loader ({name}) has no batch that "
             f"begins there: it yielded a batch of {last} after {self._samples - last}. Use the batch size it had, or "
             "a DistributedDataLoader, which starts at any sample."
         )

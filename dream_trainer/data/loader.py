@@ -347,7 +347,7 @@ def _shuffles(sampler: Any, length: int) -> bool | None:
 
 def _describe(loader: object) -> str:
     if isinstance(loader, DataLoader) and (methods := _own_methods(loader)):
-        return f"A {type(loader).__name__}, a DataLoader with methods of its own ({', '.join(methods)}),"
+        return f"A {type(loader).__name__}, a DataLoader with additional methods ({', '.join(methods)}),"
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         return f"A {type(loader).__name__} with batch_size=None, of ready batches from {type(loader.dataset).__name__},"
     if isinstance(loader, DataLoader):

@@ -53,8 +53,8 @@ class SampleCount:
             more = ", ..." if len(shapes) > 4 else ""
             warn(
                 f"a batch of type {type(batch).__name__} with tensors of shapes {', '.join(shapes[:4])}{more} is "
-                f"counted as {count} samples, the first tensor's first dimension, and could hold another number: means "
-                f"and samples_seen would be wrong. {_REMEDY}"
+                f"counted as {count} samples, the first tensor's first dimension. If it holds another number, means "
+                f"and samples_seen are wrong. {_REMEDY}"
             )
         self._former = counts
         return count

@@ -238,11 +238,11 @@ class ShardStream(TrainStream):
             self._length = len(dataset)
             if position.samples and position.length not in (None, self._length):
                 raise DataError(
-                    f"The run goes on in the middle of a pass over {position.length} training samples, and the dataset "
-                    f"has {self._length} now, whose order is another one. Give it the {position.length} it had, or "
-                    "resume from a checkpoint at the end of a pass. A dataset that changes from pass to pass does so "
-                    "in its `set_epoch`, or in `pre_epoch` from `current_epoch`, so that a resumed run finds it as it "
-                    "was."
+                    f"The run resumes in the middle of a pass over {position.length} training samples, and the dataset "
+                    f"now has {self._length}, in another order. Give it the {position.length} it had, or "
+                    "resume from a checkpoint at the end of a pass. A dataset that changes from pass to pass must do "
+                    "so in its `set_epoch`, or in `pre_epoch` from `current_epoch`, so that a resumed run finds it as "
+                    "it was."
                 )
             if self._length != before or isinstance(dataset, EpochAware):
                 self.reader.dataset_changed()
@@ -255,13 +255,13 @@ class ShardStream(TrainStream):
         refuse_state_of_group(state)
         if is_ordered and state is None and position.samples:
             raise DataError(
-                f"The run goes on in the middle of a pass, and the checkpoint has no state of the dataset ({name}): it "
-                "read another one then. Give it that, or start a run of its own from the checkpoint's weights."
+                f"The run resumes in the middle of a pass, and the checkpoint has no state of the dataset ({name}): it "
+                "read another one then. Give it that, or start a new run from the checkpoint's weights."
             )
         if not is_ordered and state is not None:
             raise DataError(
                 f"The checkpoint is of a run over a dataset that decides its order itself, and {name} does not. Give "
-                "it the dataset it had, or start a run of its own from the checkpoint's weights."
+                "it the dataset it had, or start a new run from the checkpoint's weights."
             )
 
     def _pass_end(self, consumed: int) -> int:

@@ -73,7 +73,7 @@ def _dead(exc: BaseException, store: Store | None, world_size: int) -> int | Non
     dead = dead_ranks(store, world_size)
     for rank, process in dead.items():
         sys.stderr.write(
-            f"[rank {rank}] died, the job ends: {process} is gone. The system or somebody killed it (out of memory?), "
+            f"[rank {rank}] died, the job ends: {process} is gone. The system or a user killed it (out of memory?), "
             "or native code ended it.\n"
         )
     return next(iter(dead), None)

@@ -152,6 +152,6 @@ class Heartbeat:
 
 
 _ADVICE = (
-    "Start the job again when the host is back, or without it; it goes on from its newest checkpoint. How long silence "
-    "is borne: host_timeout_seconds in DeviceParameters."
+    "Start the job again when the host is back, or without it; it resumes from its newest checkpoint. "
+    "host_timeout_seconds in DeviceParameters sets the tolerated silence."
 )

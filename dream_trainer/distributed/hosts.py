@@ -123,7 +123,7 @@ def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError |
     ranks = "; ".join(_differences(names, [host["ranks"] for host in hosts]))
     if ranks:
         return RanksDifferError(
-            f"not every host of this job has as many ranks, by which it is known which of them share a host: {ranks}. "
+            f"not every host of this job has the same number of ranks, which tells the ranks of a host: {ranks}. "
             "Start each with the same --nproc-per-node."
         )
     versions = "; ".join(_differences(names, [host["versions"] for host in hosts]))

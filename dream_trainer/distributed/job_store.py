@@ -135,8 +135,8 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, boo
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
-            f"MASTER_PORT={port!r} is no port that ranks could meet at (with 0 each would wait at one of its own). Use "
-            "the same free one on all ranks, from 1024 to 65535, such as 29500, or torchrun, which finds one."
+            f"MASTER_PORT={port!r} is no port that ranks could meet at (with 0 each would wait at a different one). "
+            "Use the same free one on all ranks, from 1024 to 65535, such as 29500, or torchrun, which finds one."
         )
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(

@@ -126,7 +126,7 @@ class Ranks:
         if values.device.type != "cpu" or (values.requires_grad and torch.is_grad_enabled()):
             raise ValueError(
                 f"all_gather was given values on {values.device}{', with gradients' if values.requires_grad else ''}: "
-                "it takes CPU tensors, and gradients do not go through it. For what a loss needs of all ranks write "
+                "it takes CPU tensors, and does not pass gradients. For values that a loss needs from all ranks write "
                 "world.all_gather_with_gradient(values); for numbers give values.detach().cpu()."
             )
         if not self._may_communicate():

@@ -245,8 +245,8 @@ def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) 
         counts[name] += 1
     if weights not in callback_of_name:
         raise CheckpointError(
-            f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback, of which '
-            f"the trainer has {list(callback_of_name) or 'none'}."
+            f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback. The '
+            f"trainer has {list(callback_of_name) or 'none'}."
         )
     callback_of_name[weights].averaged(model)  # raises where it averages others only
     return callback_of_name[weights].averaged_weights()

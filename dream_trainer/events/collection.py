@@ -80,7 +80,7 @@ def _refuse_one_name(callbacks: Iterable[Callback]) -> None:
             refuse(not name, f"{kind} has no name. Call super().__init__(name) in its __init__.")
             if name in named:
                 raise ConfigError(
-                    f"{named[name]} and {kind} would both log under name={name!r}, where their values would mix. "
-                    f"Give one of them a name of its own: {kind}(name='{name}_2')."
+                    f"{named[name]} and {kind} would both log under name={name!r}, and their values would mix. "
+                    f"Give one of them another name: {kind}(name='{name}_2')."
                 )
             named[name] = kind

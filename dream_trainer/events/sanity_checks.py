@@ -126,7 +126,7 @@ class SanityChecks(Callback):
             count = "1 batch was" if trainer.local_batches == 1 else f"{trainer.local_batches} batches were"
             raise StepError(
                 f"max_steps={trainer.config.training_parameters.max_steps} never comes: {count} trained, and "
-                "training_step has not called self.step(...), which alone counts a step. Call self.backward(loss) "
+                "training_step has not called self.step(...), and only that counts a step. Call self.backward(loss) "
                 "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(); or set "
                 "n_epochs."
             )
@@ -142,8 +142,8 @@ class SanityChecks(Callback):
             if steps > times > 0:
                 trainer.warn_once(
                     f"stepped twice {name}",
-                    f"self.{name} is handed to step() and stepped by hand as well: it has gone {steps} steps in "
-                    f"{times}. step() steps what it is handed; leave out self.{name}.step(), or do not hand it over.",
+                    f"self.{name} is passed to step() and stepped by hand as well: it has gone {steps} steps in "
+                    f"{times}. step() steps schedulers that it gets: leave out self.{name}.step(), or do not pass it.",
                 )
             of_optimizer = trainer.times_stepped(scheduler.optimizer)
             if handed_over > of_optimizer:

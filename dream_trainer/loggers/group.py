@@ -97,7 +97,7 @@ class LoggerGroup:
                 raise
             self._report(
                 f"logger {id(logger)}",
-                f"{type(logger).__name__} failed and may miss lines; training goes on. {type(exc).__name__}: {exc}",
+                f"{type(logger).__name__} failed and may miss lines; training continues. {type(exc).__name__}: {exc}",
             )
             return _FAILED
 

@@ -38,7 +38,7 @@ class Record:
     def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
         if weight is None and self.needs_weight and reduce == "mean":
             raise HookError(
-                f"log({name!r}) without weight= in a validation under {self.needs_weight}, where ranks have different "
+                f"log({name!r}) without weight= in a validation under {self.needs_weight}, and ranks have different "
                 "numbers of labels in their parts of a sequence. Pass weight=the number of labels."
             )
         self.metrics.add(self._own_name(name), value, self.weight if weight is None else weight, reduce)
@@ -111,7 +111,7 @@ class NoRecord(Record):
 
     @override
     def add(self, name: str, value: Tensor | float, weight: Scalar | None, reduce: str) -> None:
-        message = f"log({name!r}) was called in {self._where}, where nothing is logged: ignored."
+        message = f"log({name!r}) was called in {self._where}, which logs nothing: ignored."
         self._warn_once("log outside", message)
 
 

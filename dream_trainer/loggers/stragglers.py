@@ -64,7 +64,7 @@ class Stragglers:
         advice = (
             "Look at its storage, and at num_workers of its loader."
             if waits_for_data
-            else "Look at what else runs on that host, at its clocks, and at what this rank alone does in a step."
+            else "Look at what else runs on that host, at its clocks, and at work that only this rank does in a step."
         )
         self._warn_once(
             f"slow {slow}",

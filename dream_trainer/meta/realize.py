@@ -120,7 +120,7 @@ def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
                 if former is not None and id(tensor) not in now:
                     raise InitError(
                         f"{prefix}.{name} holds the parameter {former} a second time, and would "
-                        "go on holding what it was before it was sharded, which is not trained. Keep its name there, "
+                        "keep its state before sharding, which is not trained. Keep its name there, "
                         "and look it up by get_parameter(name) where it is used."
                     )
 
@@ -183,7 +183,7 @@ def _check(place: _Place, full: Tensor, used_uninitialised: bool, tape: Tape) ->
         # A sum is NaN if any element is, and needs no memory; infinities of both signs make it NaN too.
         if tape.history.is_untouched(place.note.ref) or (full.sum().isnan() and full.isnan().any()):
             raise InitError(
-                f"Parameter {name} has values that nobody initialised. Set all of them in its module's constructor or "
+                f"Parameter {name} has uninitialised values. Set all of them in its module's constructor or "
                 "in init_weights()."
             )
     elif tape.history.is_foreign(place.note.ref):

@@ -178,7 +178,7 @@ class Recorder(TorchFunctionMode):
         if name == "backward":
             raise InitError(
                 "backward() cannot run while a model is built on the meta device. Compute gradient-based initial "
-                "values in `load_pretrained`, where parameters are real."
+                "values in `load_pretrained`, when parameters are real."
             )
         if name in METADATA:
             return func(*args, **kwargs)

@@ -175,14 +175,14 @@ class ExpertParallelism(MeshParallelism):
 
 PIPELINE = PipelineParallelism(
     "pipeline parallel",
-    "first of what changes modules: what other ranks hold is gone before anything is done to it",
+    "first of all changes to modules: other ranks' parts are gone before anything is done to them",
     order=10,
     setting="pipeline_parallel",
     dimension="pp",
     mixin="PipelineParallelMixin",
     hook="apply_pipeline_parallel",
     other_hooks=("pipeline_stages",),
-    crossing="what each stage gives of each micro-batch, and its gradients; the loss",
+    crossing="each stage's outputs for each micro-batch, and their gradients; the loss",
 )
 TENSOR = TensorParallelism(
     "tensor parallel",

@@ -50,7 +50,7 @@ class SharedBlock(CompiledInside, Changed):
         if (in_backward() and takeover is None) or (takeover is not None and takeover is not modes[-1]):
             raise StepError(
                 "a compiled block was called in context_parallel by torch.utils.checkpoint around it, in backward, or "
-                "within a mode of its own, such as torch.device: nobody would take its attention over. Use "
+                "within another mode, such as torch.device: its attention would not be taken over. Use "
                 "device_parameters.activation_checkpointing, or compile=False."
             )
         if takeover is None:  # outside of steps, each rank has whole sequences
@@ -92,8 +92,8 @@ def _compiled_output(
         output, is_compiled = takeover.compiled[key](forward, *args, **kwargs)
     if not is_compiled:
         raise StepError(
-            "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or where the "
-            "compiler is switched off: its attention saw this rank's part of a sequence alone. Use compile=False."
+            "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or with the "
+            "compiler switched off: its attention only saw this rank's part of a sequence. Use compile=False."
         )
     return output
 
@@ -170,8 +170,8 @@ def _share(in_graphs: _InGraphs, call: Call) -> None:
         )
     elif "in packed_attention_mask" in call.stack:
         raise StepError(
-            "packed_attention_mask was called in a compiled block under context_parallel, where it sees this rank's "
-            "documents alone. Make the mask before the blocks, and hand it to them; or use compile=False."
+            "packed_attention_mask was called in a compiled block under context_parallel, and only sees this rank's "
+            "documents there. Make the mask before the blocks, and pass it to them; or use compile=False."
         )
     elif call.is_opaque:
         call.replace(in_graphs.around(call.function))

@@ -102,8 +102,8 @@ class ContextAttention(ABC):
         elif mask is not None and (mask.shape[-1] != columns or mask.shape[-2] not in (1, queries)):
             wrong = (
                 f"attn_mask has the shape {tuple(mask.shape)}, and this rank's {queries} queries see the keys of all "
-                f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Cut a whole mask "
-                "along its queries alone, cut(mask, dim=-2), or make it with packed_attention_mask."
+                f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Only cut a whole "
+                "mask along its queries, cut(mask, dim=-2), or make it with packed_attention_mask."
             )
         refuse(wrong, wrong, StepError)
 
@@ -162,8 +162,8 @@ class UlyssesAttention(ContextAttention):
         if mask is not None:
             if mask.ndim > 2 and mask.shape[-3] != 1:
                 raise StepError(
-                    f"attn_mask has the shape {tuple(mask.shape)}, one for each head, of which ranks have others. Use "
-                    'attention="gathered", or one mask for all heads.'
+                    f"attn_mask has the shape {tuple(mask.shape)}, one for each head, and ranks have different heads. "
+                    'Use attention="gathered", or one mask for all heads.'
                 )
             if mask.shape[-2] > 1:
                 mask = self.parts.joined(mask, -2)

@@ -161,7 +161,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     own = list(experts.named_parameters(recurse=False))
     if not own:
         raise ConfigError(
-            f"{type(experts).__name__} has no parameters of its own to share by experts. Give split_experts the module "
+            f"{type(experts).__name__} has no direct parameters to share by experts. Give split_experts the module "
             "that has the stacked weights."
         )
     for name, weight in own:
@@ -291,6 +291,6 @@ def _placement(parameter: nn.Parameter, *, shards: int, owner: str) -> Any:
         if parameter.shape[dim] % shards == 0:
             return Shard(dim)
     raise ConfigError(
-        f"a weight {list(parameter.shape)} of {owner} cannot be sharded evenly over {shards} ranks, beside its experts "
-        "over expert_parallel. Use a width that they divide, or another dp_shard."
+        f"a weight {list(parameter.shape)} of {owner} cannot be sharded evenly over {shards} ranks, in addition to its "
+        "experts over expert_parallel. Use a width that they divide, or another dp_shard."
     )

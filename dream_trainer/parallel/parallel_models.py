@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11
 _MIXED = (
-    "an operation met a shard of a parameter beside a plain tensor. Code in a step may read the parameters of a large "
-    "model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
+    "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the parameters of a "
+    "large model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
     "fsdp_parameters.min_group_mib above the model's size."
 )
 
@@ -245,9 +245,9 @@ class ParallelModels:
 
         if self.stages and asked_for_what_is_not_there(error):
             raise HookError(
-                f"configure_optimizers failed ({error}): each rank has the layers of its own stage of the pipeline, "
-                "and None in place of others. Choose parameters by name, and give them to the optimizer as a group, "
-                'which may be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if '
+                f"configure_optimizers failed ({error}): each rank only has the layers of its stage of the pipeline, "
+                "and None instead of others. Choose parameters by their names, and give them to the optimizer as a "
+                'group, which may be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if '
                 'name.startswith("head.")]}]).'
             ) from error
 

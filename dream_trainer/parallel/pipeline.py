@@ -489,9 +489,9 @@ def layout_of(tensor: Tensor) -> int:
 
 
 _UNWEIGHTED = (
-    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches, "
-    "which have unequal numbers of labels, count alike, which is no mean over labels as one process's is. Pass "
-    "weight=lambda targets: (targets != -100).sum(), and have loss_fn give the mean over as many."
+    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out. Micro-batches "
+    "have unequal numbers of labels but count equally, so the loss is not one process's mean over labels. Pass "
+    "weight=lambda targets: (targets != -100).sum(), and have loss_fn return the mean over these labels."
 )
 
 
@@ -513,9 +513,9 @@ def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Ca
             if not asked_for_what_is_not_there(error):
                 raise
             raise StepError(
-                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}, where each "
-                "rank has the layers of its own stages, and None in place of others. Ask `is not None` first, or leave "
-                "it to the model's forward."
+                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}: each "
+                "rank only has the layers of its stages, and None instead of others. Check `is not None` first, or "
+                "leave it to the model's forward."
             ) from error
 
     return run
@@ -526,8 +526,8 @@ def refuse_graphs(batch: Any, name: str, stages: int) -> None:
     if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
         raise StepError(
             f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "
-            f"do, under pipeline_parallel={stages}, where gradients go from stage to stage alone. Put both models into "
-            "one module, or detach() what this loss is not to train."
+            f"do, under pipeline_parallel={stages}, but gradients only pass from stage to stage. Put both models into "
+            "one module, or detach() inputs that this loss should not train."
         )
 
 
@@ -553,14 +553,14 @@ def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | No
     if has_others:
         raise RanksDifferError(
             "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare "
-            "outputs with targets of others. Have the loader read what does not depend on the rank; dataset and "
-            "sampler are dealt to dp_rank of dp_size by the trainer."
+            "outputs with targets of other samples. Make the loader independent of the rank; the trainer deals dataset "
+            "and sampler to dp_rank of dp_size."
         )
     if weighs_others:
         raise RanksDifferError(
-            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, and "
-            "stages would be scaled otherwise than each other. Pass the same weight= to forward_backward on all of "
-            "them, a function of targets alone."
+            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, so "
+            "stages would be scaled differently. Pass the same weight= to forward_backward on all of "
+            "them, a function that only uses targets."
         )
 
 
@@ -568,8 +568,8 @@ def refuse_calls_with_gradients(stages: int) -> None:
     """Raises StepError if gradients are enabled, since no rank would have the graph."""
     if torch.is_grad_enabled():
         raise StepError(
-            f"the model was called under pipeline_parallel={stages}, with gradients, where each rank has some of its "
-            "layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
+            f"the model was called under pipeline_parallel={stages}, with gradients, but each rank only has some of "
+            "its layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
             "elsewhere call the model under torch.no_grad(), on all ranks."
         )
 
@@ -578,16 +578,16 @@ def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
     """Raises StepError: the pipelined model `name` was called inside `running`, another pipelined model."""
     raise StepError(
         f"{name}, which is cut into stages by pipeline_parallel={stages}, was called in a loss or layer of {running}, "
-        "which only some ranks compute. For a loss that goes through both put both into one module, or keep "
-        f"{name} whole on each rank: have pipeline_stages return None for it. Else call it before, under "
-        "torch.no_grad(), and hand its outputs on as targets."
+        "which only some ranks compute. For a loss over both put both into one module, or keep "
+        f"{name} whole on each rank: have pipeline_stages return None for it. Otherwise call it before, under "
+        "torch.no_grad(), and pass its outputs as targets."
     )
 
 
 def refuse_unfrozen(stage: int, name: str) -> NoReturn:
     """Raises StepError: a stage's output needs a gradient, and the next stage has no buffer to send it back."""
     raise StepError(
-        f"what stage {stage} of {name} gives needs gradients, and did not in the first batch of this shape: layers "
+        f"the outputs of stage {stage} of {name} need gradients, and did not in the first batch of this shape: layers "
         "before it were unfrozen since. In a pipeline unfreeze them before the first batch, or train them from the "
         "start at a rate of 0 and raise that."
     )

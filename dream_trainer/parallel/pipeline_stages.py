@@ -44,7 +44,7 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
         found = f"{len(places)} repeated block{'s' if len(places) > 1 else ''}" if places else _where_looked(model)
         fewer = (
             f"Use at most {len(places)} stages, which are pipeline_parallel times the stages of each rank (1 under "
-            "1F1B and GPipe, else 2 or more)"
+            "1F1B and GPipe, 2 or more under the others)"
         )
         raise ConfigError(
             f"pipeline_parallel needs {n_stages} stages of a block each, and {type(model).__name__} has {found}. "
@@ -106,9 +106,9 @@ def _refuse_repeated(model: nn.Module, counts: Callable[[nn.Module], bool]) -> N
         layers = [entry for entry in entries if counts(entry) and next(entry.parameters(), None) is not None]
         if len(set(layers)) < len(layers):
             raise ConfigError(
-                f"{name} of {type(model).__name__} has {len(layers)} layers of which {len(set(layers))} are different "
-                "modules: layers that share all weights, of which each stage needs a copy. Say in pipeline_stages "
-                f"which entries a stage holds, such as '{name}.0' and '{name}.1': copies begin equal, and are trained "
+                f"{name} of {type(model).__name__} has {len(layers)} layers that are only {len(set(layers))} different "
+                "modules: layers that share all weights, so each stage needs a copy. Return from pipeline_stages "
+                f"the entries of each stage, such as '{name}.0' and '{name}.1': copies begin equal, and are trained "
                 "by the sum of their gradients."
             )
 
@@ -363,14 +363,14 @@ def _cannot_run(pipeline: Pipeline, number: int, error: Exception, given: tuple[
     giver, cross = (f" by stage {number - 1}", f" {_CROSS}") if number else ("", "")
     return (
         f"{_called(pipeline, number)} cannot run: {type(error).__name__}: {str(error).rstrip('.')}{line}. It is "
-        f"given {_kinds(given)}{giver}. Of what other stages hold, lists of layers have nothing and other names "
-        f"are None: have its forward ask, `if self.embedding is not None: ...`.{cross}"
+        f"given {_kinds(given)}{giver}. Lists of layers omit other stages' layers, and other names are None: have "
+        f"its forward check, `if self.embedding is not None: ...`.{cross}"
     )
 
 
 _CROSS = (
-    "What a later stage needs beside, such as one end of a skip connection, has to cross as well: return both, `return "
-    "x, skip`, and take both as arguments, or have pipeline_stages put its ends into one stage."
+    "Other values that a later stage needs, such as one end of a skip connection, must be passed too: return both, "
+    "`return x, skip`, and take both as arguments, or have pipeline_stages put its ends into one stage."
 )
 
 

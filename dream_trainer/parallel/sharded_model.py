@@ -71,7 +71,7 @@ class ShardedModel:
         """A copy of the model made inside a step has whole parameters, and needs no gathering."""
         if not self.is_whole:
             raise TypeError(
-                "a sharded model was copied between steps, where it has this rank's shards. Copy it in a step, in an "
+                "a sharded model was copied between steps, when it has this rank's shards. Copy it in a step, in an "
                 "event of your trainer, or inside trainer.gathered(model)."
             )
         return _InStep()

@@ -122,7 +122,7 @@ def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_o
             raise ConfigError(
                 f"{said} would be sharded together, and fully_shard takes parameters of one dtype to train, also where "
                 "it replicates split layers. Give them one (of a complex one its torch.view_as_real, joined in the "
-                "forward), or have model_blocks name a module that has those of another dtype alone."
+                "forward), or have model_blocks name a module that only has those of another dtype."
             )
 
 

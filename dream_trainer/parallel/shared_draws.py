@@ -141,7 +141,7 @@ _IN_CHECKPOINT = (
     'device_parameters.activation_checkpointing to "full" or "selective" instead, or draw outside of it.'
 )
 _IN_GRAPH = (
-    "{} of the shape {} within a compiled block draws random numbers that are of no positions, and have to be alike on "
-    "ranks that share sequences; in a graph they are not. Under context_parallel draw before the block and hand the "
-    "numbers to it, or use compile=False."
+    "{} of the shape {} within a compiled block draws random numbers that are not per-position, so all "
+    "context-parallel ranks must draw the same ones; in a graph they do not. Under context_parallel draw before the "
+    "block and pass the numbers to it, or use compile=False."
 )

@@ -263,8 +263,8 @@ class Verification:
                 devices = self.devices
                 if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
                     raise StepError(
-                        f"under context_parallel={devices.context_parallel} the gradients of self.{name} may be of "
-                        f"this rank's part of a sequence alone, and cannot be verified: {error}"
+                        f"under context_parallel={devices.context_parallel} the gradients of self.{name} may only "
+                        f"cover this rank's part of a sequence, and cannot be verified: {error}"
                     ) from error
                 self._cannot(name, f"its gradients cannot be computed apart ({error})")
                 return
@@ -472,7 +472,7 @@ class Verification:
         which = f"first {place}" if outputs else f"last {place}, of {len(wrong)}"
         raise StepError(
             f"under {mesh} {name} computes other {'values' if outputs else 'gradients'} than one process: {which}, by "
-            f"{miss.error:.1e} of its size, where rounding makes up to {miss.rounding:.1e} "
+            f"{miss.error:.1e} of its size; rounding makes up to {miss.rounding:.1e} "
             f"({'' if outputs else 'root mean squares: '}{miss.own:.4g} instead of {miss.whole:.4g}). Likely {likely}."
         )
 
@@ -488,11 +488,11 @@ _CAUSES_OF_OUTPUTS = {
 }
 _CAUSES_OF_GRADIENTS = {
     "context_parallel": "attention is called in a torch.autograd.Function, or in torch.utils.checkpoint with "
-    "use_reentrant=True, whose backward sees this rank's part alone",
+    "use_reentrant=True, whose backward only sees this rank's part",
     "tensor_parallel": "a layer that each rank has whole is given a part of the activations: use SequenceParallel() "
     "for a norm, PrepareModuleInput(..., desired_input_layouts=Replicate()) for others",
     "expert_parallel": "tokens' gradients do not come back from other ranks' experts",
-    "pipeline_parallel": "what stages hand on is detached, or a weight that stages share is no longer one parameter",
+    "pipeline_parallel": "a stage's output is detached, or a weight that stages share is no longer one parameter",
 }
 
 

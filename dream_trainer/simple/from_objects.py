@@ -441,7 +441,7 @@ def _refuse_doubtful(items: list[Any], name: str) -> None:
         raise DataError(
             f"{name}= is a list whose first item, {shapes(items[0])}, could be a sample or a batch. Give "
             f"DataLoader({name}, batch_size=32) for samples, DataLoader({name}, batch_size=None) for batches, a tuple "
-            "(inputs, targets) of arrays of all samples, or a dict of several data by name."
+            "(inputs, targets) of arrays of all samples, or a dict of several named data."
         )
 
 

@@ -89,7 +89,7 @@ class Loss:
         if targets.dim() == 0 or (self._is_by_element and outputs.shape != targets.shape):
             raise DataError(
                 f"the outputs are {shapes(outputs)} and the targets {shapes(targets)}. loss= takes those of a batch, "
-                "and compares element by element if they have one shape: give targets[:, None], or batches instead of "
+                "and compares element by element if they have one shape. Give targets[:, None], or batches instead of "
                 "samples."
             )
         if self._is_by_element and not targets.is_floating_point() and outputs.is_floating_point():

@@ -124,7 +124,7 @@ class Ownership:
         if place.store.create(place.key, self._content()):
             place.store.remove(place.key)
             raise CheckpointError(
-                f"the store of {self._run} writes over an object although it was told not to (If-None-Match), so two "
+                f"the store of {self._run} overwrites an object in spite of If-None-Match, so two "
                 "jobs could write to one run. Use a store that honours conditional writes; "
                 "`rclone serve s3` does not."
             )

@@ -33,7 +33,7 @@ SLOW = 0.25
 """Seconds of CPU time of a step above which batches are made smaller."""
 SETS = "Iterate over a list or sorted(...), not over a set."
 OWN_STATE = (
-    "has state of its own, of which each worker has a copy, or draws from its own generator. Draw from the global "
+    "has its own state, which each worker copies, or draws from its own generator. Draw from the global "
     "generators, which are seeded for each sample."
 )
 LOCAL_VALUE = (

@@ -249,7 +249,7 @@ def _users_line(stacks: Path) -> str:
     for file, number, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.read_text()):
         if is_own(file):
             return f"{Path(file).name}:{number}, in {function}"
-    return "the trainer's own code, where it waits for other ranks"
+    return "the trainer's own code, waiting for other ranks"
 
 
 def _is_installed(module: str) -> bool:

@@ -136,7 +136,7 @@ class BaseTrainer(AbstractTrainer):
             code = exit_status(runtime)
             returns = coordinator.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
-                show(f"interrupted after step {self.global_step}; fit() goes on from there", sys.stderr)
+                show(f"interrupted after step {self.global_step}; fit() continues from there", sys.stderr)
             elif coordinator.ended_by is not None:
                 with coordinator.signals.ending(code):
                     self.close()

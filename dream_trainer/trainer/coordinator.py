@@ -155,8 +155,8 @@ def refuse_unlike_order(world: World, step: int) -> NoReturn:
             stages += " Or the ranks of a stage have run its blocks in different orders: run the same on each."
         raise StepError(stages)
     raise StepError(
-        f"by step {step} the ranks have run blocks of a sharded model in different orders, or "
-        "backward through different ones, so that what they gathered and reduced was mixed up; no checkpoint has "
-        "that. Run the same blocks on every rank, in the same order, and let the loss depend on each (add "
-        "0 * output.sum() of one that is not wanted); or keep the model whole on each rank (dp_shard=1)."
+        f"by step {step} the ranks have run blocks of a sharded model in different orders, or backward through "
+        "different ones. Their gathers and reductions were mixed up; no checkpoint has that. Run the same blocks on "
+        "every rank, in the same order, and let the loss depend on each (add 0 * output.sum() of unwanted ones), or "
+        "keep the model whole on each rank (dp_shard=1)."
     )

@@ -103,8 +103,8 @@ def _say_if_workers_keep_old_data(runtime: Runtime) -> None:
         return
     runtime.warn_once(
         "persistent workers",
-        "the training loader's workers persist, with the dataset as it was when they started: what pre_epoch changes "
-        "in it counts only if its length changes too. Give the dataset a set_epoch(epoch), or set "
+        "the training loader's workers persist, with the dataset as it was when they started: changes by pre_epoch "
+        "only count if its length changes too. Give the dataset a set_epoch(epoch), or set "
         "persistent_workers=False.",
     )
 

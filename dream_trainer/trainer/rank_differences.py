@@ -87,8 +87,8 @@ def agree_on_data(runtime: Runtime) -> int | None:
     data_of_ranks = world.all_gather_object((_data_facts(runtime, readers), stream.steps_per_epoch, probed(known)))
     refuse(
         told_differences({rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)}),
-        "The trainer deals one dataset to all ranks: give each the whole of it, with the same options (it may have "
-        "been split by rank already), or wrap a loader over this rank's part in PerRankLoader.",
+        "The trainer deals one dataset to all ranks: give each the whole of it, with the same options. If it was "
+        "already split by rank, wrap a loader over this rank's part in PerRankLoader.",
     )
     _refuse_other_samples(runtime, known, [summaries for _, _, summaries in data_of_ranks])
     steps = [count for _, count, _ in data_of_ranks]

@@ -44,8 +44,8 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     parent = newest.parent if newest else None
     if parameters.branch != ALL_KEPT and parent is None:
         raise ConfigError(
-            f"branch={parameters.branch} says what goes along from another run's checkpoint, and resume={asked!r} "
-            "names none. Set resume=<its path>."
+            f"branch={parameters.branch} says what to take over from another run's checkpoint, and resume={asked!r} "
+            "is not the path of one. Set resume=<its path>."
         )
     if asked is None:
         _refuse_used_directory(root, world)
@@ -109,7 +109,7 @@ def _branch(
         raise ConfigError(
             f"resume={asked!r} is another run's, and {root} has checkpoints up to step {newest.step}, and began "
             f"{'from ' + parent['checkpoint'] if parent else 'at step 0'}. Use another experiment name, or "
-            'resume="auto" to go on with this one.'
+            'resume="auto" to continue this one.'
         )
     if branch != ALL_KEPT and is_own:
         raise ConfigError(
@@ -233,7 +233,7 @@ def refuse_other_run(runtime: Runtime, shared: dict[str, Any], path: Path, *, is
 
 def _other_way(runtime: Runtime, name: str, value: Any, is_own: bool) -> str:
     if not is_own:
-        return 'let this run have data of its own: branch=BranchParameters(data="new").'
+        return 'let this run start its own data: branch=BranchParameters(data="new").'
     other = f"{runtime.config.experiment}-{name.replace('_', '-')}-{value}"
     to_begin = ANOTHER_RUN.format(words='data="new"')
     return f"take another name, such as experiment={other!r}: {to_begin}."

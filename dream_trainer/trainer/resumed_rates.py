@@ -124,8 +124,8 @@ class ResumedRates:
             if rates and rates != built_for and not isinstance(scheduler, LambdaLR | ReduceLROnPlateau):
                 raise ConfigError(
                     f"{name} ({type(scheduler).__name__}) is built for this config's learning rate {built_for[0]}, and "
-                    f'the checkpoint\'s {rates[0]} goes on. Configure that rate, use branch.optimizer="moments", or a '
-                    "LambdaLR, as build_schedule makes."
+                    f'the checkpoint\'s {rates[0]} stays in use. Configure that rate, use branch.optimizer="moments", '
+                    "or a LambdaLR, as build_schedule makes."
                 )
 
     def restore(
@@ -164,8 +164,8 @@ class ResumedRates:
             if changed:
                 anew = ANOTHER_RUN.format(words='schedule="new"')
                 warned.append(
-                    f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's goes "
-                    f"on. To use this config's, {anew}."
+                    f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's stays "
+                    f"in use. To use this config's, {anew}."
                 )
         return warned
 
@@ -189,10 +189,10 @@ class ResumedRates:
                 self._cap(scheduler, [cap if climb else math.inf for cap, climb in zip(factors, climbs, strict=True)])
         elif any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs):
             warned.append(
-                f"{name} has another form than in the checkpoint, as for another total_steps: at step "
-                f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}, and the new form, which "
-                f"holds from the next step on, by {now[0]:.4g}. A run of another name that begins there with "
-                'branch=BranchParameters(schedule="extend") does not climb back.'
+                f"{name} has another form than in the checkpoint, as for another total_steps. At step "
+                f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}. The new form, which "
+                f"holds from the next step on, multiplies it by {now[0]:.4g}. A run of another name that begins there "
+                'with branch=BranchParameters(schedule="extend") does not climb back.'
             )
         if branch.optimizer != "keep":
             _rebase(scheduler, bases)
@@ -274,7 +274,7 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def _options_in_words(kept: Sequence[KeptOption], anew: str) -> list[str]:
     alike: dict[tuple[str, str], list[int]] = {}
     for one in kept:
-        options = f"{one.option}={one.config}, and the checkpoint's {one.trained} goes on"
+        options = f"{one.option}={one.config}, and the checkpoint's {one.trained} stays in use"
         alike.setdefault((one.optimizer, options), []).append(one.group)
     return [
         f"{optimizer}: this config has {options} ({'group' if len(groups) == 1 else 'groups'} "

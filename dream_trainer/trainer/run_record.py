@@ -320,8 +320,8 @@ class RunRecorder:
         if changed:
             self._runtime.warn_once(
                 "code",
-                f"the run goes on from step {self._runtime.progress.global_step} with other code than it was started "
-                f"with last: {listed(changed, 5)}.",
+                f"the run resumes at step {self._runtime.progress.global_step} with other code than its last start: "
+                f"{listed(changed, 5)}.",
             )
 
     def _best_before(self, before: RunRecord) -> dict[str, dict[str, Any]]:
@@ -413,7 +413,7 @@ class RunRecorder:
         if gone:
             record.failed_rank = next(iter(gone))
             named = ", ".join(f"rank {number} ({process})" for number, process in gone.items())
-            self._write("failed", f"{named} is gone without a word: killed (out of memory?), or ended by native code")
+            self._write("failed", f"{named} is gone without an error: killed (out of memory?), or ended by native code")
 
     def _write(self, state: RunState, why: str | None = None) -> None:
         record, progress = self._record, self._runtime.progress

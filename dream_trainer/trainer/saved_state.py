@@ -287,7 +287,7 @@ def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: Bra
     saved: int = shared.get("workers", 1)
     if saved not in (1, workers) and branch.optimizer != "new":
         raise CheckpointError(
-            f"{path} was written by workers={saved}, whose optimizers have states of their own (LocalSGDMixin), and "
+            f"{path} was written by workers={saved}, whose optimizers have separate states (LocalSGDMixin), and "
             f"this run has {workers}. Use the same number, or begin another experiment from its average with "
             "CheckpointParameters(init_from=<its path>)."
         )
@@ -316,7 +316,7 @@ def _say_if_the_data_changed(runtime: Runtime) -> None:
     if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and runtime.world.is_main:
         logger.warning(
             "the training dataset has %d samples, and had %d in the last pass of the checkpoint: further passes, and "
-            "total_steps=%s, are counted by what it has now.",
+            "total_steps=%s, use its present length.",
             stream.length,
             before,
             runtime.state.total_steps,
@@ -373,8 +373,8 @@ def _restore_rank(
     if not same_device and world.is_main:
         logger.warning(
             "resumed at another layout or device than the checkpoint's: weights and optimizers are exact, and samples "
-            "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
-            "several ranks drop; random layers go on from a new seed."
+            "come in the same order, except from your own loaders and the short tail of a plain DataLoader, which "
+            "several ranks drop. Random layers continue from a new seed."
         )
     rank_state = state.get("data") if same_layout else _united_state(runtime, manifest)
     runtime.data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)

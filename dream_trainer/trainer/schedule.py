@@ -77,7 +77,7 @@ class Schedule:
         remedy = "Raise " + " and ".join(name for name, _ in reached)
         if self._parameters.fast_dev_run:
             remedy = "Use fast_dev_run=False"
-        return f"{' and '.join(text for _, text in reached)} are done. {remedy} to go on"
+        return f"{' and '.join(text for _, text in reached)} are done. {remedy} to continue"
 
     # -- the clock
 

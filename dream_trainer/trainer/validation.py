@@ -126,7 +126,7 @@ def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], A
     """What a step returned: values to log, and the weight that it gave them or else the batch's size."""
     if record.needs_weight and isinstance(returned, dict) and returned:
         raise HookError(
-            f"validation_step returned values without their weight, under {record.needs_weight}, where ranks have "
+            f"validation_step returned values without their weight, under {record.needs_weight}, and ranks have "
             "different numbers of labels in their parts of a sequence. Return such a dict and the number of labels: "
             '{"loss": loss}, count.'
         )

@@ -61,7 +61,7 @@ def refuse_other_adapters(
                 )
             if changes and world.is_main:
                 logger.warning(
-                    "the adapters of model %r differ from the checkpoint's in what training alone looks at: %s. The "
+                    "the adapters of model %r differ from the checkpoint's in options that only training uses: %s. The "
                     "new values apply.",
                     name,
                     _listed(changes),

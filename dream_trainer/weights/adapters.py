@@ -85,8 +85,8 @@ def _refuse_what_started_from_another_base(model: Any, first: FirstValues) -> No
     setting = may_start_from_the_base(model)
     if not first.is_known and setting:
         wrong = (
-            f"adapters with {setting} may start from the base's weights, and this model was not built in "
-            "configure_models or is not loaded in load_pretrained, so that they cannot start again from what is loaded"
+            f"adapters with {setting} may start from the base's weights. This model was not built in "
+            "configure_models or is not loaded in load_pretrained, so they cannot start again from the loaded weights"
         )
     elif first.is_known and first.changed:
         wrong = (
@@ -140,8 +140,8 @@ def merged_reader(adapters: Adapters, read: Callable[[str], Tensor]) -> Callable
     """Reads tensors of the base, by the names of `adapters.base`, with the adapters added."""
     if adapters.cannot_merge:
         raise CheckpointError(
-            f"these adapters cannot be merged one tensor at a time: {adapters.cannot_merge}. Export the adapters "
-            "alone. What peft can merge, PeftModel.from_pretrained(base, path).merge_and_unload() does."
+            f"these adapters cannot be merged one tensor at a time: {adapters.cannot_merge}. Only export the "
+            "adapters. PeftModel.from_pretrained(base, path).merge_and_unload() merges all that peft can."
         )
 
     def merged(author_name: str) -> Tensor:

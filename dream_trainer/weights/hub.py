@@ -113,7 +113,7 @@ def _upload(
 
 def _add_files(source: Path, directory: Path) -> None:
     if not source.is_dir():
-        raise CheckpointError(f"beside={str(source)!r} is not a directory. Give that of the files that shall go along.")
+        raise CheckpointError(f"beside={str(source)!r} is not a directory. Give the directory of files to upload.")
     taken = sorted({path.name for path in source.iterdir()} & {path.name for path in directory.iterdir()})
     refuse(taken, f"beside={str(source)!r} has {taken}, which the export writes. Keep them elsewhere.", CheckpointError)
     shutil.copytree(source, directory, dirs_exist_ok=True)

@@ -289,7 +289,7 @@ def _rows(tensor: DTensor, dim: int) -> Tensor:
     if len(rows) != local_tensor(tensor).shape[dim]:
         raise CheckpointError(
             f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} has "
-            f"{local_tensor(tensor).shape[dim]} rows of dimension {dim} here, where {len(rows)} were expected. Shard "
+            f"{local_tensor(tensor).shape[dim]} rows of dimension {dim} here, instead of {len(rows)}. Shard "
             "with fully_shard, parallelize_module or distribute_tensor."
         )
     return rows

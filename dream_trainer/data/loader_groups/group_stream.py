@@ -194,7 +194,7 @@ class GroupStream(TrainStream):
         naming_loader(part.name, lambda: part.stream.seek(place.position, place.rank_state, state=state))
 
     def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
-        advice = "Give it what it had, or start a run of its own from the checkpoint's weights."
+        advice = "Give it what it had, or start a new run from the checkpoint's weights."
         if "loaders" not in state:
             raise self._of_one_loader()
         saved, names = state["loaders"], [part.name for part in self._parts]
@@ -216,7 +216,7 @@ class GroupStream(TrainStream):
     def _of_one_loader(self) -> DataError:
         return DataError(
             f"the checkpoint is of a run over one training loader, not over {[part.name for part in self._parts]}. "
-            "Give it the loader it had, or start a run of its own from the checkpoint's weights."
+            "Give it the loader it had, or start a new run from the checkpoint's weights."
         )
 
     # -- windows
@@ -406,7 +406,7 @@ def refuse_state_of_group(state: dict[str, Any] | None) -> None:
     if state is not None and "loaders" in state:
         raise DataError(
             f"the checkpoint is of a run over the training loaders {list(state['loaders'])}, and this one has one "
-            "loader. Give it what it had, or start a run of its own from the checkpoint's weights."
+            "loader. Give it what it had, or start a new run from the checkpoint's weights."
         )
 
 

@@ -306,12 +306,12 @@ class Mixture(OrderedDataset):
         told = "; ".join(differences) or "its sources were in another order"
         if self._on_change == "refuse" or "num_samples" in changed:
             raise DataError(
-                f"the checkpoint is of another mixture ({told}). Give it what it had; or, but for num_samples, "
-                'on_change="continue" to go on with this mixture from that position.'
+                f"the checkpoint is of another mixture ({told}). Give it what it had; or, except for num_samples, "
+                'on_change="continue" to continue with this mixture from that position.'
             )
         if self._told_at != state["position"] and _is_main():  # a resume may call this several times
             logger.warning(
-                "The run goes on with another mixture, from position %d on: %s. Of packed rows, what was left of the "
+                "The run continues with another mixture, from position %d on: %s. With packed rows, the rest of the "
                 "block that was begun is left out.",
                 state["position"],
                 told,
@@ -409,7 +409,7 @@ def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int
 
 def _check_sources(sources: Mapping[str, Any]) -> None:
     if not sources:
-        raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
+        raise DataError('A mixture of no sources has no samples. Give them names: Mixture({"code": dataset, ...}).')
     for name, source in sources.items():
         if isinstance(source, IterableDataset | OrderedDataset) or not isinstance(source, Sized):
             raise DataError(

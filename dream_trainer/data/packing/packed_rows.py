@@ -229,7 +229,7 @@ class DocumentRows(OrderedDataset):
     def _find(self, position: int) -> _Block:
         number, first_row = self._start()
         if position < first_row:
-            raise IndexError(f"Row {position} lies before row {first_row}, at which this pass was gone on with.")
+            raise IndexError(f"Row {position} lies before row {first_row}, where this pass was resumed.")
         if not self._is_endless:
             first_rows = self._first_rows()
             if position >= first_rows[-1]:
@@ -317,8 +317,8 @@ class DocumentRows(OrderedDataset):
         ]
         if other:
             raise DataError(
-                f"The run goes on with rows made in another way: {', '.join(other)}. Which rows were consumed does not "
-                "say which documents would be, then. Make them as before, or start a run of its own from the "
+                f"The run resumes with rows made in another way: {', '.join(other)}. The consumed rows then do not "
+                "tell which documents were consumed. Make them as before, or start a new run from the "
                 "checkpoint's weights."
             )
 
@@ -364,7 +364,7 @@ class DocumentRows(OrderedDataset):
         if ids.shape != (length,):
             wrong = (
                 f"has {length} tokens by the lengths that its rows were planned with, and was loaded with shape "
-                f"{ids.shape}. Measure the lengths anew, and load a document as the same tokens each time."
+                f"{ids.shape}. Measure the lengths again, and load a document as the same tokens each time."
             )
         elif length and ids.dtype.kind not in "iu":
             wrong = f"is of {ids.dtype}. Token ids are integers."
@@ -419,7 +419,7 @@ def _check_documents(documents: object) -> None:
     name = type(documents).__name__
     if not isinstance(documents, OrderedDataset):
         raise DataError(
-            f"Rows are made of documents in an order of their own, and {name} has none. Give "
+            f"Rows are made of documents that have an order, and {name} has none. Give "
             'Mixture({"name": documents}), also of a single source.'
         )
     if not isinstance(documents, HasLengths):
@@ -569,7 +569,7 @@ class PaddedRows(DocumentRows):
         if num_long and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
                 "%d of the first %d documents are longer than row_length=%d (the longest is of %d tokens) and are cut "
-                "into rows of their own.",
+                "into separate rows.",
                 num_long,
                 len(lengths),
                 self.row_length,

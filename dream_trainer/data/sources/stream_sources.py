@@ -198,7 +198,7 @@ def tar_samples(path: Path, file: BinaryIO, offset: int = 0) -> Iterator[TarSamp
                 files = {}
             key, extension = name[1], name[2].lower()
             if extension in files:
-                raise DataError(f"{path} has two files {member.name!r} in one sample. Write it anew.")
+                raise DataError(f"{path} has two files {member.name!r} in one sample. Write it again.")
             files[extension] = member.offset_data, member.size
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(f"{path} is damaged: {error}. Only plain tar files can be read.") from error

@@ -151,7 +151,7 @@ def _open_bin(path: Path) -> _Shard:
     described = path.with_suffix(".json")
     if not described.exists():
         raise DataError(
-            f"{path} has no header {described.name} beside it, so nothing tells what is in it. `dream-trainer data "
+            f"{path} has no header {described.name} next to it, so its format is unknown. `dream-trainer data "
             "tokenize` or a TokenFileWriter writes both."
         )
     header = _header(described)
@@ -232,7 +232,7 @@ class TokenFileWriter:
                 f"vocabulary_size={vocabulary_size} is not from 1 to 2**32: token ids take up to four bytes."
             )
         self.path = Path(path)
-        refuse(self.path.suffix != ".bin", f"a token file is named NAME.bin, not {self.path.name}.", DataError)
+        refuse(self.path.suffix != ".bin", f"token files must be called NAME.bin, not {self.path.name}.", DataError)
         self.vocabulary_size = vocabulary_size
         self.dtype = np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
         self.num_tokens = 0

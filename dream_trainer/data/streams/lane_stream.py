@@ -118,7 +118,7 @@ def sharded_source(source: object) -> ShardedSource:
         return HuggingFaceShards(source)
     raise DataError(
         f"{type(source).__name__} is not a source in shards. Give a streaming dataset of Hugging Face, "
-        "WebDatasetShards(directory), or IterableShards(reader, items) for readers of your own; a dataset with "
+        "WebDatasetShards(directory), or IterableShards(reader, items) for your own readers; a dataset with "
         "`__len__` and `__getitem__` belongs in a DistributedDataLoader."
     )
 
@@ -169,7 +169,7 @@ class LaneStream(TrainStream):
         steps, rest = divmod(position.samples, self._plan.global_batch)
         if rest:
             raise DataError(
-                f"The run goes on after {position.samples} samples, which is no multiple of the global batch of "
+                f"The run resumes after {position.samples} samples, which is no multiple of the global batch of "
                 f"{self._plan.global_batch}. Keep the global batch of the run."
             )
         self._begin(position.epoch)
@@ -259,7 +259,7 @@ class LaneStream(TrainStream):
         differing = [f"{name}: {saved[name]} then, {fact} now" for name, fact in now if saved.get(name) != fact]
         if differing:
             raise DataError(
-                f"The run goes on in the middle of a stream that is another one now ({'; '.join(differing)}), so it "
+                f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}), so it "
                 "would not read the samples that are left. Give it the source and options it had, or start another "
                 "experiment."
             )
@@ -268,7 +268,7 @@ class LaneStream(TrainStream):
         missing = [lane for lane in lanes if str(lane) not in states]
         if missing:
             raise DataError(
-                f"The run goes on after {steps} steps, and the states of lanes {missing[:8]} are not known on this "
+                f"The run resumes after {steps} steps, and the states of lanes {missing[:8]} are not known on this "
                 "rank: a stream cannot be read from its middle without them. Seek with the `united` states of all "
                 "ranks."
             )
@@ -302,8 +302,8 @@ class LaneStream(TrainStream):
         if workers > len(self._chains):
             logger.warning(
                 "%d of num_workers=%d have nothing to load: a batch comes from one worker, and a rank's shards are "
-                "read in %d groups that each fill batches. Use as many workers, or raise turns= of the StreamLoader "
-                "(it is %d, and lanes=%d), for which there must be shards.",
+                "read in %d groups that each fill batches. Use that number of workers, or raise turns= of the "
+                "StreamLoader (it is %d, and lanes=%d), if there are enough shards.",
                 workers - len(self._chains),
                 workers,
                 len(self._chains),
@@ -417,6 +417,6 @@ def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | No
 
 def _end(lane: int, left: int, per_lane: int) -> str:
     return (
-        f"lane {lane} has {left} of the {per_lane} samples that a step takes from each lane. They, and what other "
-        "lanes still have, are not read in this pass."
+        f"lane {lane} has {left} of the {per_lane} samples that a step takes from each lane. They, and the rest of "
+        "the other lanes, are not read in this pass."
     )

@@ -71,7 +71,7 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
     if num_shards < dp_size:
         raise DataError(
             f"the source has {num_shards} {_shards(num_shards)}, fewer than dp_size={dp_size} data-parallel ranks, and "
-            f"each rank reads shards of its own. Use at most {num_shards} ranks, or write the data in {dp_size} shards "
+            f"each rank reads different shards. Use at most {num_shards} ranks, or write the data in {dp_size} shards "
             "or more."
         )
     possible = [lane for lane in divisors(global_batch) if lane <= num_shards]
@@ -228,8 +228,8 @@ def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[S
     reader = source.open(shard)
     if not isinstance(reader, StatefulIterable):
         raise DataError(
-            f"{type(reader).__name__} cannot say where it is in its shard, so a run could not go on in its middle. "
-            "Give it `state_dict()` and `load_state_dict(state)` beside `__iter__`, or use an indexed dataset."
+            f"{type(reader).__name__} cannot tell its position in its shard, so a run could not resume in its middle. "
+            "Give it `state_dict()` and `load_state_dict(state)` besides `__iter__`, or use an indexed dataset."
         )
     if isinstance(reader, EpochAware):
         reader.set_epoch(epoch)

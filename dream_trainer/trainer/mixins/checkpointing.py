@@ -398,7 +398,7 @@ class CheckpointMixin(AbstractTrainer):
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
         changed = changed_fields(manifest, self._runtime.config)
         if changed:
-            but = ", but for those of optimizers: learning rates and the like are the checkpoint's"
+            but = ", except optimizer options: learning rates and the like are the checkpoint's"
             logger.warning(
                 "the config differs from the checkpoint's: %s. The new values apply%s.",
                 "; ".join(changed),

@@ -146,7 +146,7 @@ def _whole(tensor: Tensor, dim: int = 1) -> Tensor:
 def _checked(runtime: Runtime, batch: Any) -> Any:
     if batch is None:
         raise HookError(
-            f"{type(runtime.hooks).__name__}.cut_batch returned None. Return the batch, with cut(tensor) in place of "
+            f"{type(runtime.hooks).__name__}.cut_batch returned None. Return the batch, with cut(tensor) instead of "
             "each tensor along the sequence."
         )
     return batch
@@ -169,8 +169,8 @@ class SequenceCut:
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise HookError(
-                f"cut_batch called cut({self._name(tensor)}, dim={dim}) with {what}. Cut tensors along the sequence "
-                "alone, and name their dimension: cut(tensor, dim=...)."
+                f"cut_batch called cut({self._name(tensor)}, dim={dim}) with {what}. Only cut tensors along the "
+                "sequence, and name their dimension: cut(tensor, dim=...)."
             )
         length, parts = tensor.shape[dim], self._attention.parts
         if length == 0 or length % parts.n_chunks:

@@ -94,7 +94,7 @@ class LocalSGDMixin(AbstractTrainer):
                 "a round",
                 f"training ends at step {self.global_step}, in the middle of a round of "
                 f"{self._runtime.rounds.steps} steps. Validations, checkpoints and exports have the average of the "
-                "workers, but the models of this process have the weights of its own worker.",
+                "workers, but the models of this process have its own worker's weights.",
             )
 
     @contextmanager

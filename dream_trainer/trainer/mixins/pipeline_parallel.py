@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 _NORMS = (
-    "normalise each micro-batch of a pipeline by itself, where one process normalises its whole batch: what is learned "
-    "depends on microbatches. Use norms that act on each sample, such as nn.GroupNorm or nn.LayerNorm."
+    "normalise each micro-batch of a pipeline by itself, but one process normalises its whole batch: results "
+    "depend on microbatches. Use norms that act on each sample, such as nn.GroupNorm or nn.LayerNorm."
 )
 
 
@@ -141,7 +141,7 @@ class PipelineParallelMixin(AbstractTrainer):
         if microbatches < self.world.stages:
             raise ConfigError(
                 f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
-                "never work at once. Use as many or more."
+                "never work at once. Use at least one per stage."
             )
         refuse_short_batches(self._runtime, microbatches)
         self._say_whose_numbers_are_a_stages()
@@ -186,8 +186,8 @@ class PipelineParallelMixin(AbstractTrainer):
                     f"optimizer {name} in stages",
                     f"self.{name} is a {type(optimizer).__name__}, which has the parameters of this rank's stages of "
                     f"the pipeline (pipeline_parallel={self.world.stages}). If it takes a number over all its "
-                    "parameters, such as a norm or a distance, each stage has one of its own, and trains otherwise "
-                    "than one process does; what is taken of each parameter is right.",
+                    "parameters, such as a norm or a distance, each stage has a different one, and trains differently "
+                    "from one process; numbers per parameter are right.",
                 )
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
@@ -214,7 +214,7 @@ class PipelineParallelMixin(AbstractTrainer):
         if weight is not None and not callable(weight):
             raise StepError(
                 f"forward_backward() was given weight={type(weight).__name__} under pipeline_parallel="
-                f"{self.world.stages}, where each micro-batch has its own. Pass a function of targets, as in "
+                f"{self.world.stages}, but each micro-batch needs its own. Pass a function of targets, as in "
                 "weight=lambda targets: (targets != -100).sum()."
             )
         pipeline.refuse_inside_another()
@@ -248,7 +248,7 @@ class PipelineParallelMixin(AbstractTrainer):
     def _say_what_is_whole(self, *_: Any) -> None:
         self.warn_once(
             "weights of a stage",
-            "state_dict() within gathered() has the weights of this rank's stages alone, where one process has the "
+            "state_dict() within gathered() only has the weights of this rank's stages; in one process it has the "
             "whole model's. export() writes the whole model, and so do checkpoints.",
         )
 

@@ -195,7 +195,7 @@ class Accumulation:
         final = [self.reduced.get(optimizer) == self._backwards for optimizer in optimizers]
         if any(final) and not all(final):
             raise StepError(
-                "step() was given optimizers of which reduce_gradients() had only some. Give it all that are stepped "
+                "step() was given optimizers that reduce_gradients() had only some of. Give it all that are stepped "
                 "together."
             )
         if not all(final):
@@ -227,7 +227,7 @@ class Accumulation:
                 self._refuse_mixture()
             if self._divided_samples:
                 raise StepError(
-                    f"{self._call}() was called without weight= under {self._divided_samples}, where "
+                    f"{self._call}() was called without weight= under {self._divided_samples}, but "
                     "ranks have different numbers of labels in their parts of a sequence. Pass weight=the number of "
                     "labels that the loss is the mean of: here, of this rank's part."
                 )
@@ -257,11 +257,9 @@ class Accumulation:
 
     def _refuse_backward(self) -> NoReturn:
         if not self.is_open:
-            raise StepError(
-                f"{self._call}() was called between two windows, where its gradients would leak into the next."
-            )
+            raise StepError(f"{self._call}() was called between two windows: its gradients would leak into the next.")
         raise StepError(
-            f"backward() was called under {self._world.mesh_shape.setting('pp')}, where no rank has a whole model's "
+            f"backward() was called under {self._world.mesh_shape.setting('pp')}, but no rank has a whole model's "
             "graph. Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; "
             "it does the same in one process."
         )
@@ -341,8 +339,8 @@ class Accumulation:
         if self._divided_samples:
             raise StepError(
                 f"step() found gradients that self.{self._call}() has not made, under "
-                f"{self._divided_samples}, where ranks have different numbers of labels in their parts of a sequence. "
-                f"In place of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
+                f"{self._divided_samples}, and ranks have different numbers of labels in their parts of a sequence. "
+                f"Instead of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
             )
         self._warn_once(
             "own backward",
@@ -456,7 +454,7 @@ class OwnGradients:
                     continue  # dropped, or set by hand
                 if now is not mark.gradient or write_count(local_tensor(now)) != mark.writes_to_gradient:
                     raise StepError(
-                        f"a gradient of shape {tuple(now.shape)} was changed between backward() and step(), where it "
+                        f"a gradient of shape {tuple(now.shape)} was changed between backward() and step(), when it "
                         f"is this rank's own: clipped there, each rank's has another norm. {_FIX}; or change it in "
                         "pre_optimizer_step."
                     )

@@ -346,8 +346,8 @@ class OptimizerStep:
     def _refuse_left_out_block(self, parameter: nn.Parameter) -> NoReturn:
         raise StepError(
             f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank {self._world.rank} did "
-            "not. Blocks are gathered from all ranks: run each on every rank, times 0 where it is not wanted, draw the "
-            "choice from a seed that all ranks share, or keep the model whole (dp_shard=1)."
+            "not. Blocks are gathered from all ranks: run each on every rank (times 0 if unwanted), or draw the choice "
+            "from a seed that all ranks share. Or keep the model whole (dp_shard=1)."
         )
 
     def _scale(

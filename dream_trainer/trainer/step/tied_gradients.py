@@ -51,7 +51,7 @@ def connect_copies(registry: Registry, world: World, gradients: GradientState) -
         for found, fix in zip(zip(*of_ranks, strict=True), _FIXES, strict=True):
             if len({said.partition(" is ")[2] for said in found}) > 1:
                 raise HookError(
-                    f"{' and '.join(tie.names)} are one parameter, of which several stages have copies, and "
+                    f"{' and '.join(tie.names)} are one parameter with copies in several stages, and "
                     f"{', '.join(dict.fromkeys(found))}. {fix} under each of its names."
                 )
     gradients.tied |= {id(parameter): ties[key][0].ranks for key, (_, parameter) in own.items()}
@@ -188,7 +188,7 @@ class TiedGradients:
         for names in dict.fromkeys(names for _, trained in of_ranks for names in trained):
             if len({trained[names] for _, trained in of_ranks if names in trained}) > 1:
                 raise StepError(
-                    f"{' and '.join(names)} are one parameter, of which several stages have copies, and it is "
+                    f"{' and '.join(names)} are one parameter with copies in several stages, and it is "
                     "frozen in some of them. Freeze it under each of its names, or under none."
                 )
 

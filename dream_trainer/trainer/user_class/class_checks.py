@@ -51,7 +51,7 @@ def _check_config_classes(cls: type, config: Any) -> None:
             names = ", ".join(base.__name__ for base in [*bases, needed])
             write = f"Write `class {own.__name__}({names})`"
             if is_ours(own):
-                write = f"Write one of your own, `@dataclass class Config({names})`, and build the trainer with it"
+                write = f"Write one, `@dataclass class Config({names})`, and build the trainer with it"
             raise ConfigError(
                 f"{part.__name__} needs {needed.__name__}, which {own.__name__} does not inherit. {write}."
             )
@@ -219,7 +219,7 @@ def uncalled_methods(runtime: Runtime) -> list[str]:
         f"nothing calls {cls.__name__}.{name}: only {_CALLED_BY[name]} does. Add it to the trainer."
         if name in _CALLED_BY
         else f"nothing calls {cls.__name__}.{name}, which is not a hook; the nearest hook is {nearest}. Rename it: to "
-        f"{nearest}, or to my_{name} if code of yours outside the class calls it."
+        f"{nearest}, or to my_{name} if your code outside the class calls it."
         for cls, name, _ in users_functions
         if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
     ]
@@ -269,8 +269,8 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         is_method = callable(written(value)) and callable(vars(ours[-1])[name])
         if value is None and callable(vars(ours[-1])[name]):
             raise HookError(
-                f"{part.__name__}.{name} is None, and the framework calls it. Leave it out: what is not overridden "
-                "does what its default does."
+                f"{part.__name__}.{name} is None, and the framework calls it. Leave it out: without an override the "
+                "default runs."
             )
         if not is_method or (name in _CALLED_BY_US and not hands_on(part, name)):
             raise _taken(f"{part.__name__}.{name}", name, ours[-1])
@@ -280,7 +280,7 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
     if not hands_on(part, name):
         raise HookError(
             f"{part.__name__}.{name} does not call super().{name}(...), so that the mixins behind it would not be "
-            "asked. Call it, and hand on what it returns together with yours (docs/extend.md). If it is no mixin's "
+            "asked. Call it, and return its result together with yours (docs/extend.md). If it is no mixin's "
             "hook, give it another name."
         )
 
