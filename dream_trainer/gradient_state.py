@@ -1,4 +1,4 @@
-"""This rank's gradients as the parameter groups of `fully_shard` tell of them (compat/fully_shard.py)."""
+"""This rank's gradients as reported by the parameter groups of `fully_shard` (compat/fully_shard.py)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GradientState:
         return any(group.keeps_gradients() for group in waiting_groups)
 
     def let_graphs_go(self) -> None:
-        """Releases what graphs of gradients refer to: none of them is used any more."""
+        """Releases objects that graphs of gradients refer to: no graph is used any more."""
         for group in self.graphs:
             group.let_go()
         self.graphs.clear()

@@ -20,7 +20,7 @@ def is_users(file: str) -> bool:
 
 
 def is_own(file: str) -> bool:
-    """Whether `file` is the user's own, and not of an installed package."""
+    """Whether `file` is the user's, and not of an installed package."""
     return is_users(file) and "site-packages" not in file and "dist-packages" not in file
 
 

@@ -37,10 +37,10 @@ class ActivationStats(LoggingCallback):
         every_n_steps: Optimizer steps between two measurements.
         modules: Regular expressions to be found in names such as `"model.layers.0.attention"`. Default: the blocks that
             `model_blocks` names; of a model without any, its children.
-        name: What the metrics' names begin with.
+        name: First part of the metrics' names.
 
     Raises:
-        ConfigError: A value does not work; when setup ends, also if an expression is found in no name.
+        ConfigError: A value is invalid; at the end of setup, also if an expression is found in no name.
     """
 
     needs_whole_models: ClassVar[bool] = True

@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
         validations_without_improvement: Since then.
 
     Raises:
-        ConfigError: A value cannot work; before training, if there is no validation, or nothing says which values of
+        ConfigError: A value is invalid; before training, if there is no validation, or nothing says which values of
             `metric` are better; in training, if `metric` is not among the validation's.
     """
 

@@ -34,13 +34,13 @@ class Every(TimedCallback):
     Args:
         n: Number of units; for seconds any positive number.
         unit: The unit.
-        function: Called with the trainer, outside of accumulation windows, so that it may save, evaluate or
+        function: Called with the trainer, outside accumulation windows, so that it may save, evaluate or
             communicate.
         main_process_only: Whether to call it only on rank 0; it must then not communicate.
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
 
     Example:
         ```python

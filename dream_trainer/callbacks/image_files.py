@@ -31,7 +31,7 @@ class ImageFiles(Callback):
         max_images: Images in a grid; the first of the batch.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if Pillow is not installed.
+        ConfigError: A value is invalid; at the end of setup, also if Pillow is not installed.
     """
 
     key: Annotated[str, partial(check_name, example="samples")]

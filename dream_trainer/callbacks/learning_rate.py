@@ -30,7 +30,7 @@ class LearningRate(LoggingCallback):
     skipped on the host there is none. Nothing waits for the device.
 
     Args:
-        name: What the metrics' names begin with.
+        name: First part of the metrics' names.
     """
 
     def __init__(self, name: str = "lr") -> None:

@@ -26,7 +26,7 @@ from dream_trainer.nested import map_tensors
 from dream_trainer.screen import logger
 from dream_trainer.trainer.abstract import AbstractTrainer
 
-# windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first
+# windows between two checks: half of the non-finite guard's interval, so that it seldom raises first
 LOOK_EVERY = 25
 
 
@@ -45,7 +45,7 @@ class _Window:
     epoch: int = 0
     end: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
     samples: int = 0  # of all ranks
-    # index in the epoch, and what the training step returned
+    # index in the epoch, and the training step's result
     batches: list[tuple[int, dict[str, Tensor | float]]] = field(default_factory=list)
     gradients: list[_Gradients] = field(default_factory=list)
 
@@ -71,12 +71,12 @@ class NonFiniteReport(Callback):
     no wait for the device; an overflowing gradient stands out even if clipping follows.
 
     Args:
-        every_step: Look after every step. That waits for the device each time, and tells more: which inputs and weights
-            are not finite; and the run raises right there. For hunting a NaN.
+        every_step: Check after every step. That waits for the device each time, and also reports non-finite inputs and
+            weights; and the run raises right there. For hunting a NaN.
         max_reports: Files that each rank writes at most.
 
     Raises:
-        ConfigError: A value does not work.
+        ConfigError: A value is invalid.
     """
 
     needs_whole_models: ClassVar[bool] = True
@@ -96,7 +96,7 @@ class NonFiniteReport(Callback):
         self._has_said = False
         self._watched: AbstractTrainer | None = None
 
-    # -- what is kept
+    # -- kept data
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         self._n_reports, self._has_said = 0, False
@@ -151,7 +151,7 @@ class NonFiniteReport(Callback):
     # -- looks
 
     def _look_together(self, trainer: AbstractTrainer) -> None:
-        """On all ranks at the same step: rank 0 says what the first rank that can tell a batch has found."""
+        """On all ranks at the same step: rank 0 logs the finding of the first rank with a batch to blame."""
         reports = self._look(trainer)
         if not trainer.world.all_reduce(torch.tensor([len(reports)]), "max").item():
             return

@@ -23,7 +23,7 @@ class Profiler(Callback):
     recording early, the part so far is written.
 
     Args:
-        first_step: First step to record; far enough from the start of the process, or compilation is what you see.
+        first_step: First step to record; far enough from the start of the process, or you only see compilation.
         n_steps: Number of steps to record.
         warm_up_steps: Steps before `first_step` that the profiler runs without keeping anything, so that its own start
             is not in the trace.
@@ -33,7 +33,7 @@ class Profiler(Callback):
         with_stack: Whether to record where in the code each operation comes from; slow.
 
     Raises:
-        ConfigError: A number does not work; when training starts, also if two profilers would record at once.
+        ConfigError: A number is invalid; when training starts, also if two profilers would record at once.
     """
 
     first_step: PositiveInt = 10
@@ -85,7 +85,7 @@ class Profiler(Callback):
         self._stop()
 
     def _start_if_due(self, trainer: AbstractTrainer) -> None:
-        # A run may resume in the middle of the warm-up, but not of what is recorded.
+        # A run may resume in the middle of the warm-up, but not of the recording.
         warm_up_steps = self.first_step - 1 - trainer.global_step
         if not 0 <= warm_up_steps <= self.warm_up_steps:
             return

@@ -1,4 +1,4 @@
-"""ModelSummary and TrainerSummary: what is about to be trained, and how, in two tables before the first step."""
+"""ModelSummary and TrainerSummary: two tables about the models and the run, before the first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class Size(NamedTuple):
-    """What a module's parameters amount to, each counted once, whole tensors whatever their sharding."""
+    """Totals of a module's parameters, each counted once, as whole tensors even if sharded."""
 
     parameters: int
     trainable: int
@@ -143,7 +143,7 @@ def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> It
 
 
 class TrainerSummary(Callback):
-    """Prints how the run will go: mesh, batch arithmetic, steps, limits and cadences, before the first step.
+    """Prints the plan of the run: mesh, batch arithmetic, steps, limits and cadences, before the first step.
 
     Args:
         file: Where to; None is standard output.
@@ -187,7 +187,7 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
 
 
 def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
-    """Batch arithmetic and steps of an epoch, as far as the loader tells."""
+    """Batch arithmetic and steps of an epoch, as far as known from the loader."""
     world, accumulation = trainer.world, trainer.accumulation_steps
     batch_size = loader_batch_size(trainer.train_dataloader)
     if batch_size is None:

@@ -62,7 +62,7 @@ class Throughput(LoggingCallback):
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: A value cannot work, or arguments contradict each other.
+        ConfigError: A value is invalid, or arguments contradict each other.
     """
 
     name: str = "throughput"

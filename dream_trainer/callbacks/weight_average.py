@@ -35,7 +35,7 @@ Share = Callable[[Any], Any]
 
 
 class ModelAverage:
-    """The averages of one model, under the same names and layouts, and what happened to them."""
+    """The averages of one model, under the same names and layouts, and their history."""
 
     def __init__(self, parameters: Mapping[str, Tensor], averages: Mapping[str, Tensor] | None = None) -> None:
         self._parameters = parameters
@@ -44,7 +44,7 @@ class ModelAverage:
         self.averages = dict(averages)
         self.has_stepped = False
         self._updates = 0
-        # Where only the device knows whether a step was left out: the flag of the step, and how many there were.
+        # If only the device knows whether a step was skipped: the flag of the step, and the number of skips.
         self._skipped: Tensor | None = None
         self._n_skipped: Tensor | None = None
 
@@ -100,7 +100,7 @@ class ModelAverage:
         move_towards(self.locals(), self._weights(), amount)
 
     def _share_on_device(self, share: Share) -> Tensor:
-        """What `update` moves by, or 0 if the device left the step out; never read on the host."""
+        """The share that `update` moves by, or 0 if the device skipped the step; never read on the host."""
         device = self._weights()[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         if self._n_skipped is None:
@@ -213,7 +213,7 @@ class WeightAverage(AveragingCallback):
         self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
         self._in_use: set[str] = set()
         self._statistics: dict[Tensor, Tensor] = {}
-        # Until training starts or a checkpoint gives them back, the averages are whatever the weights are.
+        # Until training starts or a checkpoint restores them, the averages equal the weights.
         self._has_started = self._was_given_back = False
         self._trainer: AbstractTrainer | None = None
 
@@ -234,7 +234,7 @@ class WeightAverage(AveragingCallback):
         """Whether the averages are still the weights of now, since their time has not come."""
         return False
 
-    # -- what the user calls
+    # -- called by the user
 
     def averaged(self, model_name: str) -> dict[str, Tensor]:
         """Maps one model's parameter names to averages, sharded like its parameters; tied ones have their first name.
@@ -248,9 +248,9 @@ class WeightAverage(AveragingCallback):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the averaged models hold their averages: to evaluate or export them by hand. Called by every rank.
+        """Inside, the averaged models hold their averages, to evaluate or export them. Every rank must call it.
 
-        The weights come back at the end, whatever happens. Inside, nothing can be trained, saved or resumed.
+        The weights are always restored at the end. Inside, nothing can be trained, saved or resumed.
 
         Raises:
             HookError: The trainer is not set up yet.
@@ -373,7 +373,7 @@ class WeightAverage(AveragingCallback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """How often each model's averages have moved, and which are to move when it is time."""
+        """How often each model's averages have moved, and which are due."""
         if self._averages:
             self._catch_up()
         return {
@@ -498,7 +498,7 @@ class EMA(WeightAverage):
             copies the weights to the host without waiting, and the host computes the average while the device works.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two
+        ConfigError: A value is invalid; at the end of setup, also if `models` names none that is trained, or if two
             averages would validate one model.
 
     Example:
@@ -541,8 +541,8 @@ class EMA(WeightAverage):
 class SWA(WeightAverage):
     """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
 
-    Until `start` the averages are the current weights, also for validations, checkpoints and exports. What is averaged,
-    and the rest, is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
+    Until `start` the averages are the current weights, also for validations, checkpoints and exports. Everything else
+    is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
     validations. If the model has not changed since the last average, a due update is skipped.
 
     BatchNorm's statistics belong to the weights that trained: compute them again by `update_batch_norm`. The paper's
@@ -557,7 +557,7 @@ class SWA(WeightAverage):
             memory to keep the weights.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two
+        ConfigError: A value is invalid; at the end of setup, also if `models` names none that is trained, or if two
             averages would validate one model.
 
     Example:

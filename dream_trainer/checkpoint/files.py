@@ -218,7 +218,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def verify_file(path: Path, size: int, xxh3: str) -> None:
-    """Reads a complete file and compares it with what was written."""
+    """Reads a complete file and compares it with the manifest."""
     try:
         actual = checksum(path)
     except OSError as error:

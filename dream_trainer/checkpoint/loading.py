@@ -67,7 +67,7 @@ def load_tensors(
 
 
 def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Compares what was saved with the tensors to load it into; returns the saved names that are not among them."""
+    """Compares saved tensors with the tensors to load into; returns the saved names that are not among them."""
     records = metadata.state_dict_metadata
     missing = set(tensors) - set(records)
     if missing:

@@ -1,7 +1,7 @@
 """LocalCheckpoints: the newest state, kept in each host's memory, so that a restart on the same hosts reads no store.
 
     <local_directory>/dream_trainer_<user>/<experiment>-<run>/
-      ranks_0-7/                                     this host's part: what its ranks hold
+      ranks_0-7/                                     this host's part: the state of its ranks
         3f6c...-91d0...-000004/step_00001010/        a directory for each save
 
 The name of a save's directory is the digest of the run's newest checkpoint, the job's start and the save's number, so

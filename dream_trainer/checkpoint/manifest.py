@@ -95,7 +95,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's content on disk, with its own checksum as the last field."""
     body = {name: value for name, value in vars(manifest).items() if name != "path"}
     if manifest.parent is None:
-        del body["parent"]  # readers of before branches had words know no such field
+        del body["parent"]  # earlier readers do not know this field
     body["files"] = {name: vars(entry) for name, entry in sorted(manifest.files.items())}
     return _sealed(body)
 
@@ -182,12 +182,12 @@ def _newest_first(root: Path) -> Iterator[Manifest]:
 
 
 def list_checkpoints(root: Path) -> list[Manifest]:
-    """The whole checkpoints under `root` by step, as far as manifests and sizes tell; contents are not read."""
+    """Complete checkpoints under `root` by step, judged by manifests and sizes; contents are not read."""
     return [*_newest_first(root)][::-1]
 
 
 def newest_checkpoint(root: Path) -> Manifest | None:
-    """The last one of `list_checkpoints`; older ones are not looked at."""
+    """The last one of `list_checkpoints`; does not look at older ones."""
     return next(_newest_first(root), None)
 
 
@@ -264,7 +264,7 @@ def directory_size(path: Path) -> int:
 
 
 def entries(root: Path) -> list[Entry]:
-    """All directories under `root` that are, were or were to be checkpoints, by step. Contents are not verified."""
+    """All directories under `root` of present, former or unfinished checkpoints, by step. Contents are not verified."""
     found = [_entry(path, step, "whole") for step, path in step_directories(root)]
     for path in root.iterdir():
         for state, pattern in _HIDDEN.items():

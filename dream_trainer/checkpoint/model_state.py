@@ -94,7 +94,7 @@ def parameter_fqns(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
 
 
 def model_extra_state(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
-    """What the models' modules return from `get_extra_state()`, as `{model: {module fqn: value}}`; for typed JSON."""
+    """Results of the modules' `get_extra_state()`, as `{model: {module fqn: value}}`; for typed JSON."""
     return {
         name: {
             fqn: module.get_extra_state()

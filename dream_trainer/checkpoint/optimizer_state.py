@@ -45,7 +45,7 @@ class OptimizerState(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The state of one parameter, or what belongs to none."""
+    """The state of one parameter, or state that belongs to none."""
 
     record: dict[str, Any]
     tensors: dict[TensorPath, Tensor]
@@ -269,7 +269,7 @@ def place_of(parameter: nn.Parameter) -> list[Any] | None:
 
 
 def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
-    """How a state tensor lies, if that does not follow from its parameter."""
+    """A state tensor's layout, if it does not follow from its parameter."""
     has_its_shape = parameter is not None and tensor.shape == parameter.shape
     if not is_dtensor(tensor):
         return PLAIN if has_its_shape and tensor.ndim and is_dtensor(parameter) else None

@@ -1,4 +1,4 @@
-"""RemoteRun: a run whose checkpoints lie in an object store, as one job has it."""
+"""RemoteRun: one job's view of a run whose checkpoints are in an object store."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def newest_in_both(root: Path, stage: Path) -> Manifest | None:
 
 @dataclass(eq=False)
 class RemoteRun:
-    """The run's directory in a store: claimed by `begin`, and given back by `end`."""
+    """The run's directory in a store: claimed by `begin`, and released by `end`."""
 
     run: StorePath
     run_dir: Path
@@ -141,7 +141,7 @@ _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 
 @dataclass(eq=False)
 class Sender:
-    """Sends what `put` names, one checkpoint after the other. Every rank has one, and puts the same."""
+    """Uploads the checkpoints given to `put`, one after the other. Every rank has one, and puts the same."""
 
     remote: StorePath
     retention: CheckpointParameters
@@ -296,7 +296,7 @@ class Sender:
         return sorted(local.files)
 
     def _commit(self, path: Path) -> None:
-        """Rank 0: writes the manifest, after which the checkpoint exists, and removes what is not kept."""
+        """Rank 0: writes the manifest, after which the checkpoint exists, and removes checkpoints that are not kept."""
         content, local = (path / MANIFEST_NAME).read_bytes(), read_manifest(path)
         target, place = self.remote / path.name, self._manifest_of(path)
         try:
@@ -332,7 +332,7 @@ class Sender:
     def _manifest_of(self, path: Path) -> StorePath:
         return self.remote / path.name / MANIFEST_NAME
 
-    # -- what ranks tell one another
+    # -- messages between ranks
 
     def _note(self, what: str, value: str) -> None:
         self.notes.set(f"sender/{self._count}/{what}", value)

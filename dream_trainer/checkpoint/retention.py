@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay once a newer one is on the disk: always the newest, and only valid ones go."""
+"""Retention: which checkpoints are kept after a newer one is on the disk. The newest always is; only valid ones go."""
 
 from __future__ import annotations
 

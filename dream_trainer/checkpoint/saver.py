@@ -1,4 +1,4 @@
-"""Saver: when a run is saved, one save at a time, and what happens to one that fails.
+"""Saver: when a run is saved, one save at a time, and the handling of failed saves.
 
 It acts between windows, on all ranks at the same step. What only one rank knows, its clock and its thread, is exchanged
 with the pulse (`flags`, `heard`)."""
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 @dataclass(eq=False)
 class Saver(Saving):
-    """One run's saves; `snapshot` and `warm` are collectives, and raise CheckpointError for what cannot be saved."""
+    """One run's saves; `snapshot` and `warm` are collectives, and raise CheckpointError for unsupported state."""
 
     parameters: CheckpointParameters
     world: Ranks
@@ -102,7 +102,7 @@ class Saver(Saving):
         self._known_trainings[directory] = trainings(directory)
 
     def send_to(self, remote: RemoteRun) -> None:
-        """Has checkpoints sent to an object store from now on, first those that wait on the disk; a collective."""
+        """Uploads checkpoints to an object store from now on, first those that wait on the disk; a collective."""
         self._remote = remote
         with self.patience():
             self.writer.sender = remote.begin(self.writer.directory)

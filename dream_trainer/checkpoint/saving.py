@@ -1,4 +1,4 @@
-"""What a trainer's loop asks of the object that saves it."""
+"""The trainer loop's interface to the object that saves it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Saving:
         return False
 
     def expect_best_metric(self, metrics: Collection[str]) -> None:
-        """A validation, or that for sanity, gave these; raises ConfigError if the first one has no `best_metric`."""
+        """Receives a validation's or sanity check's metrics; raises ConfigError if the first lacks `best_metric`."""
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation after `step` gave `metrics`."""
@@ -78,4 +78,4 @@ class Saving:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state` returned."""
+        """Restores the result of `state`."""

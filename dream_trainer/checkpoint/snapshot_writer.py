@@ -41,7 +41,7 @@ class SnapshotWriter:
         self._known_plan = KnownPlan()
 
     def start(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> None:
-        """Begins to write a checkpoint, or what hosts keep; the last outcome must have been collected."""
+        """Begins to write a checkpoint, or a local one; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
         write = partial(self._keep, snapshot) if is_local else partial(self._write, snapshot, replace=replace)
         self.writing.start(write)

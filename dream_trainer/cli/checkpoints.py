@@ -1,4 +1,4 @@
-"""`dream-trainer checkpoints`: a run's checkpoints, and what one of them holds."""
+"""`dream-trainer checkpoints`: a run's checkpoints, and the contents of one."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class ModelWeights(OneCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class Show(OneCheckpoint):
-    """Show what a checkpoint holds: counters, metrics, models, optimizers and config."""
+    """Show the contents of a checkpoint: counters, metrics, models, optimizers and config."""
 
     tensors: Flag = False
     """List every tensor with its shape and dtype."""

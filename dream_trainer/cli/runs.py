@@ -173,7 +173,7 @@ def differing(runs: Sequence[ListedRun]) -> list[str]:
 
 
 def _ends(names: Sequence[str]) -> list[str]:
-    """Dotted names by their last parts, or whole if several end alike."""
+    """Dotted names by their last parts, or whole if several have the same end."""
     ends = [name.removeprefix("checkpoint_parameters.") for name in names]
     ends = [end if end.startswith("branch.") else end.rpartition(".")[2] for end in ends]
     return [end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)]

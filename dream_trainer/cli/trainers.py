@@ -47,7 +47,7 @@ class CheckTrainer:
     """A Python file or a module; and a trainer class in it, or a function that returns a trainer. Without a name: the
     first trainer that the program fits."""
     quick: bool = False
-    """Whether to leave out what takes longer: four ranks, more places to stop at, SIGTERM, workers."""
+    """Whether to leave out slower checks: four ranks, more places to stop at, SIGTERM, workers."""
     only: Literal["deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost"] | None = None
     """The check to run; None runs all."""
     function: str = "default_config"

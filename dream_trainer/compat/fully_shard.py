@@ -2,9 +2,9 @@
 
 - Ranks may use different parameters in a backward: a sharded group contributes zeros for unused parameters, and
   gradients of replicas stay on this rank until `step` averages them.
-- Code may read parameters outside of their block (touched_shards.py), which holds their group to the end of the step.
-- A graph may need a weight again after it was given back (`SavedWeights`).
-- A group may lie in a block that is run again, and several backwards may be one for their gradients.
+- Code may read parameters outside their block (touched_shards.py), which holds their group to the end of the step.
+- A graph may need a weight again after it was freed (`SavedWeights`).
+- A group may be in a recomputed block, and several backwards may count as one for their gradients.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class DifferentiableGroup(FSDPParamGroup):
     _local_gradients: GradientState
     _state: FSDPState
     _touchable: TouchableShards
-    is_held = False  # for a parameter that was touched outside of the group's forward
+    is_held = False  # for a parameter that was touched outside the group's forward
     ends = False  # a backward, with all the gradients that it gave
     _is_in_saved = _owns_storages = _shows_shards = False
     is_stale = False  # shards were written to since the gathering
-    _full: dict[Any, Tensor]  # gathered for code outside of the group's forward, in the parameters' own type
+    _full: dict[Any, Tensor]  # gathered for code outside the group's forward, in the parameters' own type
     _writes: list[int]  # to gathered parameters, up to their gathering
 
     def hold_touched(self) -> None:
@@ -142,12 +142,12 @@ class DifferentiableGroup(FSDPParamGroup):
         return saved
 
     def let_touch(self) -> None:
-        """What stays gathered, held or as the root's is, shows shards again, so that each operation is noticed."""
+        """Makes groups that stay gathered (held, or the root's) show shards again, so that operations are noticed."""
         if self.is_unsharded and self._touchable.may_be_touched and not self._touchable.in_stages:
             self.show("sharded_param")
 
     def show(self, which: str) -> None:
-        """Has modules show the shards (`sharded_param`), or the gathered parameters (`_unsharded_param`)."""
+        """Makes modules show the shards (`sharded_param`), or the gathered parameters (`_unsharded_param`)."""
         self._shows_shards = which == "sharded_param"
         for parameter in self.fsdp_params:
             parameter._setattr_on_modules(getattr(parameter, which))
@@ -187,7 +187,7 @@ class DifferentiableGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def write_back(self, *, also_unseen: bool) -> None:
-        """Gives the shards what was written to gathered parameters."""
+        """Copies writes to gathered parameters to the shards."""
         if not self.is_unsharded:
             return
         if self.is_stale:
@@ -220,7 +220,7 @@ class DifferentiableGroup(FSDPParamGroup):
                     self._local_gradients.owners[tensor.untyped_storage()._cdata] = self
 
     def gather_again(self) -> None:
-        """A backward asks for a gathered parameter that its graph has saved; a collective if it was given back."""
+        """A backward asks for a gathered parameter that its graph has saved; a collective if it was freed."""
         state, is_gathered = self._state, self.is_unsharded
         if torch._C._current_graph_task_id() == -1:  # code looks into a graph
             self.hold()
@@ -271,11 +271,11 @@ class DifferentiableGroup(FSDPParamGroup):
             self._local_gradients.graphs[self] = None
             self.reshard_after_backward = False
         super().pre_backward(*args, **kwargs)
-        if self._shows_shards and self.is_unsharded:  # what is computed again meets gathered parameters
+        if self._shows_shards and self.is_unsharded:  # recomputation uses gathered parameters
             self.show("_unsharded_param")
 
     def hold(self) -> None:
-        """Gathers what a forward has released since; a collective."""
+        """Gathers parameters that a forward has released since; a collective."""
         self.unshard()
         self.wait_for_unshard()
 
@@ -484,7 +484,7 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
 
 
 def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
-    """Has the gradients' shards of a sharded model cross ranks in their own groups, which it returns; a collective."""
+    """Makes a sharded model reduce gradients in separate groups, which it returns; a collective."""
     cast("FSDPModule", model).set_separate_reduce_scatter_group()
     groups: dict[ProcessGroup, None] = {}
     for module in model.modules():
@@ -496,7 +496,7 @@ def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
 
 
 def gather_in_symmetric_memory(model: torch.nn.Module) -> None:
-    """Has what `model`, which is sharded, gathers lie in symmetric memory, from PyTorch 2.13 on."""
+    """Makes the sharded `model` gather into symmetric memory, from PyTorch 2.13 on."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_symm_mem_for_comm()
@@ -521,7 +521,7 @@ def reduce_what_waits(
 
 
 def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
-    """After a backward: reduces the gradients of what is held; those that came late wait for the step."""
+    """After a backward: reduces the gradients of held groups; late ones wait for the step."""
     held = [group for group in groups if group.is_held]
     for group in groups:
         group.settle()
@@ -607,6 +607,6 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
         self.__exit__(None, None, None)
 
     def leave_all(self) -> None:
-        """Leaves what a forward that raised did not leave."""
+        """Leaves contexts that a failed forward did not leave."""
         while self._entered:
             self.end()

@@ -119,7 +119,7 @@ def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.n
 
 @contextmanager
 def whole_parameters(module: FSDPModule) -> Iterator[None]:
-    """Replaces what `fully_shard(module)` manages by plain, unsharded copies in full precision; a collective.
+    """Replaces the parameters of `fully_shard(module)` by plain, unsharded copies in full precision; a collective.
 
     Forwards gather and cast nothing inside. Over a tensor-parallel dimension the parameters stay split."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -283,7 +283,7 @@ def unnoticed_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
 
 
 def reading_waits(device: torch.device) -> bool:
-    """Whether the host, to read a number from `device`, waits for what runs there."""
+    """Whether reading a number from `device` makes the host wait for it."""
     return device.type != "cpu"
 
 
@@ -342,7 +342,7 @@ def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
 
 
 def enable_flight_recorder(directory: Path) -> None:
-    """Has NCCL's groups write their last collectives into `directory` on a time-out or error.
+    """Makes NCCL's groups write their last collectives into `directory` on a time-out or error.
 
     Call it before the first group is made; torch reads these once in a process, the newer names first."""
     wanted = {
@@ -358,7 +358,7 @@ def enable_flight_recorder(directory: Path) -> None:
 
 
 def recorded_collectives() -> bytes | None:
-    """What the flight recorder holds of this rank's last collectives, pickled; None without a process group."""
+    """The flight recorder's dump of this rank's last collectives, pickled; None without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     from torch._C import _distributed_c10d
@@ -455,7 +455,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def keep_own_generators(mesh: DeviceMesh) -> None:
-    """Has DTensors draw from the generator that each rank has; to be called before any of them draws."""
+    """Makes DTensors draw from each rank's own generator; call it before any of them draws."""
     if mesh.device_type == "cpu":
         return
     from torch.distributed.tensor._random import manual_seed
@@ -490,7 +490,7 @@ def inner_schedulers(scheduler: LRScheduler | ReduceLROnPlateau) -> list[LRSched
 
 
 def steps_taken(scheduler: LRScheduler | ReduceLROnPlateau) -> int:
-    """How often a scheduler was stepped since its beginning; 0 of one of a user's that keeps no count."""
+    """How often a scheduler was stepped since its beginning; 0 of one of a user class that keeps no count."""
     if isinstance(scheduler, ChainedScheduler):
         return max(steps_taken(part) for part in scheduler._schedulers)
     steps: int = vars(scheduler).get("last_epoch", 0)
@@ -527,7 +527,7 @@ def keep_hooks(tensor: Tensor) -> None:
 
 
 def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
-    """Has autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
+    """Makes autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
     if former._backward_hooks is not None and parameter._backward_hooks is not former._backward_hooks:
         parameter._backward_hooks = former._backward_hooks
     hooks = former._post_accumulate_grad_hooks
@@ -546,7 +546,7 @@ def changes_gradients(parameter: nn.Parameter) -> bool:
 
 @contextmanager
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Calls no hook of `register_hook` inside of the block."""
+    """Calls no hook of `register_hook` inside the block."""
     taken = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
     for hooks, _ in taken:
         hooks.clear()

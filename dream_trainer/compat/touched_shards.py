@@ -1,4 +1,4 @@
-"""Sharded parameters that code reads outside of their block's forward: such a read gathers the block.
+"""Sharded parameters that code reads outside their block's forward: such a read gathers the block.
 
 An operation on a `TouchableShard` computes with the whole parameter, which stays gathered until the step ends. It uses
 the shard if its other operands are shards or if it asks for metadata. Operations on a `ShardValue`, such as a gradient,
@@ -101,7 +101,7 @@ class TouchableShard(DTensor):
                 return _write(func, first, args, kwargs)
         if any(_is_other_shard(value) for value in tree_iter((args, kwargs))):
             return _of_shards(func, args, kwargs)
-        if func in _SHARES_MEMORY:  # which is given back at the end of the step
+        if func in _SHARES_MEMORY:  # its memory is freed at the end of the step
             args = tree_map(_copied, args)
         return _on_whole(func, args, kwargs)
 
@@ -168,7 +168,7 @@ class TouchableShards:
             _make_plain(shard.grad for shard in self._shards)
 
     def let_go(self) -> None:
-        """Gives back what was gathered for being touched. Its gradients wait for the step."""
+        """Frees parameters that were gathered when touched. Their gradients wait for the step."""
         for group in self._touched:
             group.let_touched_go()
         self._touched.clear()

@@ -23,7 +23,7 @@ Word = Literal["keep", "new"]
 
 @parameters
 class BranchParameters:
-    """What to take over from the checkpoint of `resume=<path>` besides the weights. Default: everything."""
+    """State to take over from the checkpoint of `resume=<path>` besides the weights. Default: everything."""
 
     optimizer: OptimizerWord = "keep"
     """"keep": state and options, including the checkpoint's learning rate, weight decay and betas. "moments": only the
@@ -58,7 +58,7 @@ def _check_place(name: str, value: object, *, hint: str) -> None:
 
 @parameters
 class CheckpointParameters:
-    """When to save, what to keep, and what to resume.
+    """When to save, and which checkpoints to keep and resume.
 
     Raises:
         ConfigError: A value is invalid.
@@ -123,7 +123,7 @@ class CheckpointParameters:
     if there is none. "best": the best by `best_metric`. A step. A path of a checkpoint, or of another run for its
     newest. None: start from step 0, an error if the run directory has checkpoints."""
     branch: BranchParameters = field(default_factory=BranchParameters)
-    """What to take over if `resume` is the path of another run's checkpoint."""
+    """State to take over if `resume` is the path of another run's checkpoint."""
     init_from: Annotated[str, _check_path] | None = None
     """Weights to start from if there is nothing to resume, in any form that `load_weights` reads."""
     init_renames: Mapping[str, str] = field(default_factory=dict)
@@ -190,4 +190,4 @@ class CheckpointConfigMixin:
     """Config of CheckpointMixin."""
 
     checkpoint_parameters: CheckpointParameters = field(default_factory=CheckpointParameters)
-    """When to save, what to keep, and what to resume."""
+    """When to save, and which checkpoints to keep and resume."""

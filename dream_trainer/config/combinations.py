@@ -9,7 +9,7 @@ from dream_trainer.errors import ConfigError
 
 
 class Combination(NamedTuple):
-    """Settings that do not go together: each is on, or has the value that stands after `=`."""
+    """Settings that cannot be combined: each is on, or has the value after `=`."""
 
     settings: tuple[str, ...]
     reason: str
@@ -84,7 +84,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
 
 
 def refuse_combinations(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if settings do not go together; those that `settings` lacks are off."""
+    """Raises ConfigError if settings cannot be combined; settings missing in `settings` are off."""
     for names, reason, remedy in UNSUPPORTED:
         wanted = [name.partition("=") for name in names]
         if all(name in settings and _is_on(settings[name], value) for name, _, value in wanted):

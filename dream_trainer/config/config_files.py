@@ -186,7 +186,7 @@ def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], 
         raise ConfigError(f"no file sets {', '.join(missing)}, which {cls.__name__} has no default for.")
     try:
         return cls(**values) if start is cls else replace(start, **values)
-    except Exception as error:  # ours and the user's own validation
+    except Exception as error:  # ours and the user's validation
         problem = str(error) if isinstance(error, ConfigError) else f"the data does not fit {cls.__name__}: {error}"
         leaves = [(name, str(change.file)) for name, change in changes.items() if name.startswith(place)]
         named = [

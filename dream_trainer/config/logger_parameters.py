@@ -1,4 +1,4 @@
-"""Where numbers go and how often, as configured."""
+"""Config of loggers and their intervals."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TrackioParameters:
 
 @parameters
 class LoggerParameters:
-    """Where numbers go and how often."""
+    """Loggers and their intervals."""
 
     loggers: Annotated[tuple[str, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
     """Loggers to write to. "console" is a progress bar on a terminal and prints lines elsewhere. These write to the run
@@ -150,4 +150,4 @@ class LoggerConfigMixin:
     """Config of LoggerMixin."""
 
     logger_parameters: LoggerParameters = field(default_factory=LoggerParameters)
-    """Where numbers go and how often."""
+    """Loggers and their intervals."""

@@ -1,4 +1,4 @@
-"""Configs as plain dicts and back: what checkpoints and loggers record, and how two runs' configs differ."""
+"""Configs as plain dicts and back, for checkpoints and loggers, and differences between two runs' configs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def structure(data: Any, annotation: Any, place: str) -> Any:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed between two results of `to_dict`, one line a field: `training_parameters.n_epochs: 3 -> 5`."""
+    """Changes between two results of `to_dict`, one line per field: `training_parameters.n_epochs: 3 -> 5`."""
     before, after = ({name: repr(value) for name, value in leaves(data)} for data in (old, new))
     return [
         f"{name}: {before.get(name, _ABSENT)} -> {after.get(name, _ABSENT)}"
@@ -72,7 +72,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """`saved`, which an earlier version gave, with the defaults of our later fields; a user's stay absent."""
+    """`saved`, from an earlier version, with the defaults of our later fields; a user's stay absent."""
     filled = with_new_names(type(config), saved)
     for field in fields(config):
         value = getattr(config, field.name)

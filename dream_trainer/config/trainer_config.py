@@ -106,12 +106,12 @@ class BaseTrainerConfig:
         return {name: value for name, value in vars(self).items() if name != _USERS}  # no trainer uses a copy
 
     def validate(self) -> None:
-        """Raises ConfigError if a field of this class cannot work. An override calls `super().validate()`."""
+        """Raises ConfigError if a field of this class is invalid. An override calls `super().validate()`."""
         _check_base(self)
 
     @property
     def run_dir(self) -> Path:
-        """Where the run keeps its files: `<runs_dir>/<project>/<group>/<experiment>`."""
+        """Directory of the run's files: `<runs_dir>/<project>/<group>/<experiment>`."""
         runs = runs_directory() if self.runs_dir is None else Path(self.runs_dir).expanduser()
         return runs / self.project / self.group / self.experiment
 
@@ -122,7 +122,7 @@ def runs_directory() -> Path:
 
 
 def hold(config: BaseTrainerConfig, trainer: object) -> None:
-    """`trainer` has read `config`: until `let_go` our fields of it cannot be assigned; those of the user's own can."""
+    """`trainer` has read `config`: until `let_go` our fields of it cannot be assigned; those of the user's can."""
     vars(config).setdefault(_USERS, WeakSet()).add(trainer)
 
 
@@ -169,7 +169,7 @@ def _check_base(config: BaseTrainerConfig) -> None:
 
 
 def _check_class(cls: type) -> None:
-    """Finds what would be a field if the class were decorated by `@dataclass`."""
+    """Finds names that would be fields if the class were decorated by `@dataclass`."""
     annotations = own_annotations(cls)
     refuse(
         annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig),

@@ -63,7 +63,7 @@ class WindowFeed:
             self.seek(position, None, is_pass_over=True, state=None)
 
     def fetch(self) -> None:
-        """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
+        """Loads the next window, and the one after it if the end of the pass is unknown otherwise; no communication."""
         started = time.perf_counter()
         if self._sought is not None:
             position, rank_state, is_pass_over, state = self._sought
@@ -83,7 +83,7 @@ class WindowFeed:
         return _size(self.window) < self._accumulation or _size(self._ahead) < self._accumulation
 
     def agree(self) -> None:
-        """Cuts what was fetched to the shortest rank's; a collective."""
+        """Cuts the fetched window to the shortest rank's; a collective."""
         sizes = torch.tensor([_size(self.window), _size(self._ahead)])
         now, ahead = self._world.all_gather(sizes).unbind(1)
         if now.min() < self._accumulation:

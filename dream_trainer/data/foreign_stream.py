@@ -29,7 +29,7 @@ _END = object()
 
 
 class ForeignStream(TrainStream):
-    """A loader that is not ours. Windows are fetched whole, since only that tells where its end cuts one short."""
+    """A foreign loader. Windows are fetched whole, since its end may cut one short."""
 
     def __init__(
         self,

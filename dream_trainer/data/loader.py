@@ -40,7 +40,7 @@ class DistributedDataLoader:
     """A `DataLoader` over a map-style dataset that serves each rank its own part and resumes at any sample.
 
     The same samples with the same augmentation make up each optimizer step at any world size, accumulation and number
-    of workers. The trainer tells it rank and seed; iterated by itself it yields the first epoch as a single process
+    of workers. The trainer passes it rank and seed; without a trainer it yields the first epoch as a single process
     sees it.
 
     Args:
@@ -60,7 +60,7 @@ class DistributedDataLoader:
         persistent_workers: Whether workers outlive an epoch.
         prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
-        timeout: Seconds to wait for a batch from a worker; 0 is for ever.
+        timeout: Seconds to wait for a batch from a worker; 0 waits forever.
         worker_init_fn: Called with the worker's number when it starts.
 
     Raises:
@@ -199,7 +199,7 @@ class ShardReader:
         return KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
 
     def dataset_changed(self) -> None:
-        """Has the next pass read the dataset as it is now: persistent workers hold it as it was."""
+        """Makes the next pass read the dataset as it is now: persistent workers hold an earlier copy."""
         self.sampler.length = len(self.loader.dataset)
         if self.loader.persistent_workers:
             self.close()
@@ -227,7 +227,7 @@ class ShardReader:
 
 
 def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
-    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's own."""
+    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's."""
     if not isinstance(loader, DataLoader) or _own_methods(loader):
         return None
     batches = loader.batch_sampler

@@ -55,7 +55,7 @@ class OrderedDataset(Dataset[Any], ABC):
         """Receives the number of the pass, from 0, after `begin`. A dataset that reads another one passes it on."""
 
     def mark(self) -> Any:
-        """A small plain value about what was loaded last; it is sent from the worker with its batch. None: nothing."""
+        """A small plain value about the last loaded sample; workers send it with their batch. None if unused."""
         return None
 
     def loading_time(self, mark: Any) -> LoadingTime | None:
@@ -69,7 +69,7 @@ class OrderedDataset(Dataset[Any], ABC):
 
     @property
     def may_change(self) -> bool:
-        """Whether `changes_at` is to be asked, before a window: a look that costs nothing."""
+        """Whether to call `changes_at` before a window; this check must be cheap."""
         return True
 
     def changes_at(self, position: int, mark: Any = None) -> bool:

@@ -1,4 +1,4 @@
-"""What the training loop pulls from: one accumulation window after the other, each with the position that follows it. A
+"""The source of the training loop: one accumulation window after the other, each with the position that follows it. A
 window never straddles two passes over the data, and a pass pulls no batch that it does not train."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Item:
 
 
 class Transform(ABC):
-    """One step of what is done to samples."""
+    """One transform of samples."""
 
     block = 1  # a block of samples is a multiple of this
 
@@ -44,7 +44,7 @@ class Transform(ABC):
 
 @dataclass(frozen=True)
 class Map(Transform):
-    """Replaces each sample by `function(sample)`. What it draws from `random`, NumPy and torch is seeded by sample."""
+    """Replaces each sample by `function(sample)`. Its draws from `random`, NumPy and torch are seeded by sample."""
 
     function: Callable[[Any], Any]
 
@@ -178,7 +178,7 @@ def description(transform: Transform) -> str:
 
 
 def block_size(transforms: Sequence[Transform]) -> int:
-    """Samples in a block: a multiple of what each transform takes at once."""
+    """Samples in a block: a multiple of the number that each transform takes at once."""
     together = math.lcm(*(transform.block for transform in transforms))
     return together * -(-_SMALLEST_BLOCK // together)
 

@@ -13,7 +13,7 @@ SavedState = dict[str, Any] | None  # plain data of a checkpoint, if there is an
 
 @dataclass(slots=True)  # not frozen: in each step that would cost 1 us
 class DataPosition:
-    """Where training is in the data. Made for each window, never changed."""
+    """The position of training in the data. Made for each window, never changed."""
 
     epoch: int  # number of the pass over the data, from 0
     samples: int  # of this pass, consumed by all ranks; 0 if the loader is not ours: the trainer counts those
@@ -27,11 +27,11 @@ class Window:
 
     size: int  # number of micro-batches
     batches: Iterable[Any]  # `size` of them; ours load as they are iterated, which ends before the next window is
-    samples: int | None  # of all ranks together, or None where only counting them would tell
+    samples: int | None  # of all ranks together, or None if unknown without counting
     end: DataPosition  # the position after this window
     rank_state: dict[str, Any] | None  # for `TrainStream.seek`: of a loader that keeps its own, after this window
     is_uneven: bool  # whether ranks or micro-batches hold different numbers of samples, and need `weight=`
-    is_last: bool | None  # of its pass; None where only looking for the next one would tell
+    is_last: bool | None  # of its pass; None if unknown without fetching the next one
     sizes: list[int] | None = None  # samples in each micro-batch of this rank; None if not counted
 
 
@@ -100,7 +100,7 @@ class TrainStream(ABC):
 
     @abstractmethod
     def end_pass(self) -> None:
-        """Leaves out what is left of this pass; no effect between passes."""
+        """Skips the rest of this pass; no effect between passes."""
 
     @abstractmethod
     def close(self) -> None:

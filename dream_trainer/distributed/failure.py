@@ -96,7 +96,7 @@ def describe(exc: BaseException) -> str:
 
 
 def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> None:
-    """Says on standard error that this rank failed; only the first to fail prints `report` and tells torchrun."""
+    """Writes to standard error that this rank failed; only the first to fail prints `report` and notifies torchrun."""
     global _told
     reason = shorten(f"{type(exc).__name__}: {exc}".split("\n")[0], 200, placeholder=" ...")
     if first == rank:

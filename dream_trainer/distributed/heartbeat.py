@@ -59,7 +59,7 @@ class Heartbeat:
         return self
 
     def close(self) -> None:
-        """Ends it, and tells the others that this host's silence means nothing from now on. Safe to call twice."""
+        """Ends it, and tells the others to ignore this host's silence from now on. Safe to call twice."""
         if self._closing.is_set():
             return
         with suppress(RuntimeError):  # the store has left with its rank
@@ -68,7 +68,7 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
 
-    # -- the thread that speaks with the store
+    # -- the thread that uses the store
 
     def _beat(self) -> None:
         next_host = (self.place.number + 1) % self.place.n_hosts

@@ -1,6 +1,6 @@
 """The hosts of a job: this host's place, and facts that must be equal on all, compared before they connect.
 
-They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take."""
+They meet in the job's store, which every host reaches by `MASTER_ADDR`, independent of gloo's interface."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every ran
 
 
 class HostPlace(NamedTuple):
-    """Where this process is among its job's hosts; host 0 has rank 0, and the first of `ranks` speaks for a host."""
+    """This process's place among its job's hosts; host 0 has rank 0, and the first of `ranks` represents a host."""
 
     number: int  # this host, 0-based
     n_hosts: int
@@ -188,7 +188,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def take_reachable_interface(master_address: str, master_port: int) -> None:
-    """Sets `GLOO_SOCKET_IFNAME` to what other hosts reach where gloo's own choice is the loopback."""
+    """Sets `GLOO_SOCKET_IFNAME` to an interface that other hosts reach, if gloo would take the loopback."""
     if not sys.platform.startswith("linux"):
         return
     addresses = interface_addresses()
@@ -261,7 +261,7 @@ def _interface_towards(master: str, port: int, addresses: dict[str, list[str]]) 
 
 
 def _address_of_own_name() -> str:
-    """What this host's name resolves to, as far as a socket can be bound there, which is what gloo asks."""
+    """Addresses that this host's name resolves to and that a socket can be bound to, as gloo checks."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -290,7 +290,7 @@ class CodeFile(NamedTuple):
 
 
 def own_code() -> dict[str, CodeFile]:
-    """By module, without those of this package, the standard library and whatever pip installed."""
+    """By module, without this package, the standard library and installed packages."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     elsewhere = tuple(place + os.sep for place in (*installed, str(PACKAGE)))
     found = {}

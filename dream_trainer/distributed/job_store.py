@@ -16,7 +16,7 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.screen import logger
 
 _store: Store | None = None
-_attempt = ""  # what the keys of this attempt begin with
+_attempt = ""  # prefix of this attempt's keys
 
 _LOOK_SECONDS = 0.02
 SAYS_SO_AFTER_SECONDS = 10.0  # how long a leaving rank waits for the others before it logs that

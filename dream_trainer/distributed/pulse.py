@@ -1,4 +1,4 @@
-"""The pulse: what one rank knows becomes what all know, before each window and each validation batch, and at ends.
+"""The pulse: ranks share their flags before each window and each validation batch, and at ends.
 
 Flags and sums are all-reduced on their own CPU group, before a rank enters any collective of the model's."""
 

@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def _is_of_last_stages(self) -> bool:
-        """They have the outputs, and so what a loss function logs."""
+        """They have the outputs, and so the loss function's logs."""
         return self.rank >= self.world_size - self.world_size // self.stages
 
     def barrier(self) -> None:
@@ -219,7 +219,7 @@ def _raise_failures(world: Ranks, task: str, told: Sequence[_Failure | None], ca
     raise raised from cause
 
 
-# -- What has to be the same on all ranks, compared before it trains something wrong or hangs.
+# -- Facts that must be equal on all ranks, compared before the run trains something wrong or hangs.
 
 
 _ABSENT = "none"

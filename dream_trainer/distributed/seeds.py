@@ -101,7 +101,7 @@ States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator, 
 
 
 class Outside:
-    """The training process's own streams, while others are drawn from: what the outermost block puts back."""
+    """The training process's own streams while others are in use; the outermost block restores them."""
 
     __slots__ = ("depth", "states")
 
@@ -198,7 +198,7 @@ def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the global generators to what `random_state` returned, or raises if it is of another kind of device."""
+    """Restores the result of `random_state`, or raises if it is of another kind of device."""
     generators = _generators(device)
     saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)}
     if saved != set(generators):

@@ -92,7 +92,7 @@ class World(Ranks):
     Attributes:
         local_rank: Rank on this host.
         device: Where this rank computes.
-        parameter_device: Where its parameters, gradients and optimizer state lie.
+        parameter_device: Device of its parameters, gradients and optimizer state.
         mesh: Device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp; None at world size 1.
         mesh_shape: Sizes of those dimensions.
         parameter_mesh: The mesh that parameters lie on: cp is 1 there, and its ranks are more shards, or more replicas.
@@ -268,7 +268,7 @@ class World(Ranks):
             _heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit).start()
 
     def tell_where(self, where: Callable[[], str]) -> None:
-        """Has the message that names a lost host say where training was; `where` is called from a thread."""
+        """Adds the position of training to the message about a lost host; `where` is called from a thread."""
         if _heartbeat is not None:
             _heartbeat.where, _heartbeat.is_training = where, False
 
@@ -312,7 +312,7 @@ class World(Ranks):
 
     @property
     def host(self) -> str:
-        """What messages call this rank's host."""
+        """Name of this rank's host in messages."""
         name = socket.gethostname()
         return host_name(self.host_number, name) if self.n_hosts > 1 else name
 

@@ -33,7 +33,7 @@ class Callback:
             other ranks would never join them.
         needs_whole_models: It needs all layers of the models. Setup refuses it if models are cut into stages, since a
             rank then only has some layers.
-        sees_shards: Outside of steps it gets sharded models as shards. Default False: small models (see
+        sees_shards: Outside steps it gets sharded models as shards. Default False: small models (see
             `FSDPParameters.min_group_mib`) are whole in its events, as in those of your trainer. Callbacks that keep
             tensors for each parameter set it. With `main_process_only` models stay shards in any case.
     """
@@ -48,7 +48,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
 
     def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
         """Called after `load_state_dict` if the run begins from another run's checkpoint: reset state of that run only.
@@ -146,11 +146,11 @@ class Callback:
         """The checkpoint at `path` has been loaded."""
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        """Metrics were reduced over all ranks and passed to the loggers. `step` is theirs: training metrics come a step
         later."""
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """The trainer closes; release what was opened."""
+        """The trainer closes; release resources."""
 
 
 class TimedCallback(Callback):
@@ -186,7 +186,7 @@ class LoggingCallback(Callback):
     """A callback that logs its own metrics: an interface. A subclass with an `__init__` calls this one.
 
     Args:
-        name: What the metrics' names begin with; no two callbacks of a run may have the same, since what is logged
+        name: First part of the metrics' names; no two callbacks of a run may have the same, since what is logged
             under one name is reduced together.
 
     Raises:

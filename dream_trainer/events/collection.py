@@ -18,7 +18,7 @@ class CallbackCollection:
 
     Args:
         callbacks: The callbacks.
-        defaults: What runs besides, without being asked for, and keeps no state: checkpoints, the record of the config,
+        defaults: Callbacks that also run, by default, and keep no state: checkpoints, the record of the config,
             `len` and iteration leave it out. Default: `[SanityChecks()]`; `[]` for nothing.
 
     Raises:
@@ -64,7 +64,7 @@ class CallbackCollection:
         raise KeyError(f"no {cls.__name__} among the callbacks ({names}).")
 
     def add_default(self, callback: Callback) -> None:
-        """Adds what runs besides, for a trainer that is being built."""
+        """Adds the default callbacks, for a trainer that is being built."""
         self._defaults.append(callback)
 
     def in_order(self) -> list[Callback]:

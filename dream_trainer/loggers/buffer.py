@@ -38,7 +38,7 @@ _WIDEST = 8
 
 class Flight(NamedTuple):
     reductions: dict[str, str]
-    totals: dict[str, Total]  # what was reduced before
+    totals: dict[str, Total]  # reduced before
     values: list[tuple[str, Scalar, Scalar]]  # names, values and weights
     numbers: Callable[[], list[float]]  # what the tensors among them hold; waits for the device until that is there
 
@@ -123,7 +123,7 @@ class MetricBuffer:
         self._mark = len(self._values)
 
     def rewind(self) -> None:
-        """Forgets what was added since the last `mark` or `begin`."""
+        """Forgets values added since the last `mark` or `begin`."""
         del self._values[self._mark :]
 
     def reduce(self, world: Ranks) -> dict[str, float]:
@@ -138,7 +138,7 @@ class MetricBuffer:
         return Flight(self._reductions, totals, values, start_copy(tensors))
 
     def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
-        """Reduces what `begin` took out, over time and ranks, to values that are equal on all ranks.
+        """Reduces the values taken by `begin`, over time and ranks, to values that are equal on all ranks.
 
         Every rank calls it: one collective, and a second one for keys that were never reduced before.
         """
@@ -166,7 +166,7 @@ class MetricBuffer:
         return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies * world.stages}
 
     def load_state_dict(self, state: dict[str, Any], world: Ranks) -> None:
-        """Puts back what `state_dict` gave. If the ranks share data in another way, rank 0 holds it all."""
+        """Restores the result of `state_dict`. If the ranks share data in another way, rank 0 holds it all."""
         ranks = state["ranks"]
         if len(ranks) == world.world_size and state.get("copies") == world.data_copies * world.stages:
             ranks = [ranks[world.rank]]

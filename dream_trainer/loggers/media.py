@@ -1,4 +1,4 @@
-"""What can be logged besides numbers: checked, gathered, and on the host. Making one of a tensor waits for the
+"""Logged values other than numbers: checked, gathered, and on the host. Making one of a tensor waits for the
 device."""
 
 from __future__ import annotations

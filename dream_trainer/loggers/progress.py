@@ -1,4 +1,4 @@
-"""Progress: how far the run is, how fast it goes and when it ends; a live bar in a terminal or a notebook, and
+"""Progress: a run's position, speed and remaining time; a live bar in a terminal or a notebook, and
 plain lines elsewhere."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dream_trainer.events.collection import CallbackCollection
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-# Steps that tell nothing of the pace: compilation, allocation, first touches of the data.
+# Steps that do not show the pace: compilation, allocation, first touches of the data.
 WARM_UP_STEPS = 3
 # Share of the time spent waiting for data that is worth telling.
 NOTABLE_WAIT = 0.1
@@ -52,7 +52,7 @@ class Pace:
         self._looks.append((now - idle, step, samples, tokens, waiting))
 
     def rates(self) -> tuple[float, float, float]:
-        """Steps, samples and tokens per second; zeros as long as there is nothing to tell."""
+        """Steps, samples and tokens per second; zeros while unknown."""
         (before, *first, _), (now, *last, _) = self._looks[0], self._looks[-1]
         seconds = now - before
         if seconds <= 0:
@@ -103,7 +103,7 @@ class Progress(Callback):
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if another Progress prints to the same place.
+        ConfigError: A value is invalid; at the end of setup, also if another Progress prints to the same place.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -190,7 +190,7 @@ class Progress(Callback):
     def teardown(self, trainer: AbstractTrainer) -> None:
         self._stop_bar()
 
-    # -- what is shown
+    # -- display
 
     def status(self, trainer: AbstractTrainer, now: float) -> str:
         """The numbers next to the bar: step, metrics, rates, time left."""
@@ -230,7 +230,7 @@ class Progress(Callback):
         self._pace.look(trainer.global_step, trainer.samples_seen, now, idle, waiting, trainer.tokens_seen)
 
     def _idle(self, trainer: AbstractTrainer, now: float) -> float:
-        """Seconds until now that validations took, and what saves held training up."""
+        """Seconds until now spent on validations, and on waits for saves."""
         saving = trainer.seconds_saving
         running = max((now - saving - began for began in self._running.values()), default=0.0)
         return saving + self._validating + running

@@ -103,7 +103,7 @@ class TrainingRecord(Record):
 
 
 class NoRecord(Record):
-    """Where nothing is logged: numbers are ignored, with a warning."""
+    """A record that logs nothing: numbers are ignored, with a warning."""
 
     def __init__(self, where: str, warn_once: Callable[[str, str], None], media: list[Logged] | None) -> None:
         super().__init__(prefix="val/", media=media)

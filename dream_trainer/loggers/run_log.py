@@ -108,7 +108,7 @@ class RunLog:
             self._write(self._training.metrics.reduce(self._world), self._stamp())
 
     def _flush_if_due(self, step: int) -> None:
-        """Starts what was logged on its way to the host, stamped with this step; `land` writes it."""
+        """Starts copying logged values to the host, stamped with this step; `land` writes them."""
         if step != self._flushed_step and (self._has_ended or self._cadence.is_due(step)):
             self._training.decide()
             self._flushed_step, metrics = step, self._training.metrics
@@ -119,11 +119,11 @@ class RunLog:
             self._flight = metrics.begin(), self._stamp()
 
     def _pending_is_saved(self, step: int) -> bool:
-        """Whether a checkpoint has what is not yet flushed; the run that resumes there writes it."""
+        """Whether a checkpoint has the values not flushed yet; the run that resumes there writes them."""
         return self._saved_step == step and not self._has_ended
 
     def land(self) -> None:
-        """Writes what is on its way; a collective, between windows."""
+        """Writes values in flight; a collective, between windows."""
         training = self._training
         if self._flight is not None:
             (flight, stamp), self._flight = self._flight, None
@@ -240,7 +240,7 @@ class RunLog:
     # -- the end
 
     def close(self, step: int, *, has_trained: bool) -> None:
-        """Writes the rest, or warns of what a resumed run will write, and closes the loggers."""
+        """Writes the rest, or warns that a resumed run will write it, and closes the loggers."""
         with followed_by(self._close_loggers):
             if not has_trained:
                 return

@@ -1,4 +1,4 @@
-"""Stragglers: which rank holds the others up, and by what. Ranks wait for one another in collectives, so each rank's
+"""Stragglers: which rank delays the others, and why. Ranks wait for one another in collectives, so each rank's
 time without collectives (own_time.py) and its wait for data are compared, with each line of the log."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAMED = 8
 
 
 class Stragglers:
-    """What one rank measures, and hears of all; `spent` gives its windows and seconds of work and waiting."""
+    """One rank's and all ranks' measurements; `spent` gives its windows and seconds of work and waiting."""
 
     def __init__(
         self,

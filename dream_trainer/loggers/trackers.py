@@ -96,10 +96,10 @@ class _JournalLogger(Logger):
 
     @abstractmethod
     def _shown_text(self, text: str) -> Any:
-        """What the tracker logs for text."""
+        """The tracker's object for text."""
 
     def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
-        """What the tracker logs for `media`, whose files are in `directory`; both have classes of the same names."""
+        """The tracker's object for `media`, whose files are in `directory`; both have classes of the same names."""
         tracker: Any = import_module(self._package)
         match media:
             case Images():
@@ -146,7 +146,7 @@ class WandbLogger(_JournalLogger):
         parameters: How W&B shows the run.
 
     Attributes:
-        run: The W&B run, from the first line to `close`; for what only W&B has, such as artifacts.
+        run: The W&B run, from the first line to `close`; for features that only W&B has, such as artifacts.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("wandb",)
@@ -160,7 +160,7 @@ class WandbLogger(_JournalLogger):
         self._id = secrets.token_hex(4)
         self._resumed_step = 0
         self._row = self._next_row = self._step = 0  # W&B's step of our last row, and of the next; its optimizer step
-        self._has_others = False  # rows of the user's own
+        self._has_others = False  # rows of the user's
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:

@@ -34,7 +34,7 @@ class HasPostInit(Protocol):  # a model of transformers: its constructor ends wi
 
 
 def default_init(model: nn.Module, tape: Tape) -> None:
-    """Initialises what the constructor of `model`, built by this tape or on meta before it, left to do."""
+    """Initialises parameters left by the constructor of `model`, built by this tape or on meta before it."""
     children_first = [*reversed(list(model.modules()))]
     with torch.no_grad(), tape.recording():
         for module in children_first:

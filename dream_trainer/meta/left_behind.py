@@ -1,4 +1,4 @@
-"""What a meta build cannot make real: parameters without a shape, and modules that no module has as a child."""
+"""Things a meta build cannot make real: parameters without a shape, and modules that are no module's child."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Note:
 
 @dataclass(slots=True)
 class Plan:
-    """What `remember` found: for every meta tensor of the models, how to replay it; and every parameter's name."""
+    """The result of `remember`: how to replay each meta tensor of the models, and every parameter's name."""
 
     tape: Tape
     by_owner: dict[tuple[nn.Module, str], _Note] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a block's forward may change besides gradients, so that a second run of it in a backward changes nothing.
+"""State that a block's forward may change besides gradients, so that its second run in a backward changes nothing.
 
 Each call notes attributes, buffers, lists and dicts, and copies the tensors that a forward writes into.
 """

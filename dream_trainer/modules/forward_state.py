@@ -66,7 +66,7 @@ def in_evaluation(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def as_before(*models: nn.Module) -> Iterator[None]:
-    """Puts back at the end what forwards inside change."""
+    """Undoes at the end the changes of forwards inside."""
     state = ForwardState(models)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Precision: what forward and backward compute in, on a plain model and on a sharded one.
+"""Precision of forward and backward, on a plain model and on a sharded one.
 
 bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32, and steps run under `torch.autocast`.
 """

@@ -122,7 +122,7 @@ _last = _Last()  # the block that was computed again last
 
 
 def mismatch(error: Exception) -> StepError:
-    """What is raised for PyTorch's error that a second run kept something else than the first."""
+    """Our error for PyTorch's, that a second run saved something else than the first."""
     block = None if _last.block is None else _last.block()
     name = "a block" if block is None else named(block)
     return StepError(f"{name} does something else when it is computed again: {str(error).splitlines()[0]} {_REMEDY}")

@@ -27,7 +27,7 @@ class Described(NamedTuple):
     numel: int
     is_vector: bool  # has fewer than two dimensions or is the weight of a normalisation
     is_embedding: bool
-    block: int  # number of its block, from 1; 0 outside of them
+    block: int  # number of its block, from 1; 0 outside them
 
 
 class WholeParameters(NamedTuple):
@@ -135,7 +135,7 @@ class GroupParameters:
 
 @dataclass(frozen=True)
 class Placed:
-    """One trainable parameter and what decides on its group."""
+    """One trainable parameter and the properties that decide its group."""
 
     names: tuple[str, ...]  # several if it is tied; the first one is used
     parameter: nn.Parameter | None  # None if another stage has it

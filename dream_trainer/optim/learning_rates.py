@@ -104,7 +104,7 @@ class ScheduleParameters:
 
 
 class TokenAxis(NamedTuple):
-    """What a schedule with `unit="token"` follows: tokens before the next step, and of the run, if that is known."""
+    """Token counts for a schedule with `unit="token"`: before the next step, and of the run, if known."""
 
     now: Callable[[], int]  # such as `lambda: self.tokens_before_next_step`
     total: int | None  # such as `max_tokens`

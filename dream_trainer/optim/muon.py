@@ -26,7 +26,7 @@ from dream_trainer.parallel.sharding import local_gradient
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on the ranks."""
+    """A tensor's layout on the ranks."""
 
     shards: ProcessGroup | None  # ranks that hold a part of it each; None if this rank holds all of it
     dim: int  # the dimension that is cut, as `torch.chunk` cuts
@@ -34,7 +34,7 @@ class Layout:
 
 
 def layout_of(tensor: Tensor, replicas: ProcessGroup | None) -> Layout | None:
-    """How `tensor` lies; None if it is cut or copied along several dimensions of its mesh, or strided."""
+    """The layout of `tensor`; None if it is cut or copied along several dimensions of its mesh, or strided."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(tensor, DTensor):
@@ -53,7 +53,7 @@ def layout_of(tensor: Tensor, replicas: ProcessGroup | None) -> Layout | None:
 
 
 def deal(costs: Sequence[float], n_hands: int) -> list[int]:
-    """Who gets which: the costliest first, each to the hand that has the least so far; the same on every rank."""
+    """Owners of matrices: the costliest first, each to the rank with the least work so far; the same on every rank."""
     hands = [(0.0, hand) for hand in range(n_hands)]
     owners = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

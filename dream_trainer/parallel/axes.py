@@ -48,7 +48,7 @@ class PipelineParallelism(MeshParallelism):
     """Stages of a model on different ranks."""
 
     def apply(self, setup: AxisSetup) -> None:
-        """Has the hook cut models; ties between stages are its own to keep."""
+        """Makes the hook cut models; ties between stages are its own to keep."""
         self.split(setup, self.mesh(setup))
 
     def sent_per_batch(self, models: Collection[nn.Module], config: Any) -> float | None:
@@ -127,7 +127,7 @@ class ExpertParallelism(MeshParallelism):
     """Experts of mixtures divided among ranks that see different data."""
 
     def split(self, setup: AxisSetup, mesh: DeviceMesh) -> None:
-        """Has the hook divide experts, and shards each rank's part."""
+        """Makes the hook divide experts, and shards each rank's part."""
         super().split(setup, mesh)
         models = setup.models
         if not any(setup.world.all_gather_object(bool(modules_of_experts(models.values())))):

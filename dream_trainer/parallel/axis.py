@@ -1,4 +1,4 @@
-"""Parallelism: one way to divide a model's work, as one object. Setup, messages and descriptions go over the list.
+"""Parallelism: one way to divide a model's work, as one object. Setup, messages and descriptions iterate over the list.
 
 A mixin brings its own as `_parallelism`; so does one from another package (docs/your-own-parallelism.md).
 """
@@ -27,7 +27,7 @@ from dream_trainer.parallel.sharding import keeping_tied_and_frozen
 
 @dataclass(frozen=True)
 class AxisSetup:
-    """What a parallelism sets up."""
+    """The objects that a parallelism sets up."""
 
     models: Mapping[str, nn.Module]  # by the trainer's attributes
     config: Any  # the trainer's
@@ -73,7 +73,7 @@ class Parallelism:
     crossing: str = ""
 
     def value(self, config: Any) -> Any:
-        """What the config asks for: a number of ranks where there is a dimension; 1, False and "none" are off."""
+        """The config's value: a number of ranks if there is a dimension; 1, False and "none" are off."""
         return vars(config.device_parameters)[self.setting]
 
     def is_on(self, config: Any) -> bool:
@@ -132,7 +132,7 @@ class MeshParallelism(Parallelism):
     """One whose ranks have parts of the models' parameters: its hook splits them over the mesh."""
 
     def apply(self, setup: AxisSetup) -> None:
-        """Has the hook split parameters; what was tied, frozen or marked before is so after it."""
+        """Makes the hook split parameters; what was tied, frozen or marked before is so after it."""
         mesh = self.mesh(setup)
         with keeping_tied_and_frozen(setup.models):
             self.split(setup, mesh)

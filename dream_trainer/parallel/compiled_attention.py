@@ -53,7 +53,7 @@ class SharedBlock(CompiledInside, Changed):
                 "within another mode, such as torch.device: its attention would not be taken over. Use "
                 "device_parameters.activation_checkpointing, or compile=False."
             )
-        if takeover is None:  # outside of steps, each rank has whole sequences
+        if takeover is None:  # outside steps, each rank has whole sequences
             with own_errors(DreamTrainerError, _misfit):
                 return type(self)._whole(self, *args, **kwargs)
         forward = super().forward
@@ -115,7 +115,7 @@ class _InGraphs(AttentionTakeover):
         return self.handler(function) == self.attention.scaled_dot_product_attention or function is attend_elsewhere
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, inside of this mode."""
+        """`function`, inside this mode."""
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -143,14 +143,14 @@ def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, b
 
 
 def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
-    """Compiles the forward of `module`, each shape by itself, for whole sequences and for such that ranks share."""
+    """Compiles the forward of `module`, each shape by itself, for whole sequences and for context-parallel ones."""
     whole = torch.compile(type(module).forward, backend=backend, mode=mode, options=options, dynamic=False)
     of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}
     change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
 
 
 def _share(in_graphs: _InGraphs, call: Call) -> None:
-    """Has a call of attention go to ours."""
+    """Redirects a call of attention to ours."""
     handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
     if isinstance(handler, RandomFunction):
         handler.refuse_in_graph(call.result, *call.args, **call.kwargs)

@@ -237,7 +237,7 @@ class AttentionTakeover(TorchFunctionMode):
         return self._handlers[func](*args, **(kwargs or {}))
 
     def is_on(self) -> bool:
-        """Whether a step is running, outside of `aside`."""
+        """Whether a step is running, outside `aside`."""
         return self in function_modes()
 
     @contextmanager
@@ -322,7 +322,7 @@ class SequenceParts:
         return linear(part, partial(self.gather, dim=dim), partial(self.sum_of_own, dim=dim))
 
     def as_if_alike(self, part: Tensor, dim: int) -> Tensor:
-        """What `joined` would give if all ranks had this one's positions."""
+        """The result of `joined` if all ranks had this one's positions."""
         own = part.chunk(self.n_chunks // self.size, dim)
         return torch.cat([chunk for chunk in own for _ in range(self.size)], dim)
 

@@ -1,6 +1,6 @@
-"""Ranks that share layers have equal parts of what a plan cuts, or PyTorch joins them wrongly, or ends the process.
+"""Tensor-parallel ranks must have equal parts, or PyTorch joins them wrongly, or ends the process.
 
-So at the first batch of some shapes ranks compare what each split module is given, before it runs.
+So at the first batch of each shape ranks compare the inputs of each split module, before it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERS = 64  # that ranks send to describe a module's inputs: each tensor's nu
 
 
 class EqualParts:
-    """Compares what split modules are given, between the ranks that share them."""
+    """Compares the inputs of split modules between tensor-parallel ranks."""
 
     def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
         assert world.mesh is not None  # several ranks share layers
@@ -40,7 +40,7 @@ class EqualParts:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compares split modules inside of the block; the error of one that fails says what is split there."""
+        """Compares split modules inside the block; the error of one that fails says what is split there."""
         self._last = None
         comparing = (m.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True) for m in self._split)
         try:

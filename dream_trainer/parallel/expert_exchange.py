@@ -91,7 +91,7 @@ class Visitors:
     _n_rows: int
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """Sends what came out for `rows`, in their order, to where they came from; a collective."""
+        """Sends the results for `rows`, in their order, to the ranks they came from; a collective."""
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
         own = _sent(by_rank, self._leaving, self._coming, self._group)
         return own if self._alike is None else self._alike.whole(own, self._n_rows)

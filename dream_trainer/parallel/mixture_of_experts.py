@@ -149,7 +149,7 @@ class GatedExperts(nn.Module):
     Args:
         n_experts: How many there are.
         width: Features of a row.
-        hidden: Features inside of each.
+        hidden: Features inside each.
 
     Attributes:
         gate: `[n_experts, hidden, width]`, each expert's as in an `nn.Linear`.

@@ -1,4 +1,4 @@
-"""What a trainer's models are on several ranks: which gradients cross ranks, when, and what forwards count."""
+"""A trainer's models on several ranks: which gradients are reduced, when, and counts of forwards."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ParallelModels:
             yield
 
     def end_backward(self) -> None:
-        """After a backward: ends it where code reads parameters outside of their blocks; a collective there."""
+        """After a backward: ends it where code reads parameters outside their blocks; a collective there."""
         if self._touchable is not None:
             from dream_trainer.compat.fully_shard import end_backward
 
@@ -138,7 +138,7 @@ class ParallelModels:
         reduce_what_waits(self._wrapped, parameters, self.gradients)
 
     def reshard(self) -> None:
-        """Puts back to shards what a forward left gathered."""
+        """Reshards parameters that a forward left gathered."""
         for module in self._wrapped:
             module.reshard()
 
@@ -319,7 +319,7 @@ class MadeOfWhole(TorchFunctionMode):
 
 
 class WholeOptimizers:
-    """Exchanges what optimizers hold."""
+    """Swaps the tensors that optimizers hold."""
 
     def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._optimizers = optimizers

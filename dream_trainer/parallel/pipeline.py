@@ -47,7 +47,7 @@ _KEPT_SCHEDULES = 8
 
 
 class Stages(NamedTuple):
-    names: list[list[str]]  # what each stage holds
+    names: list[list[str]]  # of each stage's parts
     ranks: list[int]  # which rank of the pipeline has it
     kept_blocks: list[nn.Module]  # the repeated blocks of this rank
 
@@ -379,9 +379,9 @@ def _refuse_uneven(shapes: list[Any]) -> None:
 # DTensors that tensor parallelism splits are sent as each rank's part, to the rank that has the same part there.
 
 
-Message = tuple["dist.Work", Tensor]  # on its way, with what it sends
+Message = tuple["dist.Work", Tensor]  # in flight, with the sent tensor
 
-_HEADER = 64  # numbers that say what a message has: how many tensors, and of each its kind, dimensions and sizes
+_HEADER = 64  # numbers that describe a message: its number of tensors, and each one's kind, dimensions and sizes
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),

@@ -153,7 +153,7 @@ class ShardedModel:
                     self._quiet_places.append(parameter.values.narrow(0, start, rows))
             offset += _ALIGNMENT * size
 
-    # -- what a trainer does with it
+    # -- called by the trainer
 
     @property
     def bytes_of_part(self) -> int:
@@ -189,7 +189,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def leave(self) -> bool:
-        """Gives the modules the shards, with what was written to the whole parameters."""
+        """Gives the modules the shards, including writes to the whole parameters."""
         is_fresh = self.write_back()
         for parameter, was_trained in zip(self._parameters, self._trained, strict=True):
             shard, whole = parameter.shard, parameter.whole
@@ -201,7 +201,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def write_back(self) -> bool:
-        """Gives the shards what was written to the whole parameters; see `leave`."""
+        """Copies writes to the whole parameters to the shards; see `leave`."""
         written = [before != now for before, now in zip(self._marks, self._writes(), strict=True)]
         for parameter in self._parameters:
             whole, values = parameter.whole, parameter.values

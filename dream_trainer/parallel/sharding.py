@@ -70,7 +70,7 @@ def shard_by_blocks(
 
 
 def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_wrapped: bool) -> None:
-    """Refuses what gives gradients that cannot be handled."""
+    """Refuses models whose gradients cannot be handled."""
     owner: dict[int, str] = {}
     for model_name, model in models.items():
         for name, module in model.named_modules(prefix=model_name):
@@ -127,7 +127,7 @@ def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_o
 
 
 def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """A parameter lies in one block, or outside of all."""
+    """A parameter lies in one block, or outside all."""
     names = {module: name for name, module in model.named_modules()}
     members = {part for block in blocks for part in block.modules()}
     outside = [p for part in model.modules() if part not in members for p in part.parameters(recurse=False)]

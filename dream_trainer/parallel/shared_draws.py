@@ -1,7 +1,7 @@
-"""Random numbers in a step whose sequences are shared by ranks: alike on these ranks, unless they are of positions.
+"""Random numbers in a context-parallel step: equal on context-parallel ranks, unless they are per-position.
 
-The shape of what is drawn tells which. Python's generator is alike on these ranks and torch's are not, so a torch
-operation that is to be alike begins at a number from Python's.
+The shape of the drawn tensor decides. Python's generator is equal on these ranks and torch's are not, so a torch
+operation with equal draws is seeded by a number from Python's.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OF_CHANNELS = frozenset("dropout1d dropout2d dropout3d feature_dropout feature_
 
 
 def seed_for_sequence(seed: int) -> None:
-    """Seeds what ranks that share sequences draw alike from: Python's and numpy's global generators (8 us)."""
+    """Seeds the generators that are equal on context-parallel ranks: Python's and numpy's global ones (8 us)."""
     seed_cpu(seed, ("python", "numpy"))
 
 
 @contextmanager
 def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterator[None]:
-    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay alike."""
+    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay equal."""
     own = int(torch.randint(2**62, (), device="cpu", generator=torch.default_generator))
     shared = random.getrandbits(62)
     with preserved_random_state(device):
@@ -86,7 +86,7 @@ class PartShapes:
 
 
 class RandomFunction:
-    """A function that draws, alike on ranks that share sequences where it draws nothing for positions."""
+    """A random function, with equal draws on context-parallel ranks unless they are per-position."""
 
     def __init__(self, function: Callable[..., Any], name: str, shapes: PartShapes) -> None:
         self.function, self._name, self._shapes = function, name, shapes

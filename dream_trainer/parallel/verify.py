@@ -220,7 +220,7 @@ class Verification:
 
     @contextmanager
     def _plainly(self, model: nn.Module, own: _OneStage | Apart) -> Iterator[None]:
-        """Inside, nothing is compiled, and all modules are in evaluation mode, but batch norms outside of stages."""
+        """Inside, nothing is compiled, and all modules are in evaluation mode, but batch norms outside stages."""
         takeover = self.takeover()
         uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
         # Without its module, which takes seconds to load, nothing is compiled.

@@ -93,7 +93,7 @@ class Classifier(DreamTrainer):
 
 
 def named(place: str) -> Any:
-    """What `module:name` names."""
+    """The object at `module:name`."""
     return EntryPoint(name="", value=place, group="").load()
 
 

@@ -1,4 +1,4 @@
-"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of the user's own."""
+"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of the user's."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class Trainer:
             precision, sharding (its default on several ranks) and compilation.
         checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch and each best
             validation, keeping the newest and the best.
-        loggers: Where numbers go; needs `name`. None: metrics.jsonl.
+        loggers: Loggers of the run; needs `name`. None: metrics.jsonl.
         progress: Whether to print a line after each epoch, and each validation of `val_every_n_steps`.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
         DataError: `train` or `val` is no data, or could be samples as well as batches.
     """
 
@@ -142,7 +142,7 @@ class Trainer:
             limits = replace(limits, train_batch_size=batch_size, val_batch_size=batch_size)
         if epochs is not None:
             limits = replace(limits, n_epochs=epochs)
-        # A step of the user's own sees float64 arrays as they were given.
+        # A step of the user's sees float64 arrays as they were given.
         floats = None if step else next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._options = LoaderOptions(limits.val_batch_size, shuffle=False, floats=floats)
         loader = as_loader(train, LoaderOptions(limits.train_batch_size, shuffle, floats), "train")

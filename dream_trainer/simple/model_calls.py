@@ -60,7 +60,7 @@ class Loss:
         self.is_of_classes = given in _OF_CLASSES or of_classes is not None
         self.ignore_index = IGNORED if of_classes is None else of_classes.ignore_index
         if type(of_classes).__module__ != nn.CrossEntropyLoss.__module__ and "forward" in vars(type(of_classes)):
-            of_classes = None  # a forward of the user's own may be a mean of something else
+            of_classes = None  # a forward of the user's may be a mean of something else
         self._function: LossFunction = given
         self._of_classes = of_classes
         self._is_by_element = given in _BY_ELEMENT or type(given) in _BY_ELEMENT

@@ -1,4 +1,4 @@
-"""The checks of a trainer: which runs they need, what holds of them, and the likely cause of what does not."""
+"""The checks of a trainer: the runs they need, their findings, and likely causes."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class TrainerChecks:
         first = self._launcher.start(f"{name} to one rank", killed=kill, **values).result()
         return [first, self._launcher.start(f"started again after {name}", **values).result()]
 
-    # -- what holds
+    # -- findings
 
     @cached_property
     def again(self) -> Run:

@@ -32,7 +32,7 @@ COMMAND = (sys.executable, "-c", "from dream_trainer.testing.rank_process import
 
 @dataclass
 class Run:
-    """A run that has ended: what each rank recorded, or why it has no record."""
+    """A run that has ended: each rank's record, or the reason that it has none."""
 
     job: Job
     seconds: float
@@ -260,7 +260,7 @@ def _is_installed(module: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of this host that nothing listens on, outside of those of outgoing connections."""
+    """A port of this host that nothing listens on, outside those of outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as held, suppress(OSError):

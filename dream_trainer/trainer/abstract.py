@@ -112,7 +112,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of a whole epoch; None if only the end of the data tells. Known once data is set up."""
+        """Optimizer steps of a whole epoch; None if unknown until the data end. Known once data is set up."""
         return self._runtime.state.steps_per_epoch
 
     @property
@@ -190,12 +190,12 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def steps_per_pass(self) -> int | None:
-        """Optimizer steps of a whole pass over the data; None if only its end tells. An epoch may be shorter."""
+        """Optimizer steps of a whole pass over the data; None if unknown until its end. An epoch may be shorter."""
         return None if self._runtime.data.stream is None else self._runtime.data.stream.steps_per_epoch
 
     @property
     def seconds_waiting_for_data(self) -> float:
-        """Seconds that training has spent loading data, or waiting for what loads it, in this process."""
+        """Seconds that training has spent loading data, or waiting for workers, in this process."""
         return self._runtime.data.feed.seconds_waiting if self._runtime.session.is_ready else 0.0
 
     @property
@@ -267,7 +267,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def run_dir(self) -> Path:
-        """Where this run keeps its files: `<runs_dir>/<project>/<group>/<experiment>`."""
+        """Directory of this run's files: `<runs_dir>/<project>/<group>/<experiment>`."""
         return self._runtime.run_dir
 
     # -- registries
@@ -336,7 +336,7 @@ class AbstractTrainer(MixinHooks):
         """
         return self.callbacks.get(cls)
 
-    # -- what the user calls
+    # -- called by the user
 
     def request_stop(self, reason: str = "requested") -> None:
         """Asks that training end, on all ranks at the same step. Any rank may call it, at any time.
@@ -357,7 +357,7 @@ class AbstractTrainer(MixinHooks):
         set_limits(self._runtime, limits)
 
     def settle(self) -> None:
-        """Looks at the gradient norms not yet looked at; raises, or counts skipped steps, as the policy says.
+        """Checks the gradient norms not yet checked; raises, or counts skipped steps, as the policy says.
 
         Waits for the device. The trainer calls it before a validation, before a save, and at the end.
 
@@ -391,7 +391,7 @@ class AbstractTrainer(MixinHooks):
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Inside, parameters may be changed in place by hand; between windows, on every rank.
+        """Inside, you may change parameters in place; use it between windows, on every rank.
 
         No checkpoint is still copying the parameters then. Sharded models show the shards that the next forward will
         gather, not the last gathered values; also in events, where small models are whole otherwise.
@@ -409,7 +409,7 @@ class AbstractTrainer(MixinHooks):
         *,
         scope: Literal["shared", "rank", "tensors"] = "shared",
     ) -> None:
-        """Keeps what `save()` gives in every checkpoint under `name`, and calls `load` with it on a resume.
+        """Keeps the result of `save()` in every checkpoint under `name`, and calls `load` with it on a resume.
 
         For mixins, callbacks and objects that a trainer holds; a trainer's own class may override `state_dict`. Called
         before the checkpoint is loaded: in `__init__`, a `configure_` method or a callback's `post_setup`, by every
@@ -431,7 +431,7 @@ class AbstractTrainer(MixinHooks):
         self._runtime.states.register(name, save, load, scope=scope)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.
+        """The precision of steps, for code that calls models outside them: sampling after `fit`, a callback.
 
         `torch.autocast` under `precision="bf16"` and `"fp16"`, otherwise a no-op.
         """

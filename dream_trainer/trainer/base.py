@@ -80,7 +80,7 @@ class BaseTrainer(AbstractTrainer):
     }
     _config_class: ClassVar[type | None] = BaseTrainerConfig
 
-    # -- what the user calls
+    # -- called by the user
 
     @classmethod
     def from_cli(
@@ -198,7 +198,7 @@ class BaseTrainer(AbstractTrainer):
             None while gradients are accumulated; nothing is logged for a None in the returned dict.
 
         Raises:
-            StepError: Called outside of training, or twice for an optimizer in a micro-batch before the last; or the
+            StepError: Called outside training, or twice for an optimizer in a micro-batch before the last; or the
                 step cannot be exact.
             NonFiniteError: The norm is not finite and the policy says to raise.
         """

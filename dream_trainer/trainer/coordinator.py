@@ -1,4 +1,4 @@
-"""Coordinator: what all ranks decide together, such as to stop. All of them learn it at the same time, by the pulse."""
+"""Coordinator: decisions of all ranks together, such as to stop. All learn them at the same time, by the pulse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Timed(Protocol):
 
 
 class Coordinator:
-    """One rank's side of what all ranks decide together, between windows and between validation batches."""
+    """One rank's side of decisions that all ranks make together, between windows and between validation batches."""
 
     def __init__(self, schedule: Schedule, progress: Counters) -> None:
         self._schedule, self._progress = schedule, progress

@@ -21,7 +21,7 @@ _STATE = {"state_dict", "load_state_dict"}
 
 # Where models are whole already; `post_optimizer_step` has shards.
 _IN_STEPS = {"pre_train_batch", "post_train_batch", "post_train_step", "pre_val_batch", "post_val_batch"}
-# Outside of steps, and with models that are real.
+# Outside steps, and with models that are real.
 _BETWEEN_STEPS = {"post_setup", "pre_fit", "pre_epoch", "pre_val_epoch", "post_val_epoch", "post_epoch", "post_fit"}
 
 # Events that both callbacks and trainer classes may define, in the order they happen.

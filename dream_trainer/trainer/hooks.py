@@ -1,4 +1,4 @@
-"""Hooks: what the user writes, each method declared once as a documented no-op or default.
+"""Hooks: the methods that users write, each declared once as a documented no-op or default.
 
 Mixins define their own defaults for some hooks; a user's method always wins.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """What a trainer's author overrides."""
+    """The methods that a trainer's author overrides."""
 
     # -- setup
 
@@ -105,7 +105,7 @@ class Hooks:
         """One micro-batch: forward, `self.backward(loss)`, and at the window's end `self.step(...)`. Required.
 
         Args:
-            batch: What the loader yielded, on the device.
+            batch: The loader's batch, on the device.
             batch_idx: Index of the batch in the epoch.
 
         Returns:
@@ -136,7 +136,7 @@ class Hooks:
 
         Loaders that the trainer deals to ranks know how many samples they dealt, and it isn't called for their batches
         unless you override it: because `collate_fn` leaves samples out, say. Then it weighs their batches in means, and
-        `samples_seen` still counts what was dealt.
+        `samples_seen` still counts all samples of the batch.
 
         Raises:
             DataError: The batch holds no tensor.
@@ -153,21 +153,21 @@ class Hooks:
         """
         return count_tokens(batch)
 
-    # -- state of the user's own
+    # -- state of the user's
 
     def state_dict(self) -> dict[str, Any]:
         """The user's own state, equal on all ranks: numbers, strings, small CPU tensors, containers of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Your per-rank state; restored at the same data-parallel layout."""
         return {}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `rank_state_dict` gave."""
+        """Restores the result of `rank_state_dict`."""
 
     # -- events, in the order they happen
 
@@ -245,8 +245,8 @@ class Hooks:
         """The checkpoint at `path` has been loaded."""
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        """Metrics were reduced over all ranks and passed to the loggers. `step` is theirs: training metrics come a step
         later."""
 
     def teardown(self) -> None:
-        """The trainer closes; release what was opened."""
+        """The trainer closes; release resources."""

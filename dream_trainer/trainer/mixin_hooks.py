@@ -41,7 +41,7 @@ _NO_VALUE: Any = object()  # an argument that was not given
 
 
 class MixinHooks(Hooks):
-    """What mixins override."""
+    """The methods that mixins override."""
 
     # Mixins and BaseTrainer name the hooks they cannot do without, and the config class that carries their field.
     _required_hooks: ClassVar[dict[str, str]] = {}
@@ -87,7 +87,7 @@ class MixinHooks(Hooks):
         return step
 
     def _outside_forward(self) -> AbstractContextManager[None]:
-        """What `step` runs inside; a mixin whose mode is on in the steps leaves it there."""
+        """Context that `step` runs in; a mixin with a mode in steps leaves it there."""
         return nullcontext()
 
     def _log_step(self, result: dict[str, Any], weight: Any) -> None:
@@ -104,7 +104,7 @@ class MixinHooks(Hooks):
         ends, which may be found out only after the window's validation."""
 
     def _land(self, *, is_last: bool) -> None:
-        """Loggers write what is on its way to them."""
+        """Makes loggers write values in flight."""
 
     def _tell_times(self, words: str) -> None:
         """On rank 0, at the end of a run: its time by activity, in one line."""
@@ -136,7 +136,7 @@ class MixinHooks(Hooks):
         """The last save did not reach the disk, and its state is lost."""
 
     def _close(self) -> None:
-        """Releases what the mixins opened."""
+        """Releases the mixins' resources."""
 
     # -- what training code calls; of models in stages a mixin does it in another way
 
@@ -188,7 +188,7 @@ class MixinHooks(Hooks):
         flush.
 
         Nothing waits for the device. Ranks need not log the same names. A tensor that you will change in place
-        afterwards is to be logged as its `clone()`.
+        afterwards must be logged as its `clone()`.
 
         Args:
             name: Shown by the loggers. In validation `val/` (and the loader's name) is prepended if missing, except in

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Build:
-    """What one stage leaves to later ones."""
+    """Results that one stage passes to later ones."""
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)

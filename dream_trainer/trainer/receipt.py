@@ -1,4 +1,4 @@
-"""Receipt: where the time of a run went, over all its starts. `run.json` keeps what it is computed from.
+"""Receipt: how a run spent its time, over all its starts. `run.json` keeps the data for it.
 
 A killed start wrote nothing at its end: the next one reads in the log when it was last alive, and its last step.
 """
@@ -78,7 +78,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Where the time of a run went."""
+    """How a run spent its time."""
 
     seconds: dict[str, float]  # by part, as in PARTS
     starts: int

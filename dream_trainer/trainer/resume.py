@@ -34,7 +34,7 @@ Load = Callable[[Manifest, BranchParameters], None]
 
 
 def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load) -> bool:
-    """Loads what `parameters.resume` asks for, and returns whether there was something; every rank calls it."""
+    """Loads the checkpoint of `parameters.resume`, and returns whether there was one; every rank calls it."""
     if world.is_main:
         recover_replaced(root)
     asked = parameters.resume

@@ -81,7 +81,7 @@ class RunRecord:
     world_size: int = 1  # number of ranks
     versions: dict[str, str] = field(default_factory=dict)  # of torch and dream_trainer
     code: dict[str, str] = field(default_factory=dict)
-    """Digests of the user's own modules, as the last process found them, by their files' paths from where it ran."""
+    """Digests of the user's modules, as the last process found them, by their files' paths from where it ran."""
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
@@ -184,7 +184,7 @@ class ListedRun:
 
 
 def run_directories(root: Path) -> list[Path]:
-    """The directories at or below `root` that a run has written to; runs inside of a run are not searched."""
+    """The directories at or below `root` that a run has written to; runs inside a run are not searched."""
     found = []
     for place, directories, files in os.walk(root, followlinks=True):
         path = Path(place)

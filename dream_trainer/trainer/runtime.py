@@ -79,7 +79,7 @@ class RunOrigin:
 
 
 class RunsRecord(Protocol):
-    """What the loop asks of trainer/run_record.py."""
+    """The loop's interface to trainer/run_record.py."""
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]: ...
 

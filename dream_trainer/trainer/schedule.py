@@ -1,4 +1,4 @@
-"""Schedule: when an epoch and the run end, when a validation is due, when the time is up, and what is owed."""
+"""Schedule: when an epoch and the run end, when a validation is due, when the time is up, and pending work."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Schedule:
     def time_is_up(self) -> bool:
         return self._limit_seconds is not None and self.elapsed_seconds() >= self._limit_seconds
 
-    # -- validations, and what is owed
+    # -- validations, and pending work
 
     @property
     def validation_batches(self) -> int | None:

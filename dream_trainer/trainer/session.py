@@ -113,7 +113,7 @@ def failing_for_all(runtime: Runtime) -> Iterator[None]:
     except BaseException as exc:
         if is_inside_fit and runtime.launched is not None and runtime.launched.world_size == 1:
             raise  # a callback may catch it; if none does, `fit` comes here
-        # Outside of training nothing is left that disturbs later calls: an evaluation restores everything.
+        # Outside training nothing is left that disturbs later calls: an evaluation restores everything.
         session.has_failed |= session.is_training
         try:
             _tell_of(runtime, exc)
@@ -250,7 +250,7 @@ def launch(runtime: Runtime) -> None:
 
 
 def _record_collectives(runtime: Runtime) -> None:
-    """Has NCCL write down its last collectives when one times out; its groups read that as they are made."""
+    """Makes NCCL write its last collectives when one times out; its groups read the setting when they are made."""
     _, local_rank, world_size = environment_ranks()
     device = runtime.config.device_parameters.device
     if world_size > 1 and choose_device(device, local_rank).type == "cuda":

@@ -45,7 +45,7 @@ class Part(NamedTuple):
 class Registered(NamedTuple):
     save: Callable[[], Any]
     load: Callable[[Any], None]
-    goes_with_counters: bool  # or, like the user's own state, with the weights
+    goes_with_counters: bool  # or, like the user's state, with the weights
 
 
 class StateRegistry:

@@ -1,4 +1,4 @@
-"""Models that peft has wrapped: loading their base and their adapters, and what is to be written of them.
+"""Models that peft has wrapped: loading their base and their adapters, and exporting them.
 
 peft renames `q_proj.weight` to `base_model.model.q_proj.base_layer.weight`; files have the names that authors gave."""
 
@@ -39,7 +39,7 @@ def load_base_weights(
     values too.
 
     Args:
-        model: What `peft.get_peft_model` returned; call this from the trainer's `load_pretrained`.
+        model: Result of `peft.get_peft_model`; call this from the trainer's `load_pretrained`.
         path: As for `load_weights`.
         model_name: As for `load_weights`.
         renames: As for `load_weights`, into the names that the base had before it was wrapped.
@@ -112,7 +112,7 @@ def load_adapters(
     weights would be another function.
 
     Args:
-        model: What `peft.get_peft_model` returned, with the adapter's own config; call this from `load_pretrained`.
+        model: Result of `peft.get_peft_model`, with the adapter's own config; call this from `load_pretrained`.
         path: A directory with `adapter_model.safetensors`, or such a file. Every rank reads its shards of it.
         may_differ: Config fields that may differ in the model on purpose, such as `["lora_alpha"]`.
         world: The ranks. Default: those of the default process group, or only this process without one.

@@ -69,7 +69,7 @@ def export_checkpoint(
             for all tensors at once.
         weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
             Tensors that a callback does not average, such as buffers, come from the model.
-        renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
+        renames: Regular expressions and their replacements for `re.sub`, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
 
     Returns:
@@ -164,7 +164,7 @@ def export_model(
     If peft has wrapped the model, its adapters are exported, in peft's layout, unless `merge_adapters` merges them.
 
     Args:
-        renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
+        renames: Regular expressions and their replacements for `re.sub`, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
 
     Returns:

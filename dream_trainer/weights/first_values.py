@@ -1,4 +1,4 @@
-"""What adapters of peft start from: those that were computed from their base are so again when it has been loaded."""
+"""First values of peft's adapters: those computed from their base are computed again when it has been loaded."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def forget_first_values() -> None:
 
 @torch.no_grad()
 def begin_again(model: nn.Module, derived: Mapping[str, Derived]) -> None:
-    """Gives tensors the values that they would have started with, had the base been what it is now."""
+    """Gives tensors the values that they would have started with from the present base."""
     tensors = model.state_dict(keep_vars=True) | dict(model.named_buffers())
     for name, one in derived.items():
         fill(tensors[name], one.computed(lambda source: _whole(tensors[source])))

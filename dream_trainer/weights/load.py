@@ -35,7 +35,7 @@ _LISTED = 20
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_weights` did, by the names of the model's `state_dict()`; of all ranks together."""
+    """Report of `load_weights`, by the names of the model's `state_dict()`; for all ranks together."""
 
     loaded: tuple[str, ...]
     """Filled from the file. A tied tensor appears under each of its names."""
@@ -143,7 +143,7 @@ def load_weights(
             "model_state_dict" or "model"), a `step_*` directory of Dream Trainer, or a DCP directory (only its tensors
             are read).
         model_name: Which model of a Dream Trainer checkpoint; needed if it has several. Ignored for other files.
-        renames: Regular expressions and what `re.sub` replaces them with, applied to each of the file's names in this
+        renames: Regular expressions and their replacements for `re.sub`, applied to each of the file's names in this
             order: `{r"^transformer\\.": ""}`. A name that becomes empty is left out.
         strict: Whether every name must be in both, with equal shapes. If not, matching tensors are loaded, and others
             are reported and logged as a warning on rank 0.

@@ -1,4 +1,4 @@
-"""What all readers of weight files share."""
+"""Shared parts of all readers of weight files."""
 
 from __future__ import annotations
 

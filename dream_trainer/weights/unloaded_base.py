@@ -1,6 +1,6 @@
 """A base that was not loaded: a model that trains a small part on a large frozen part with random values.
 
-Whatever fills a base, its values are looked at afterwards.
+A base may be filled in any way: its values are checked afterwards.
 """
 
 from __future__ import annotations

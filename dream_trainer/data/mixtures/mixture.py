@@ -196,7 +196,7 @@ class Mixture(OrderedDataset):
             position = end
         return found
 
-    # -- what was drawn, and weights that change
+    # -- drawn samples, and changing weights
 
     def drawn(self, position: int) -> dict[str, Drawn]:
         """Samples and epochs of each source before a position of this pass, in the whole run."""
@@ -214,7 +214,7 @@ class Mixture(OrderedDataset):
         Call it on all ranks, between two steps. It is part of checkpoints.
 
         Raises:
-            ConfigError: As of the constructor.
+            ConfigError: As in the constructor.
         """
         self._asked = checked_weights(weights, self.names)
 

@@ -25,7 +25,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class PackedSegments:
-    """Where the documents of a batch begin, for kernels that take sequences of many lengths one behind the other."""
+    """Where the documents of a batch begin, for kernels that take sequences of many lengths one after the other."""
 
     cu_seqlens: Tensor
     """First token of each document in the flattened batch, and the number of tokens: int32, `(documents + 1,)`. A row's
@@ -125,7 +125,7 @@ def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Pack
 def mask_kind(
     documents: Tensor, kind: Literal["auto", "sdpa", "flex", "varlen"], device: torch.device, dtype: torch.dtype | None
 ) -> Literal["sdpa", "flex", "varlen"]:
-    """The kind of mask for `documents` that `kind` asks for; raises ValueError for what is none."""
+    """The kind of mask for `documents` by `kind`; raises ValueError for unknown kinds."""
     if kind not in _KINDS:
         raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, _KINDS))}.")
     if documents.ndim != 2:

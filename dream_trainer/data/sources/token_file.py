@@ -42,7 +42,7 @@ class TokenFile:
 
     Raises:
         DataError: A file is missing, of another kind, or shorter than it should be; or a directory does not have all
-            shards that `dream-trainer data tokenize` was to make there.
+            shards that `dream-trainer data tokenize` should have made there.
 
     Attributes:
         vocabulary_size: Number of token ids; None where no file says it.

@@ -65,7 +65,7 @@ def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
-    """The tokenizer of a name: "bytes" (256 ends a document), a tokenizer.json, or what transformers knows."""
+    """The tokenizer of a name: "bytes" (256 ends a document), a tokenizer.json, or a name for transformers."""
     if name == "bytes":
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
@@ -176,7 +176,7 @@ def _place(task: Task, document: int) -> str:
 
 
 def _texts(task: Task) -> Iterator[Any]:
-    """What is to be tokenized, in order: text, unless a row has something else in its field."""
+    """Values to tokenize, in order: text, unless a row has something else in its field."""
     if task.kind == "text":
         for name in task.inputs:
             try:

@@ -38,7 +38,7 @@ class StreamLoader:
         source: A ShardedSource (`WebDatasetShards`, `IterableShards`, `HuggingFaceShards` or your own), or a streaming
             dataset of Hugging Face's `datasets`.
         batch_size: Samples in one micro-batch of one rank.
-        transforms: What is done to samples, in this order: `Map`, `Filter`, `Batch`, `Unbatch`, `Shuffle`. In workers.
+        transforms: Transforms, in this order: `Map`, `Filter`, `Batch`, `Unbatch`, `Shuffle`. Run in workers.
         lanes: Lanes that each step reads; it divides the global batch, and the data-parallel ranks divide it. None for
             the largest divisor of the global batch that there are shards for, up to 64.
         turns: Sets of lanes, read by consecutive steps in turn, so that several workers find work if a step has one
@@ -57,7 +57,7 @@ class StreamLoader:
         pin_memory: Whether batches are copied to page-locked memory.
         prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
-        timeout: Seconds to wait for a batch from a worker; 0 is for ever.
+        timeout: Seconds to wait for a batch from a worker; 0 waits forever.
         worker_init_fn: Called with 0 in each worker when it starts.
 
     Raises:
@@ -337,7 +337,7 @@ def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation:
 
 
 class Mark(NamedTuple):
-    # what a batch tells of one lane
+    # a batch's record of one lane
     lane: int
     begun: bytes | None
     skipped: int

@@ -1,4 +1,4 @@
-"""Lanes: the fixed number of sequences that a source's shards are dealt to, whatever ranks and workers read them. A
+"""Lanes: the fixed number of sequences that a source's shards are dealt to, for any ranks and workers. A
 step takes equally many samples from each of `lanes` lanes; step s reads set s mod `turns` of them, so that workers can
 load ahead."""
 

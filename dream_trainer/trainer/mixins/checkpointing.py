@@ -124,8 +124,8 @@ class CheckpointMixin(AbstractTrainer):
         """The checkpoint of the best validation.
 
         Args:
-            metric: By which; None: `best_metric` of CheckpointParameters.
-            mode: Whether its "min" or "max" is best; None: as `best_mode`, or as the metric's name says.
+            metric: The metric; None is `best_metric` of CheckpointParameters.
+            mode: Whether its "min" or "max" is best. None takes `best_mode`, or infers it from the metric's name.
 
         Returns:
             Its manifest: `path`, `step`, `metrics`.
@@ -162,8 +162,8 @@ class CheckpointMixin(AbstractTrainer):
         step. Frozen weights that no checkpoint has (`save_frozen=False`) and modules' extra state stay as they are.
 
         Args:
-            metric: As of `best_checkpoint`.
-            mode: As of `best_checkpoint`.
+            metric: As in `best_checkpoint`.
+            mode: As in `best_checkpoint`.
 
         Returns:
             The checkpoint's directory.
@@ -228,7 +228,7 @@ class CheckpointMixin(AbstractTrainer):
             max_shard_size: Bytes per file, as a number or such as "5GB".
             merge_adapters: By default a peft model's adapters are written, in peft's layout. True writes the base
                 weights with the adapters merged in, under the base model's names.
-            overwrite: Whether to replace what is there.
+            overwrite: Whether to replace an existing export.
 
         Returns:
             The files written.
@@ -405,7 +405,7 @@ class CheckpointMixin(AbstractTrainer):
                 but if begins is None or begins.optimizer == "keep" else "",
             )
 
-    # -- what the loop tells
+    # -- called by the loop
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)

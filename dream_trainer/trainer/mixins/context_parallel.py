@@ -33,7 +33,7 @@ Step = Callable[[Any, int], Any]
 class ContextParallelMixin(AbstractTrainer):
     """Context-parallel training. Override `cut_batch(batch, cut)`.
 
-    `predict` computes whole sequences on each rank, and so does a forward outside of the steps.
+    `predict` computes whole sequences on each rank, and so does a forward outside the steps.
 
     Example:
         ```python

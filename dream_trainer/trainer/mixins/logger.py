@@ -123,7 +123,7 @@ class LoggerMixin(AbstractTrainer):
         own = self._runtime.parallel.gradients.own_time
         return own.windows, own.seconds, self.seconds_waiting_for_data
 
-    # -- what the loop tells
+    # -- called by the loop
 
     @override
     def _finish_setup(self) -> None:

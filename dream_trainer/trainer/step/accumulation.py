@@ -380,7 +380,7 @@ class Accumulation:
         return None if self.loss_scale is None else self.loss_scale.state_dict()
 
     def load_loss_scale_state(self, state: dict[str, Any] | None) -> None:
-        """Restores what `loss_scale_state` returned; ignored by a run that continues in another precision."""
+        """Restores the result of `loss_scale_state`; ignored by a run that continues in another precision."""
         if self.loss_scale is not None and state is not None:
             self.loss_scale.load_state_dict(state)
 

@@ -27,7 +27,7 @@ class LossScale:
         self._one = torch.ones((), device=device)
 
     def scaled(self, loss: Tensor, *, is_weighted: bool) -> Tensor:
-        """What to call `backward` on instead of `loss`, times its weight if it has one."""
+        """The scaled loss for `backward`, times its weight if it has one."""
         return loss * (self.scale / WEIGHT_DIVISOR if is_weighted else self.scale)
 
     def inverse(self, *, is_weighted: bool) -> Tensor:

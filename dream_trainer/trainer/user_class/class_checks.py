@@ -1,4 +1,4 @@
-"""What a trainer's constructor checks of its class, config and callbacks."""
+"""Checks of a trainer's class, config and callbacks in its constructor."""
 
 from __future__ import annotations
 
