@@ -1,4 +1,4 @@
-"""AbstractTrainer: the state everybody may read, the registries, and the parts below as one interface.
+"""AbstractTrainer: the readable state, the registries, and the parts below as one interface.
 
 It runs nothing. `BaseTrainer` brings the loop. Every part with state is a separate object with one name.
 """
@@ -44,8 +44,8 @@ class AbstractTrainer(MixinHooks):
 
     Args:
         config: The run's configuration.
-        *args: Handed on to `super()`.
-        **kwargs: Handed on to `super()`.
+        *args: Passed to `super()`.
+        **kwargs: Passed to `super()`.
 
     Raises:
         ConfigError: The config is invalid, or lacks the field of a mixin.
@@ -131,7 +131,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def is_padding_batch(self) -> bool:
-        """Whether this validation batch only keeps collectives company and counts for nothing."""
+        """Whether this validation batch only joins collectives and does not count."""
         return self._runtime.state.is_padding_batch
 
     @property
@@ -146,7 +146,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def val_name(self) -> str:
-        """Name of the validation loader at work; "" for a single one."""
+        """Name of the running validation loader; "" for a single one."""
         return self._runtime.state.val_name
 
     @property
@@ -211,7 +211,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def seconds_saving(self) -> float:
-        """Seconds that checkpoints have held training up in this process."""
+        """Seconds that training has waited for checkpoints in this process."""
         return self._runtime.saver.seconds
 
     @property
@@ -411,17 +411,16 @@ class AbstractTrainer(MixinHooks):
     ) -> None:
         """Keeps the result of `save()` in every checkpoint under `name`, and calls `load` with it on a resume.
 
-        For mixins, callbacks and objects that a trainer holds; a trainer's own class may override `state_dict`. Called
-        before the checkpoint is loaded: in `__init__`, a `configure_` method or a callback's `post_setup`, by every
-        rank. `load` is not called where a checkpoint has nothing under this name. Without CheckpointMixin nothing is
-        kept.
+        For mixins, callbacks and objects that a trainer holds; a trainer's own class may override `state_dict`. Every
+        rank calls it before the checkpoint is loaded: in `__init__`, a `configure_` method or a callback's `post_setup`.
+        `load` is not called if a checkpoint has nothing under this name. Nothing is kept without CheckpointMixin.
 
         Args:
-            name: Unlike all others of this trainer.
-            save: Gives the state. "shared" and "rank": numbers, strings, small CPU tensors, containers of them.
-                "tensors": a dict from names to tensors, on any device and sharded or not; equal on ranks where they are
-                not. A resume fills them in place.
-            load: Takes it back.
+            name: Unique within this trainer.
+            save: Returns the state. "shared" and "rank": numbers, strings, small CPU tensors, containers of them.
+                "tensors": a dict from names to tensors on any device, either sharded or equal on all ranks. A resume fills
+                them in place.
+            load: Restores it.
             scope: "shared": equal on all ranks; "rank": each rank's own, restored only on the same rank layout;
                 "tensors": large tensors, on any number of ranks.
 
@@ -442,10 +441,11 @@ class AbstractTrainer(MixinHooks):
         return frozen(*models)
 
     def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Keeps the full weights of sharded `models` on each rank, for forwards that the ranks do not run in step.
+        """Keeps the full weights of sharded `models` on each rank, for forwards that ranks do not run together.
 
-        To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
-        gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
+        For example to generate text, which ends sooner on some ranks than on others; it is also faster, since each
+        forward would gather again. All ranks enter it together, gradients are off inside, and it takes the memory of
+        the full models.
         """
         self.world.refuse_if_forbidden()
         return _both(self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models))

@@ -53,7 +53,7 @@ from dream_trainer.trainer.validation import validate
 class BaseTrainer(AbstractTrainer):
     """The training loop: accumulation, validation, limits, events, and agreement between ranks.
 
-    Alone it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
+    By itself it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
 
     Example:
         ```python
@@ -89,12 +89,12 @@ class BaseTrainer(AbstractTrainer):
         """Builds the trainer with a config from the command line, as `dream_trainer.parse` reads it.
 
         Args:
-            config: Default values, or a class. None: the class that the trainer's own class names, `config: MyConfig`.
-            args: The arguments; None: those of the program.
+            config: Default values, or a class. None: the class in the trainer's annotation, `config: MyConfig`.
+            args: The arguments. None takes the program's.
 
         Raises:
             ConfigError: The class statement has no config class.
-            SystemExit: As of `parse`.
+            SystemExit: As raised by `parse`.
         """
         from dream_trainer.config.command_line import parse  # loads tyro
 
@@ -149,7 +149,7 @@ class BaseTrainer(AbstractTrainer):
             start(self._runtime)
 
     def fit_epoch(self) -> None:
-        """Trains to the end of the running epoch, or the next one, whatever the limits; schedules stay as planned."""
+        """Trains to the end of the running epoch, or the next one, regardless of limits; schedules stay as planned."""
         self.launch_and_resume()
         with ending_with_the_epoch(self._runtime):
             self.fit()
@@ -164,7 +164,7 @@ class BaseTrainer(AbstractTrainer):
         micro-batches and ranks, exactly. Never waits for the device.
 
         Args:
-            loss: Scalar; the micro-batch's mean. None: nothing to learn from this batch (one data-parallel rank only).
+            loss: Scalar; the micro-batch's mean. None if this batch trains nothing (one data-parallel rank only).
             weight: Number of tokens or samples that the mean was computed over; a number or 0-dim tensor.
             model: The model that the weight belongs to, if several models are trained with weights.
 
@@ -382,7 +382,7 @@ class BaseTrainer(AbstractTrainer):
             runtime.world.first_step_is_done()
 
     def _note_what_follows(self, *, stepped: bool) -> None:
-        """Writes down what is to be done after the window just counted, also for a checkpoint of before."""
+        """Records the work due after the window just counted, also for a checkpoint saved before that."""
         runtime = self._runtime
         state, schedule = runtime.window, runtime.schedule
         state.epoch_ends = schedule.epoch_is_over(is_pass_over=runtime.data.feed.is_pass_over)
@@ -401,7 +401,7 @@ class BaseTrainer(AbstractTrainer):
     # -- between two windows: log, validate, end the epoch, save; in this order, on all ranks
 
     def _between_windows(self) -> bool:
-        """Does what follows the window just counted, and returns whether it was the last of the run."""
+        """Does the work after the window just counted, and returns whether it was the last of the run."""
         runtime, progress = self._runtime, self._runtime.progress
         state = runtime.window
         is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + state.epoch_ends)
@@ -462,7 +462,7 @@ class BaseTrainer(AbstractTrainer):
         return True
 
     def _finish_what_is_owed(self) -> None:
-        """Does what the last run could not do after its last window, because of a signal or an exception."""
+        """Does the work that the last run could not do after its last window, because of a signal or an exception."""
         if self.global_step > 0:
             self._window_finished(is_last=False)
         if self.progress.owed is not None:
@@ -500,7 +500,7 @@ def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
 
 
 def exit_status(runtime: Runtime) -> int:
-    """0 where no signal has ended training; after SIGTERM a collective where a job has several hosts."""
+    """0 if no signal has ended training; after SIGTERM a collective if a job has several hosts."""
     coordinator, world = runtime.coordinator, runtime.world
     number = coordinator.ended_by
     if number is None:
@@ -555,7 +555,7 @@ def watched(runtime: Runtime) -> Iterator[None]:
 def keeping_state(runtime: Runtime) -> Iterator[None]:
     """For a `pre_epoch` called again when a run resumes within an epoch, to set up state that no checkpoint has.
 
-    Afterwards what checkpoints have, buffers and random generators are as before.
+    Afterwards checkpointed state, buffers and random generators are as before.
     """
     if not anyone_listens(runtime, "pre_epoch"):
         yield

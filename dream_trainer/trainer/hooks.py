@@ -77,8 +77,8 @@ class Hooks:
         averages gradients; with `cpu_offload` or split layers by `model_blocks`, then the root."""
 
     def init_weights(self) -> None:
-        """Initialises parameters, seen as full tensors. Default: what the constructors computed, then each module's own
-        `init_weights` or `reset_parameters` where they left something uninitialised."""
+        """Initialises parameters, seen as full tensors. Default: the constructors' values, then each module's own
+        `init_weights` or `reset_parameters` for parameters that are still uninitialised."""
 
     def load_pretrained(self) -> None:
         """Loads weights into the materialised, sharded models. Default: nothing."""
@@ -136,7 +136,7 @@ class Hooks:
 
         Loaders that the trainer deals to ranks know how many samples they dealt, and it isn't called for their batches
         unless you override it: because `collate_fn` leaves samples out, say. Then it weighs their batches in means, and
-        `samples_seen` still counts all samples of the batch.
+        `samples_seen` still counts all dealt samples.
 
         Raises:
             DataError: The batch holds no tensor.

@@ -87,7 +87,7 @@ class CheckpointMixin(AbstractTrainer):
     def save_checkpoint(self) -> Path:
         """Saves the run as it is now and waits until that is on the disk; between windows, called by every rank.
 
-        A checkpoint that this step has already is replaced, as weights may have been changed since. Its metrics stay
+        An existing checkpoint of this step is replaced, as weights may have changed since. Its metrics stay
         those of the step's validation.
 
         Returns:
@@ -136,7 +136,7 @@ class CheckpointMixin(AbstractTrainer):
         return self.__best(metric, mode)[1]
 
     def __best(self, metric: str | None, mode: Mode | None) -> tuple[str, Manifest]:
-        """The metric that is meant, and the best checkpoint by it, as rank 0 sees it; a collective."""
+        """The chosen metric, and the best checkpoint by it, as rank 0 sees it; a collective."""
         if mode is not None:
             check_choice("mode", mode, ("min", "max"))
         start(self._runtime)
@@ -155,7 +155,7 @@ class CheckpointMixin(AbstractTrainer):
         )
 
     def load_best(self, metric: str | None = None, mode: Mode | None = None) -> Path:
-        """Puts the weights of the best validation's checkpoint into the models; between windows, called by every rank.
+        """Loads the weights of the best validation's checkpoint into the models; between windows, called by every rank.
 
         If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
         again from it. A later `fit` starts from these weights, with the optimizers, schedules and counters of the last
@@ -222,7 +222,7 @@ class CheckpointMixin(AbstractTrainer):
 
         Args:
             path: Directory to write, or a `.safetensors`, `.pt` or `.pth` file.
-            model: Name of the model; may be left out where there is one.
+            model: Name of the model; may be left out if there is only one.
             weights: "model": its own; "ema" or "swa", or "ema.<n>" with several: the averages of that callback.
             dtype: Floating-point type to write; None leaves each as it is.
             max_shard_size: Bytes per file, as a number or such as "5GB".
@@ -342,7 +342,7 @@ class CheckpointMixin(AbstractTrainer):
             self._runtime.saver.lacks_checkpoint = parameters.resume is not None and not has_weights
 
     def _resumes_locally(self, local: LocalCheckpoints, parameters: CheckpointParameters) -> bool:
-        """Whether every host had what its ranks need of the newest state; then it is loaded."""
+        """Loads the newest state from the hosts if every host has its ranks' part; returns whether it did."""
         root, world = self._checkpoints_root(), self.world
         newest = newest_to_resume(root, self.checkpoint_dir, parameters, world)
         found = local.find(newest) if newest is not None else None
@@ -436,7 +436,7 @@ class CheckpointMixin(AbstractTrainer):
 
 
 def _settled(runtime: Runtime) -> Moment:
-    """Waits until it is known that the steps so far were good ones, on all ranks; a collective."""
+    """Waits for confirmation that all steps so far were good, on all ranks; a collective."""
     runtime.hooks.settle()
     runtime.coordinator.check_order()
     return Moment(runtime.progress.global_step, has_pending_work=runtime.progress.owed is not None)
@@ -466,7 +466,7 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
 
 
 def any_is_loaded(runtime: Runtime) -> bool:
-    """Whether setup gave models weights from elsewhere: by `load_weights`, or in a `load_pretrained` of the user's."""
+    """Whether setup gave models weights from elsewhere: by `load_weights`, or in the user's `load_pretrained`."""
     loads = any(not is_ours(part) for part in definers(type(runtime.hooks), "load_pretrained"))
     parameters = (p for model in runtime.registry.models().values() for p in model.parameters())
     return loads or any(origin_of(parameter) is not None for parameter in parameters)

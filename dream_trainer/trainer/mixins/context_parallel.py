@@ -54,9 +54,9 @@ class ContextParallelMixin(AbstractTrainer):
     _parallelism: ClassVar[Parallelism | None] = CONTEXT
 
     def cut_batch(self, batch: Any, cut: Callable[..., Any]) -> Any:
-        """What a step gets of `batch`, with every tensor along the sequence cut to this rank's positions. Required
-        if `device_parameters.context_parallel` > 1; if it is overridden, it is called before each step on any number of
-        ranks, so that the steps need not know.
+        """Cuts every tensor along the sequence in `batch` to this rank's positions, for the step. Required if
+        `device_parameters.context_parallel` > 1. An override is called before each step on any number of ranks, so that
+        steps do not depend on it.
 
         A mask `[batch, 1, queries, keys]` is only cut along its queries: `cut(mask, dim=-2)`. Labels are shifted
         before they are cut, not in the step, and positions are tensors of the batch.
@@ -64,7 +64,7 @@ class ContextParallelMixin(AbstractTrainer):
         Args:
             batch: On the device.
             cut: `cut(tensor, dim=1)` gives this rank's positions of a tensor whose dimension `dim` is the sequence;
-                the tensor itself where no ranks share it.
+                the tensor itself without context parallelism.
 
         Example:
             ```python

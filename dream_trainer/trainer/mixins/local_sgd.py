@@ -1,4 +1,4 @@
-"""LocalSGDMixin: groups of ranks train on their own for many steps, then their parameters are averaged."""
+"""LocalSGDMixin: groups of ranks train independently for many steps, then their parameters are averaged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LocalSGDMixin(AbstractTrainer):
     arXiv:2311.08105).
 
     The state of each worker's optimizers stays its own, as in the papers. Each worker counts the same in the average,
-    whatever it has trained on.
+    with any amount of data.
 
     Example:
         ```python
@@ -177,7 +177,7 @@ class Rounds(NoRounds):
 
     @torch.no_grad()
     def end_if_due(self) -> None:
-        """A window is complete; where it is a round's last, the workers become one model; a collective then."""
+        """A window is complete; if it is a round's last, the workers are averaged; a collective then."""
         if not self.is_running or self.progress.global_step % self.steps:
             return
         averaged = self._averaged()

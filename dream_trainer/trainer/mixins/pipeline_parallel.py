@@ -39,7 +39,7 @@ _NORMS = (
 
 
 class PipelineParallelMixin(AbstractTrainer):
-    """Pipeline-parallel training. Override `pipeline_stages` to choose what each stage holds.
+    """Pipeline-parallel training. Override `pipeline_stages` to choose each stage's parts.
 
     The model's forward reads names that its stage may lack: lists then omit the blocks of other stages, and other names
     are None. Its return value there is the next stage's argument.
@@ -76,8 +76,8 @@ class PipelineParallelMixin(AbstractTrainer):
         return super().model_blocks(model)
 
     def pipeline_stages(self, model: nn.Module, n_stages: int) -> Sequence[Sequence[str]] | None:
-        """The names of what each stage holds of `model`: of parts, as
-        `named_modules` has them, and of parameters. Each parameter is in one stage. None: each rank has all.
+        """The names of each stage's parts of `model` (as in `named_modules`) and parameters. Each parameter is in one
+        stage. None keeps the model whole on each rank.
 
         Default: equal numbers of blocks, by `model_blocks`. Modules registered before the blocks are in the first
         stage, later ones in the last, and those between two stages' blocks in the earlier one. None for a model of
@@ -259,7 +259,7 @@ def _may_split(devices: DeviceParameters) -> bool:
 
 
 def refuse_short_batches(runtime: Runtime, microbatches: int) -> None:
-    """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
+    """Raises if batches can be cut into equal micro-batches, and an epoch's last one cannot."""
     assert runtime.data.stream is not None  # connected before
     for stream in runtime.data.stream.parts.values():
         if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end
