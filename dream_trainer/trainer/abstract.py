@@ -412,14 +412,14 @@ class AbstractTrainer(MixinHooks):
         """Keeps the result of `save()` in every checkpoint under `name`, and calls `load` with it on a resume.
 
         For mixins, callbacks and objects that a trainer holds; a trainer's own class may override `state_dict`. Every
-        rank calls it before the checkpoint is loaded: in `__init__`, a `configure_` method or a callback's `post_setup`.
-        `load` is not called if a checkpoint has nothing under this name. Nothing is kept without CheckpointMixin.
+        rank calls it before the checkpoint is loaded: in `__init__`, a `configure_` method or the `post_setup` of a
+        callback. `load` is not called if a checkpoint has nothing under this name. Only CheckpointMixin saves anything.
 
         Args:
             name: Unique within this trainer.
             save: Returns the state. "shared" and "rank": numbers, strings, small CPU tensors, containers of them.
-                "tensors": a dict from names to tensors on any device, either sharded or equal on all ranks. A resume fills
-                them in place.
+                "tensors": a dict from names to tensors on any device, either sharded or equal on all ranks. A resume
+                fills them in place.
             load: Restores it.
             scope: "shared": equal on all ranks; "rank": each rank's own, restored only on the same rank layout;
                 "tensors": large tensors, on any number of ranks.
