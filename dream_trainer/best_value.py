@@ -47,7 +47,7 @@ def mode_of(
 
 
 def refuse_other_places(metric: str, loaders: Collection[str], *, named_by: str) -> None:
-    """Raises ConfigError for a metric that no validation of these loaders can give, whatever it logs."""
+    """Raises ConfigError for a metric that no validation of these loaders can log."""
     places = [f"val/{name}/" if name else "val/" for name in loaders]
     if not places or metric.startswith(tuple(places)):
         return

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Cadence:
-    """Every so many steps, epochs or minutes, whichever comes first; with none of them, never.
+    """Intervals in steps, epochs or minutes: due when the first one is over; never without any.
 
-    Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: where all ranks must do the same,
-    one of them is asked, and tells the others.
+    Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: if all ranks must do the same,
+    one of them decides, and tells the others.
 
     Attributes:
         goes_by_the_clock: Whether anything is due by the clock.

@@ -92,7 +92,7 @@ def check_directory(name: str, value: object, *, hint: str = "") -> None:
         raise ConfigError(f"{name}={value!r} is not a directory. Use its path.{hint}")
     if value is not None and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(value)):
         raise ConfigError(
-            f"{name}={str(value)!r} is not in a file system, where this has to be. Use a local or mounted directory."
+            f"{name}={str(value)!r} is not in a file system, as it has to be. Use a local or mounted directory."
         )
 
 

@@ -18,7 +18,7 @@ def followed_by(finish: Callable[[], object]) -> Iterator[None]:
         try:
             finish()
         except Exception as later:
-            first.add_note(f"Closing went on after this, and failed again: {in_a_line(later)}")
+            first.add_note(f"Closing continued after this, and failed again: {in_a_line(later)}")
         raise
     finish()
 
@@ -33,11 +33,11 @@ def call_each(actions: Iterable[Callable[[], object]]) -> None:
             if first is None:
                 first = error
             else:
-                first.add_note(f"Closing went on after this, and failed again: {in_a_line(error)}")
+                first.add_note(f"Closing continued after this, and failed again: {in_a_line(error)}")
     if first is not None:
         raise first
 
 
 def in_a_line(error: BaseException) -> str:
-    """The class of an exception and the first line of what it says."""
+    """The class of an exception and the first line of its message."""
     return f"{type(error).__name__}: {error}".split("\n")[0]

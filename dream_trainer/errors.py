@@ -1,4 +1,4 @@
-"""What the framework raises when a user's code, config, data or checkpoint is wrong.
+"""The framework's errors for mistakes in a user's code, config, data or checkpoints.
 
 Every class also derives from the built-in that fits, so `except ValueError` works where one expects it to.
 """
@@ -9,7 +9,7 @@ class DreamTrainerError(Exception):
 
 
 class ConfigError(DreamTrainerError, ValueError):
-    """A config field has a value that cannot work, alone or with this machine."""
+    """A config field has an invalid value, by itself or on this machine."""
 
 
 class HookError(DreamTrainerError, TypeError):
@@ -25,7 +25,7 @@ class DataError(DreamTrainerError, ValueError):
 
 
 class InitError(DreamTrainerError, RuntimeError):
-    """A parameter was left uninitialised, or init code did what a meta build cannot replay."""
+    """A parameter was left uninitialised, or init code did something that a meta build cannot replay."""
 
 
 class StepError(DreamTrainerError, RuntimeError):

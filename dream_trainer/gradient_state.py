@@ -1,4 +1,4 @@
-"""This rank's gradients as the parameter groups of `fully_shard` tell of them (compat/fully_shard.py)."""
+"""This rank's gradients as reported by the parameter groups of `fully_shard` (compat/fully_shard.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.nn as nn
 
 
 class OwnTime:
-    """One rank's clock. The host's: of an accelerator it has what the host waits for, not what the device does.
+    """One rank's clock on the host: it measures the host's waits for an accelerator, not the device's work.
 
     Attributes:
-        is_wanted: Whether there is another rank to compare with; without one nobody need tell it of windows.
-        seconds: Of own work, in all windows.
+        is_wanted: Whether there is another rank to compare with; otherwise windows need not be measured.
+        seconds: Time of own work, in all windows.
         windows: Number of windows.
         waited: Seconds between `enter_collective` and `leave_collective`.
     """
@@ -55,7 +55,7 @@ class ModelPart:
     """A part of a model on one of several ranks that see different data; its gradients are sums over them already."""
 
     copies: dist.ProcessGroup | None  # ranks that have the same part as this one; None if there are no others
-    divisor: float  # what makes a mean over ranks of such a sum, once the copies have been averaged
+    divisor: float  # turns such a sum into a mean over ranks, after the copies are averaged
 
 
 @dataclass
@@ -111,7 +111,7 @@ class GradientState:
         return any(group.keeps_gradients() for group in waiting_groups)
 
     def let_graphs_go(self) -> None:
-        """Releases what graphs of gradients refer to: none of them is used any more."""
+        """Releases objects that graphs of gradients refer to: no graph is used any more."""
         for group in self.graphs:
             group.let_go()
         self.graphs.clear()

@@ -39,7 +39,7 @@ def draw(act: Callable[[], object], file: TextIO | None = None) -> bool:
 
 
 def _let_go(file: TextIO, error: Exception) -> None:
-    """What is written to a terminal or pipe that is gone, now or when Python flushes it at its end, goes nowhere."""
+    """Discards output to a closed terminal or pipe, now and when Python flushes it at its end."""
     if isinstance(error, OSError) and error.errno in _GONE:
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -20,7 +20,7 @@ def is_users(file: str) -> bool:
 
 
 def is_own(file: str) -> bool:
-    """Whether `file` is the user's own, and not of an installed package."""
+    """Whether `file` is the user's, and not of an installed package."""
     return is_users(file) and "site-packages" not in file and "dist-packages" not in file
 
 
@@ -33,7 +33,7 @@ def line_running_in(innermost: FrameType) -> str:
 
 
 def failing_frame(error: BaseException) -> tuple[FrameType, int] | None:
-    """The innermost frame of a user's in which `error` was raised, and its line; None if there is none."""
+    """The innermost frame in user code that `error` passed through, and its line; None if there is none."""
     found, trace = None, error.__traceback__
     while trace is not None:
         if is_users(trace.tb_frame.f_code.co_filename):
@@ -43,6 +43,6 @@ def failing_frame(error: BaseException) -> tuple[FrameType, int] | None:
 
 
 def line_of(code: CodeType, number: int) -> str:
-    """File, number and, where it can be read, text of a line."""
+    """File, number and, if it can be read, text of a line."""
     text = linecache.getline(code.co_filename, number).strip()
     return f"{code.co_filename}:{number}" + (f" `{text}`" if text else "")

@@ -25,22 +25,22 @@ class ActivationStats(LoggingCallback):
     """Logs root mean square, largest magnitude and share of zeros of modules' outputs, as `activations/<module>/rms`,
     `max` and `zeros`.
 
-    They are over all elements that a module put out in the accumulation window, in all its calls, micro-batches and
-    ranks; what activation checkpointing computes again counts once. Of an output that is not a tensor, the first
+    They cover all elements that a module returned in the accumulation window, in all its calls, micro-batches and
+    ranks. Outputs that activation checkpointing recomputes count once. If an output is not a tensor, the first
     floating-point tensor in it counts. A step that is due reads the outputs, runs one collective and waits for nothing;
     in the others the modules have no hook.
 
-    A compiled module is looked at from outside. Those inside one are left out, which is said once: a hook would not run
-    there, or break the graph.
+    A compiled module is measured from outside. Modules inside one are left out, and this logs once: a hook would not
+    run there, or would break the graph.
 
     Args:
-        every_n_steps: Optimizer steps between two looks.
+        every_n_steps: Optimizer steps between two measurements.
         modules: Regular expressions to be found in names such as `"model.layers.0.attention"`. Default: the blocks that
             `model_blocks` names; of a model without any, its children.
-        name: What the metrics' names begin with.
+        name: First part of the metrics' names.
 
     Raises:
-        ConfigError: A value does not work; when setup ends, also if an expression is found in no name.
+        ConfigError: A value is invalid; at the end of setup, also if an expression is found in no name.
     """
 
     needs_whole_models: ClassVar[bool] = True
@@ -76,7 +76,7 @@ class ActivationStats(LoggingCallback):
             trainer.warn_once(
                 f"hidden from {self.name}",
                 f"{type(self).__name__} leaves out {len(chosen) - len(self._modules)} of {len(chosen)} modules, which "
-                "are inside compiled ones, where hooks do not run. Choose the compiled modules themselves, or train "
+                "are inside compiled ones: hooks do not run there. Choose the compiled modules themselves, or train "
                 "without compile.",
             )
 
@@ -156,7 +156,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _over_ranks(sums: Tensor, world_size: int) -> Tensor:
-    """The sums of all ranks together; what several ranks put out alike counts several times on both sides of a mean."""
+    """The sums over all ranks; outputs that are equal on several ranks count several times on both sides of a mean."""
     if world_size == 1:
         return sums
     import torch.distributed as dist

@@ -24,24 +24,24 @@ class EarlyStopping(Callback):
     """Stops training after `patience` validations in a row without an improvement.
 
     An improvement is a value better than the best one by more than `min_delta`; NaN never is. All ranks see the same
-    metrics and so stop at the same step. What was counted is saved: a resumed run goes on with its patience, and one
-    that was stopped ends again at once, with a warning, unless `patience` was raised. A run that begins from another
-    one's checkpoint has all its patience. Sanity validations and `evaluate` do not count.
+    metrics, so they stop at the same step. Counts are saved: a resumed run keeps its patience, and a stopped run ends
+    again at once, with a warning, unless you raised `patience`. A run that begins from another one's checkpoint has
+    full patience. Sanity validations and `evaluate` do not count.
 
     Args:
-        metric: Name of a validation metric, as it is logged; None: `best_metric` of the config's checkpoint_parameters,
-            else "val/loss".
-        mode: Whether lower ("min") or higher ("max") is better; None: `best_mode`, if the metric is `best_metric`, else
-            what the metric says: its torchmetrics object, or its name, such as "val/loss" or "val/accuracy".
+        metric: Name of a validation metric, as it is logged. None for `best_metric` of the config's
+            checkpoint_parameters, or "val/loss" without it.
+        mode: Whether lower ("min") or higher ("max") is better. None takes `best_mode` if the metric is `best_metric`.
+            Otherwise it follows the metric's torchmetrics object, or its name, such as "val/loss" or "val/accuracy".
         patience: Validations without an improvement that end the run; at least 1.
-        min_delta: What a value must be better by; not negative, in the metric's unit.
+        min_delta: Smallest improvement that counts; not negative, in the metric's unit.
 
     Attributes:
         best: Best value so far; None before the first.
         validations_without_improvement: Since then.
 
     Raises:
-        ConfigError: A value cannot work; before training, if there is no validation, or nothing says which values of
+        ConfigError: A value is invalid; before training, if there is no validation, or nothing says which values of
             `metric` are better; in training, if `metric` is not among the validation's.
     """
 
@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         lacking = _what_validation_lacks(trainer)
-        refuse(lacking is not None, f"EarlyStopping({self._known_metric!r}) has no validation to go by: {lacking}")
+        refuse(lacking is not None, f"EarlyStopping({self._known_metric!r}) gets no validation: {lacking}")
         self._known_mode = mode_of(
             self._known_metric,
             self._known_mode,
@@ -78,7 +78,7 @@ class EarlyStopping(Callback):
         if self._is_due() and trainer.world.is_main:
             logger.warning(
                 "EarlyStopping had ended this run already, at %d validations without an improvement, and so nothing is "
-                "trained. Use a patience above %d to go on, or begin a run of another name from its checkpoint.",
+                "trained. Use a patience above %d to continue, or begin a run of another name from its checkpoint.",
                 self.validations_without_improvement,
                 self.validations_without_improvement,
             )
@@ -88,7 +88,7 @@ class EarlyStopping(Callback):
             return
         if self._known_metric not in metrics:
             raise ConfigError(
-                f"EarlyStopping goes by {self._known_metric!r}, which is not among the validation's metrics. "
+                f"EarlyStopping monitors {self._known_metric!r}, which is not among the validation's metrics. "
                 f"Use one of {sorted(metrics)}."
             )
         if trainer.is_sanity_validation:
@@ -108,7 +108,7 @@ class EarlyStopping(Callback):
         self.validations_without_improvement = state["validations_without_improvement"]
 
     def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
-        """The waiting was the other run's; so was the best value, if counters begin anew."""
+        """Resets the patience, which was the other run's, and also the best value if counters restart."""
         self.validations_without_improvement = 0
         if new_counters:
             self.best = None
@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
 
 
 def _what_validation_lacks(trainer: AbstractTrainer) -> str | None:
-    """Why the run never validates, and what to do; None if it does."""
+    """Reason and remedy if the run never validates; None if it does."""
     parameters = trainer.config.training_parameters
     if not trainer.val_dataloaders:
         return "there is no loader. Return one from configure_dataloaders and override validation_step."

@@ -19,7 +19,7 @@ Unit = Literal["steps", "samples", "tokens", "batches", "epochs", "validations",
 class Every(TimedCallback):
     """Calls `function(trainer)` every `n` of a unit, on all ranks at the same place of the run.
 
-    | unit | counts | is looked at |
+    | unit | counts | checked |
     | --- | --- | --- |
     | `"steps"` | optimizer steps (`global_step`) | after each accumulation window |
     | `"samples"` | `samples_seen` | after each accumulation window |
@@ -32,15 +32,15 @@ class Every(TimedCallback):
     A window that completes several multiples of `n` calls it once. Counts continue after a resume; seconds start again.
 
     Args:
-        n: How many; for seconds any positive number.
-        unit: Of what.
-        function: Called with the trainer, outside of accumulation windows, so that it may save, evaluate or
+        n: Number of units; for seconds any positive number.
+        unit: The unit.
+        function: Called with the trainer, outside accumulation windows, so that it may save, evaluate or
             communicate.
-        main_process_only: Call it on rank 0 alone, where it must not communicate.
+        main_process_only: Whether to call it only on rank 0; it must then not communicate.
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
 
     Example:
         ```python

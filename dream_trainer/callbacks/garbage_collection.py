@@ -14,10 +14,10 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 class GarbageCollection(Callback):
     """Turns automatic garbage collection off while training and collects at chosen steps, the same on all ranks.
 
-    Python collects when a process has made enough objects, so each rank pauses at a step of its own and all the others
-    wait for it there. On a schedule they pause together. What exists when training starts, or is still there after the
-    first collection (modules imported in the first steps, caches), is left out from then on (`gc.freeze`), so that a
-    collection looks at what training made. When training ends, however it ends, the collector is as it was.
+    Python collects when a process has made enough objects, so each rank pauses at a different step, and all the others
+    wait for it. On a schedule they pause together. Objects that exist when training starts, or that survive the first
+    collection (modules imported in the first steps, caches), are left out from then on (`gc.freeze`), so a collection
+    only checks objects made in training. When training ends, in any way, the collector's settings are restored.
 
     Args:
         every_n_steps: Optimizer steps between collections of the two young generations, which are quick; the first

@@ -18,11 +18,11 @@ from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.gradients import copies_of
 
-OTHER = "other.parameters"  # name of what an optimizer trains and no model holds
+OTHER = "other.parameters"  # for optimized parameters that are in no model
 
 
 class TensorStats(LoggingCallback):
-    """A callback that looks at groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`."""
+    """A callback that measures groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`."""
 
     needs_whole_models: ClassVar[bool] = True
 
@@ -63,7 +63,7 @@ class TensorStats(LoggingCallback):
 
 
 def group_of(fqn: str, depth: int | None) -> str:
-    """The group of a parameter: its module down to `depth` levels below the model; None is the parameter alone."""
+    """The group of a parameter: its module down to `depth` levels below the model; None is the parameter itself."""
     return fqn if depth is None else ".".join(fqn.split(".")[:-1][: depth + 1])
 
 
@@ -89,7 +89,7 @@ class GradientStats(TensorStats):
 
     Gradients are those that the optimizers got: of the whole window, over all ranks, normalised and clipped; of one
     that steps several times in a window, its last. Groups share no parameter: `gradients/model` is of those that the
-    model holds itself, outside of its submodules; `depth=0` gives one value for the whole model. Values do
+    model holds itself, outside its submodules; `depth=0` gives one value for the whole model. Values do
     not depend on how parameters are sharded. A step that is due reads all gradients once, runs one collective and waits
     for the device; the others cost nothing.
 
@@ -99,10 +99,10 @@ class GradientStats(TensorStats):
             parameter on its own.
         histograms: Whether to log a histogram of each parameter's gradient too, as `gradients/<parameter>`; they are
             gathered for it, one at a time.
-        name: What the metrics' names begin with.
+        name: First part of the metrics' names.
 
     Raises:
-        ConfigError: A number does not work.
+        ConfigError: A number is invalid.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class WeightStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of parameters as `weights/<group>/norm`, `max` and `zeros`.
 
     Frozen parameters are among them. Groups share no parameter: `weights/model` is of those that the model holds
-    itself, outside of its submodules; `depth=0` gives one value for the whole model. Values do not depend on
+    itself, outside its submodules; `depth=0` gives one value for the whole model. Values do not depend on
     how parameters are sharded. A step that is due reads all weights once, runs one collective and waits for the device;
     the others cost nothing.
 
@@ -158,10 +158,10 @@ class WeightStats(TensorStats):
             parameter on its own.
         histograms: Whether to log a histogram of each parameter too, as `weights/<parameter>`; they are gathered for
             it, one at a time.
-        name: What the metrics' names begin with.
+        name: First part of the metrics' names.
 
     Raises:
-        ConfigError: A number does not work.
+        ConfigError: A number is invalid.
     """
 
     def __init__(

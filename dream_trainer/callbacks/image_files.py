@@ -31,7 +31,7 @@ class ImageFiles(Callback):
         max_images: Images in a grid; the first of the batch.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if Pillow is not installed.
+        ConfigError: A value is invalid; at the end of setup, also if Pillow is not installed.
     """
 
     key: Annotated[str, partial(check_name, example="samples")]
@@ -56,12 +56,12 @@ class ImageFiles(Callback):
             self._write(trainer, result, Path("val", trainer.val_name))
 
     def _refuse_shards(self, result: dict[str, Any]) -> None:
-        """Gathering takes all ranks, and one that has no batch of its own is not called."""
+        """Raises on shards: gathering takes all ranks, and ranks without a batch are not called."""
         from torch.distributed.tensor import DTensor
 
         if isinstance(result.get(self.key), DTensor):
             raise TypeError(
-                f"{self.key!r} of validation_step is a DTensor, and a rank without a batch of its own would not help "
+                f"{self.key!r} of validation_step is a DTensor, and a rank without a batch would not help "
                 "to gather it. Return its full_tensor(), which all ranks take part in."
             )
 
@@ -84,4 +84,4 @@ class ImageFiles(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(png(Image(grid(self.key, list(images)))))
         except OSError as error:
-            trainer.warn_once(f"images {path.parent}", f"ImageFiles could not write {path}: {error}; training goes on.")
+            trainer.warn_once(f"images {path.parent}", f"ImageFiles cannot write {path}: {error}; training continues.")

@@ -20,17 +20,17 @@ class _Curves(NamedTuple):
 
 
 class LearningRate(LoggingCallback):
-    """Logs the rate with which parameters were stepped: `lr`, or `lr/<optimizer>` where there are several optimizers.
+    """Logs the learning rate of each step: `lr`, or `lr/<optimizer>` if there are several optimizers.
 
-    Groups of one optimizer that have one rate are one curve. Where their rates differ, or from the step at which they
-    part, each group has its own, `lr/<optimizer>/<group>`, by its `"name"` if it has one, else by its number. Tensors
-    are one rate if they are one tensor, since comparing them would wait for the device.
+    Groups of one optimizer with the same rate share a curve. If their rates differ, or from the step where they part,
+    each group has its own, `lr/<optimizer>/<group>`, by its `"name"`, or by its number without one. Tensors only count
+    as one rate if they are the same tensor, since comparing them would wait for the device.
 
     The value logged at a step is the one that this step used, before the scheduler moved on; after a step that was
     skipped on the host there is none. Nothing waits for the device.
 
     Args:
-        name: What the metrics' names begin with.
+        name: First part of the metrics' names.
     """
 
     def __init__(self, name: str = "lr") -> None:
@@ -45,7 +45,7 @@ class LearningRate(LoggingCallback):
         curves = self._curves.get(optimizer)
         if curves is None or curves.n_groups != len(groups) or (curves.is_shared and not _have_one_rate(groups)):
             curves = self._curves[optimizer] = self._named(trainer, optimizer, curves)
-        for index, name in enumerate(curves.names):  # one name goes with the first group
+        for index, name in enumerate(curves.names):  # a single name belongs to the first group
             trainer.log(name, groups[index]["lr"], weight=1.0, reduce="last")
 
     def _named(self, trainer: AbstractTrainer, optimizer: Optimizer, before: _Curves | None) -> _Curves:

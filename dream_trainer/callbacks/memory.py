@@ -1,4 +1,4 @@
-"""Memory: what a run needs on its devices and hosts, and where it went when there was none left."""
+"""Memory: a run's memory on its devices and hosts, with a snapshot when it runs out."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ Bytes = Counter[torch.dtype]  # bytes by the dtype of the tensors that take them
 class Memory(LoggingCallback):
     """Logs memory of the rank that needs most, in GiB, under `memory/`:
 
-    - `resident`, `peak_resident`: the process's own on its host, now and at most so far
-    - `peak_allocated`, `peak_reserved`: on a CUDA device, at most so far: by tensors, and by PyTorch from the device
-    - `fragmentation`: share of what is reserved that lies between tensors and cannot be given back
-    - `alloc_retries`: how often PyTorch had to empty its cache to find room; slow, and the last warning
+    - `resident`, `peak_resident`: the process's host memory, now and at its peak so far
+    - `peak_allocated`, `peak_reserved`: on a CUDA device, the peaks so far: of tensors, and of PyTorch's reservation
+    - `fragmentation`: share of reserved memory that lies between tensors and cannot be returned
+    - `alloc_retries`: how often PyTorch had to empty its cache to find room; slow, and a last warning
     - `allocated`, `reserved`: on MPS, which keeps no peaks
 
-    Once all optimizers have stepped twice, rank 0 prints what parameters, gradients and optimizer state take there, and
-    on a CUDA device what all else took at the peak: activations, gathered weights, temporaries. Twice, since the peak
-    of the first step is that without optimizer state.
+    Once all optimizers have stepped twice, rank 0 prints the memory of parameters, gradients and optimizer state there.
+    On a CUDA device it also prints the rest of the peak: activations, gathered weights, temporaries. It waits for the
+    second step because the peak of the first one does not include optimizer state.
 
     When a device runs out of memory, each rank that did writes a snapshot (see `snapshot`) before the run ends.
 
     Args:
-        every_n_steps: Optimizer steps between two looks. A look takes some 100 microseconds and waits for nothing.
-        history: Allocations and releases that a CUDA device's snapshot tells of, with their stacks; 0 for none, which
-            leaves what is allocated without where. Keeping them costs some microseconds for each allocation.
-        name: What the metrics' names begin with.
+        every_n_steps: Optimizer steps between two measurements. Each takes some 100 microseconds and waits for nothing.
+        history: Number of allocations and releases in a CUDA device's snapshot, with their stacks. 0 records none, so
+            the snapshot shows allocations without their origin. Recording costs some microseconds per allocation.
+        name: First part of the metrics' names.
 
     Raises:
-        ConfigError: A number does not work.
+        ConfigError: A number is invalid.
     """
 
     def __init__(self, every_n_steps: int = 50, *, history: int = 0, name: str = "memory") -> None:
@@ -67,7 +67,7 @@ class Memory(LoggingCallback):
         """Writes this rank's memory as it is now into `<run_dir>/memory`; any rank may call it, at any time.
 
         Returns:
-            A text file with the numbers and, on CUDA, PyTorch's summary; there a `.pickle` beside it shows every
+            A text file with the numbers and, on CUDA, PyTorch's summary. There a `.pickle` next to it shows every
             allocation in https://pytorch.org/memory_viz.
 
         Raises:
@@ -120,7 +120,7 @@ class Memory(LoggingCallback):
 
 
 def _bytes_of(values: Iterable[Any]) -> Bytes:
-    """What this rank holds of the tensors in `values`, however nested; each tensor once."""
+    """This rank's bytes of the tensors in `values`, however nested; each tensor counts once."""
     tensors = {id(leaf): leaf for value in values for leaf in leaves(value) if isinstance(leaf, Tensor)}
     n_bytes: Bytes = Counter()
     for tensor in tensors.values():
@@ -150,14 +150,14 @@ def _by_dtype(found: Bytes) -> str:
 
 
 def _is_out_of_memory(exc: BaseException) -> bool:
-    """Whether it says so: CUDA's is a class of its own, the CPU's and MPS's are words in a RuntimeError."""
+    """Whether `exc` means out of memory: CUDA has a separate class, the CPU and MPS raise a RuntimeError."""
     words = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
     is_told = isinstance(exc, RuntimeError) and any(word in str(exc) for word in words)
     return is_told or isinstance(exc, torch.OutOfMemoryError | MemoryError)
 
 
 def memory_numbers(device: torch.device) -> dict[str, float]:
-    """This process's memory now, by the names that `Memory` logs; GiB, but for shares and counts."""
+    """This process's memory now, by the names that `Memory` logs; in GiB, except shares and counts."""
     numbers = host_memory()
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -173,7 +173,7 @@ def memory_numbers(device: torch.device) -> dict[str, float]:
 
 
 def host_memory() -> dict[str, float]:
-    """What this process holds of its host's memory in GiB, where the system tells."""
+    """This process's host memory in GiB, if the system reports it."""
     import resource
 
     numbers = {}

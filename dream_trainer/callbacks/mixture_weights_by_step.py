@@ -11,7 +11,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class MixtureWeights(Callback):
-    """Has the training loader's `Mixture` draw by other weights after some optimizer steps.
+    """Changes the weights of the training loader's `Mixture` after some optimizer steps.
 
     They count from the next window on (where documents are packed, from the next block of documents on), and are part
     of checkpoints. A mixture's own `stages` do the same by samples or tokens.
@@ -20,7 +20,7 @@ class MixtureWeights(Callback):
         weights: By the number of optimizer steps after which they begin, the weights of each source; 0: from the start.
 
     Raises:
-        ConfigError: A step is negative; in training, as of `Mixture.set_weights`.
+        ConfigError: A step is negative; in training, as in `Mixture.set_weights`.
         DataError: In training: the loader reads no mixture.
     """
 
@@ -31,7 +31,7 @@ class MixtureWeights(Callback):
         self._last_step: int | None = None
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Sets those of step 0; or of the step that a run goes on after, which may have been saved before they were."""
+        """Sets the weights of step 0, or of a resumed step, which may have been saved before its weights were set."""
         self._last_step = None
         if self.weights:
             mixture_of(trainer.train_dataloader)  # which says at once if there is none

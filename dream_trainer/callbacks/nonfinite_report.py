@@ -26,7 +26,7 @@ from dream_trainer.nested import map_tensors
 from dream_trainer.screen import logger
 from dream_trainer.trainer.abstract import AbstractTrainer
 
-# windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first
+# windows between two checks: half of the non-finite guard's interval, so that it seldom raises first
 LOOK_EVERY = 25
 
 
@@ -39,13 +39,13 @@ class _Gradients:
 
 @dataclass
 class _Window:
-    """What is kept of an accumulation window until it is looked at."""
+    """Data kept of an accumulation window until it is checked."""
 
     step: int = 0
     epoch: int = 0
     end: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
     samples: int = 0  # of all ranks
-    # index in the epoch, and what the training step returned
+    # index in the epoch, and the training step's result
     batches: list[tuple[int, dict[str, Tensor | float]]] = field(default_factory=list)
     gradients: list[_Gradients] = field(default_factory=list)
 
@@ -59,24 +59,24 @@ class _Window:
 
 @dataclass(eq=False, repr=False)
 class NonFiniteReport(Callback):
-    """Writes `<run_dir>/nonfinite/step_<n>_rank_<r>.json` when a loss or a gradient is not finite, and says so once.
+    """Writes `<run_dir>/nonfinite/step_<n>_rank_<r>.json` when a loss or a gradient is not finite, and logs once.
 
-    A loss is what the training step returns under a name with "loss" in it. A report names the optimizer step, the
-    rank, its batches (with their samples' indices in the dataset, where our loader reads it), the values that the step
-    returned, and the parameters whose gradients are not finite on this rank. It is about what `on_nonfinite="raise"` or
-    `"skip"` left out; overflows under fp16, which a lower loss scale mends, are none. What `"retry"` runs again is
-    reported only if the run ends by it.
+    A loss is a result of the training step with "loss" in its name. A report contains the optimizer step, the rank, and
+    its batches (with their samples' indices in the dataset, if our loader reads it). It has the step's results, and the
+    parameters with non-finite gradients on this rank. It covers steps that `on_nonfinite="raise"` or `"skip"` left out,
+    not overflows under fp16, which a lower loss scale fixes. Windows that `"retry"` runs again are only reported if
+    they end the run.
 
-    Found within 25 steps, at the latest when the run raises. A step costs one more reading of the gradients, and no
-    wait for the device; an overflowing gradient stands out even where clipping follows.
+    It is found within 25 steps, at the latest when the run raises. A step costs one more reading of the gradients, and
+    no wait for the device; an overflowing gradient stands out even if clipping follows.
 
     Args:
-        every_step: Look after every step. That waits for the device each time, and tells more: which inputs and weights
-            are not finite; and the run raises right there. For hunting a NaN.
+        every_step: Check after every step. That waits for the device each time, and also reports non-finite inputs and
+            weights; and the run raises right there. For hunting a NaN.
         max_reports: Files that each rank writes at most.
 
     Raises:
-        ConfigError: A value does not work.
+        ConfigError: A value is invalid.
     """
 
     needs_whole_models: ClassVar[bool] = True
@@ -96,7 +96,7 @@ class NonFiniteReport(Callback):
         self._has_said = False
         self._watched: AbstractTrainer | None = None
 
-    # -- what is kept
+    # -- kept data
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         self._n_reports, self._has_said = 0, False
@@ -151,7 +151,7 @@ class NonFiniteReport(Callback):
     # -- looks
 
     def _look_together(self, trainer: AbstractTrainer) -> None:
-        """On all ranks at the same step: rank 0 says what the first rank that can tell a batch has found."""
+        """On all ranks at the same step: rank 0 logs the finding of the first rank with a batch to blame."""
         reports = self._look(trainer)
         if not trainer.world.all_reduce(torch.tensor([len(reports)]), "max").item():
             return
@@ -179,8 +179,8 @@ class NonFiniteReport(Callback):
         """Reports on the window that broke off in `step`, whose gradients are still there."""
         window, running = self._window, trainer.accumulation_window
         window.step, window.epoch = trainer.global_step + 1, trainer.current_epoch
-        # Its last batch, whose result nobody has got, but `backward` its loss; counted already if the guard looked
-        # after the step.
+        # Its last batch: `backward` has its loss, but no listener got its result yet. It is counted already if the
+        # guard checks after the step.
         losses = running.losses
         values: dict[str, Tensor | float] = {
             f"loss {number}" if len(losses) > 1 else "loss": local_tensor(loss) for number, loss in enumerate(losses)
@@ -230,7 +230,7 @@ class NonFiniteReport(Callback):
 
 
 def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
-    """What is wrong with a window; None if nothing is."""
+    """The report of a window's non-finite values; None without any."""
     gradients: dict[str, str] = {}
     for of_optimizer in window.gradients:
         if of_optimizer.loss_scale is None or float(of_optimizer.loss_scale) < 1:

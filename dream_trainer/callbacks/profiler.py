@@ -17,23 +17,23 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 class Profiler(Callback):
     """Records some steps with `torch.profiler` and writes `<run_dir>/profiles/step_<first>_rank_<rank>.json.gz`.
 
-    Open the files in https://ui.perfetto.dev. Recording slows the steps down, and its end waits for the device; other
-    steps cost nothing. Steps are counted over the whole run, as the loggers count them: a run that resumes with
-    `first_step` behind it records nothing, and one that resumes in the warm-up has a shorter one. What ends early, by a
-    stop or an exception, is written as far as it came.
+    Open the files in https://ui.perfetto.dev. Recording slows its steps down, and its end waits for the device; other
+    steps cost nothing. Steps are counted over the whole run, as in the loggers. A run that resumes after `first_step`
+    records nothing, and one that resumes in the warm-up has a shorter warm-up. If a stop or an exception ends the
+    recording early, the part so far is written.
 
     Args:
-        first_step: First step to record; far enough from the start of the process, or compilation is what you see.
-        n_steps: How many to record.
-        warm_up_steps: Steps before `first_step` in which the profiler runs without keeping anything, so that its own
-            start is not in the trace.
-        ranks: Those that record; None for all.
+        first_step: First step to record; far enough from the start of the process, or you only see compilation.
+        n_steps: Number of steps to record.
+        warm_up_steps: Steps before `first_step` that the profiler runs without keeping anything, so that its own start
+            is not in the trace.
+        ranks: Ranks that record. None for all.
         record_shapes: Whether to record shapes of inputs.
         profile_memory: Whether to record allocations.
         with_stack: Whether to record where in the code each operation comes from; slow.
 
     Raises:
-        ConfigError: A number does not work; when training starts, also if two profilers would record at once.
+        ConfigError: A number is invalid; when training starts, also if two profilers would record at once.
     """
 
     first_step: PositiveInt = 10
@@ -85,7 +85,7 @@ class Profiler(Callback):
         self._stop()
 
     def _start_if_due(self, trainer: AbstractTrainer) -> None:
-        # A run may resume in the middle of the warm-up, but not of what is recorded.
+        # A run may resume in the middle of the warm-up, but not of the recording.
         warm_up_steps = self.first_step - 1 - trainer.global_step
         if not 0 <= warm_up_steps <= self.warm_up_steps:
             return

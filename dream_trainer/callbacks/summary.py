@@ -1,4 +1,4 @@
-"""ModelSummary and TrainerSummary: what is about to be trained, and how, in two tables before the first step."""
+"""ModelSummary and TrainerSummary: two tables about the models and the run, before the first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class Size(NamedTuple):
-    """What a module's parameters amount to, each counted once, whole tensors whatever their sharding."""
+    """Totals of a module's parameters, each counted once, as whole tensors even if sharded."""
 
     parameters: int
     trainable: int
@@ -46,13 +46,13 @@ class ModelSummary(Callback):
     """Prints the models' modules with their parameters, shapes, dtypes and memory, once they are set up.
 
     Args:
-        depth: Levels of submodules to show; 0 shows the models alone.
-        inputs: Arguments of a model's forward, by model, to show how many FLOPs one takes (a multiply-add is two). Only
+        depth: Levels of submodules to show; 0 only shows the models.
+        inputs: Arguments of a model's forward, by model, to show the FLOPs of a call (a multiply-add is two). Only
             their shapes and types count: nothing is computed.
-        file: Where to; None is standard output.
+        file: Output file. None is standard output.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if `inputs` names none of the models.
+        ConfigError: A value is invalid; at the end of setup, also if `inputs` has an unknown model.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -139,7 +139,7 @@ def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> It
 
 
 class TrainerSummary(Callback):
-    """Prints how the run will go: mesh, batch arithmetic, steps, limits and cadences, before the first step.
+    """Prints the plan of the run: mesh, batch arithmetic, steps, limits and cadences, before the first step.
 
     Args:
         file: Where to; None is standard output.
@@ -183,7 +183,7 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
 
 
 def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
-    """Batch arithmetic and steps of an epoch, as far as the loader tells."""
+    """Batch arithmetic and steps of an epoch, as far as known from the loader."""
     world, accumulation = trainer.world, trainer.accumulation_steps
     batch_size = loader_batch_size(trainer.train_dataloader)
     if batch_size is None:

@@ -32,31 +32,29 @@ class _Mark(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Throughput(LoggingCallback):
-    """Logs how fast training goes, over all ranks and per device; under `throughput/`, or another name:
+    """Logs the speed of training, over all ranks and per device; under `throughput/`, or another name:
 
     - `samples_per_second`, `samples_per_second_per_device`
     - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` or `tokens` is given, or
       the trainer counts them (`batch_tokens`)
-    - `data_wait`: share of the time in which the step path waited for data; of several training loaders also
+    - `data_wait`: share of the time that the step path waited for data; with several training loaders also
       `data_wait/<name>` for each
-    - of a mixture, `data_load/<source>`: which share of the time that its samples took to load went into that source;
-      and of several workers, `data_load/worker_<number>`: which share was that worker's
+    - for a mixture, `data_load/<source>`: the source's share of the loading time; with several workers also
+      `data_load/worker_<number>`: that worker's share
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
 
-    Counted is what was trained, in the time that training took: without the first steps (compilation, allocation,
-    opening the loggers), and without validations and what checkpoints hold the step path up. The values of one interval
-    carry its seconds as their weight, so a logged mean is exact over any number of intervals. Nothing waits for the
-    device: the host runs ahead of it by no more than the logger's flushes let it, which evens out over intervals of
-    `log_every_n_steps`.
-
+    It counts trained samples over training time, without the first steps (compilation, allocation, opening the
+    loggers), validations, and waits for checkpoints. The values of an interval carry its seconds as their weight, so a
+    logged mean is exact over any number of intervals. Nothing waits for the device: the host only runs ahead of it as
+    far as the logger's flushes allow, which evens out over intervals of `log_every_n_steps`.
     Args:
-        name: What the metrics' names begin with.
+        name: First part of the metrics' names.
         every_n_steps: Optimizer steps in an interval.
-        warm_up_steps: First steps of each process that are not measured.
+        warm_up_steps: First steps of each process, which are not measured.
         tokens_per_sample: Tokens in each sample.
-        tokens: Called with each batch on its device, gives the tokens in it that are trained, as a number or a 0-dim
-            tensor: where samples are padded, count what is not padding.
+        tokens: Called with each batch on its device, returns the number of trained tokens as a number or a 0-dim
+            tensor. With padded samples, count without padding.
         flops_per_sample: FLOPs of forward and backward for one sample, recomputation left out; or a function that gives
             them, called with the trainer when training starts.
         flops_per_token: The same for one token; 6 times the number of parameters, and attention.
@@ -64,7 +62,7 @@ class Throughput(LoggingCallback):
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: A value cannot work, or arguments contradict each other.
+        ConfigError: A value is invalid, or arguments contradict each other.
     """
 
     name: str = "throughput"
@@ -209,7 +207,7 @@ class Throughput(LoggingCallback):
 
 
 def dtype_at_work(trainer: AbstractTrainer) -> torch.dtype:
-    """What most of the models' products are computed in: the configured half precision, else the parameters' type."""
+    """Type of most of the models' products: the configured half precision, or the parameters' type without one."""
     precision = trainer.config.device_parameters.precision
     if precision in ("bf16", "fp16"):
         return torch.bfloat16 if precision == "bf16" else torch.float16
@@ -223,7 +221,7 @@ def dtype_at_work(trainer: AbstractTrainer) -> torch.dtype:
 def _shares_of_loading(
     start: Mapping[tuple[int, str], float], end: Mapping[tuple[int, str], float]
 ) -> dict[str, float]:
-    """Which share of an interval's loading went into each source, and was done by each of several workers."""
+    """Each source's share of an interval's loading time, and each worker's share if there are several."""
     shares: defaultdict[str, float] = defaultdict(float)
     spent = {key: seconds - start.get(key, 0.0) for key, seconds in end.items()}
     total = sum(spent.values())
@@ -243,8 +241,8 @@ def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) ->
     return (flops(trainer) if callable(flops) else flops) / peak
 
 
-# Peak rates of matrix products of accelerators we know, in TFLOP/s: dense (half of a datasheet's sparse figure), with
-# float32 accumulation, from NVIDIA's and AMD's datasheets and NVIDIA's white papers on Ampere, Ada and Blackwell.
+# Peak rates of matrix products of known accelerators, in TFLOP/s: dense (half of a datasheet's sparse figure), with
+# float32 accumulation. From NVIDIA's and AMD's datasheets and NVIDIA's white papers on Ampere, Ada and Blackwell.
 
 
 class _Peaks(NamedTuple):
@@ -286,7 +284,7 @@ _PEAKS: tuple[tuple[str, _Peaks], ...] = (
 )
 # Cut-down or mobile chips that carry a bigger one's name.
 _OTHERS = {"laptop", "mobile", "mig", "d", "ti"}
-# What ends the name of a part of a device that NVIDIA's vGPU software lends: GiB and kind, as in "GRID A100-10C".
+# End of the name of a part of a device under NVIDIA's vGPU software: GiB and kind, as in "GRID A100-10C".
 _VIRTUAL = re.compile(r"-\d+[abcq](me)?$")
 
 

@@ -1,6 +1,6 @@
-"""EMA (Polyak and Juditsky 1992) and SWA (Izmailov et al. 2018, arXiv:1803.05407): averages of the weights, beside
-the ones that train. Each rank averages its shards, without communication; checkpoints keep averages as tensors of
-their own."""
+"""EMA (Polyak and Juditsky 1992) and SWA (Izmailov et al. 2018, arXiv:1803.05407): averages of the weights, in addition
+to the training weights. Each rank averages its shards, without communication; checkpoints keep averages as separate
+tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from dream_trainer.parallel.sharding import is_gathered
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.state_registry import numbered
 
-# by how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one
+# an average's step towards the weights, from the number of moves: a number, or a 0-dim tensor for a tensor
 Share = Callable[[Any], Any]
 
 
 class ModelAverage:
-    """The averages of one model, under the same names and layouts, and what happened to them."""
+    """The averages of one model, under the same names and layouts, and their history."""
 
     def __init__(self, parameters: Mapping[str, Tensor], averages: Mapping[str, Tensor] | None = None) -> None:
         self._parameters = parameters
@@ -44,7 +44,7 @@ class ModelAverage:
         self.averages = dict(averages)
         self.has_stepped = False
         self._updates = 0
-        # Where only the device knows whether a step was left out: the flag of the step, and how many there were.
+        # If only the device knows whether a step was skipped: the flag of the step, and the number of skips.
         self._skipped: Tensor | None = None
         self._n_skipped: Tensor | None = None
 
@@ -100,7 +100,7 @@ class ModelAverage:
         move_towards(self.locals(), self._weights(), amount)
 
     def _share_on_device(self, share: Share) -> Tensor:
-        """What `update` moves by, or 0 if the device left the step out; never read on the host."""
+        """The share that `update` moves by, or 0 if the device skipped the step; never read on the host."""
         device = self._weights()[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         if self._n_skipped is None:
@@ -128,7 +128,7 @@ class ModelAverage:
 
 
 def trained_parameters(name: str, model: nn.Module) -> dict[str, Tensor]:
-    """The floating-point parameters of a model that require gradients, by name; of tied ones the first."""
+    """Maps names to a model's floating-point parameters that require gradients; tied ones have their first name."""
     return {
         fqn.removeprefix(f"{name}."): parameter
         for parameter, fqn in parameter_fqns({name: model}).items()
@@ -158,7 +158,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-_AMOUNT = "amount"  # beside the weights, whose names begin with "weight "
+_AMOUNT = "amount"  # in addition to the weights, whose names begin with "weight "
 
 
 class HostAverage(ModelAverage):
@@ -203,7 +203,7 @@ class HostAverage(ModelAverage):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class WeightAverage(AveragingCallback):
-    """An average of the weights, beside the ones that train: an interface. Use `EMA` or `SWA`."""
+    """An average of the weights, separate from the training weights: an interface. Use `EMA` or `SWA`."""
 
     models: Annotated[Sequence[str], partial(check_names, example="model")] | None = None
     validate: bool = True
@@ -213,7 +213,7 @@ class WeightAverage(AveragingCallback):
         self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
         self._in_use: set[str] = set()
         self._statistics: dict[Tensor, Tensor] = {}
-        # Until training starts or a checkpoint gives them back, the averages are whatever the weights are.
+        # Until training starts or a checkpoint restores them, the averages equal the weights.
         self._has_started = self._was_given_back = False
         self._trainer: AbstractTrainer | None = None
 
@@ -234,12 +234,12 @@ class WeightAverage(AveragingCallback):
         """Whether the averages are still the weights of now, since their time has not come."""
         return False
 
-    # -- what the user calls
+    # -- called by the user
 
     def averaged(self, model_name: str) -> dict[str, Tensor]:
-        """The averages of one model by parameter name, sharded as its parameters; of tied ones the first name.
+        """Maps one model's parameter names to averages, sharded like its parameters; tied ones have their first name.
 
-        They are those that training goes on to change: clone what is to stay.
+        Training keeps changing these tensors: clone those that should stay.
         """
         self._catch_up()
         if model_name not in self._averages:
@@ -248,9 +248,9 @@ class WeightAverage(AveragingCallback):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the averaged models hold their averages: to evaluate or export them by hand. Called by every rank.
+        """Inside, the averaged models hold their averages, to evaluate or export them. Every rank must call it.
 
-        The weights come back at the end, whatever happens. Inside, nothing can be trained, saved or resumed.
+        The weights are always restored at the end. Inside, nothing can be trained, saved or resumed.
 
         Raises:
             HookError: The trainer is not set up yet.
@@ -267,8 +267,8 @@ class WeightAverage(AveragingCallback):
     def update_batch_norm(self, batches: Iterable[Any]) -> None:
         """Inside `averaged_weights`: computes BatchNorm's statistics again over `batches`, until the `with` ends.
 
-        The statistics that the model gathered in training are those of other weights. Every rank calls this with as
-        many batches; each takes the statistics of its own.
+        The model's own statistics belong to other weights. Every rank must call this with the same number of batches;
+        each computes the statistics of its own batches.
 
         Args:
             batches: A loader; gone through once for each averaged model with BatchNorm. Each batch is what `forward`
@@ -355,7 +355,7 @@ class WeightAverage(AveragingCallback):
             self._move_those_due()
 
     def validation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None]:
-        """The averages stand in for the weights, except in models whose averages somebody chose by hand."""
+        """The averages replace the weights, except in models whose averages were chosen by hand."""
         if not self.validate:
             return nullcontext()
         in_use = {name for other in averages_of(trainer) for name in other._in_use}
@@ -379,7 +379,7 @@ class WeightAverage(AveragingCallback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """How often each model's averages have moved, and which are to move when it is time."""
+        """How often each model's averages have moved, and which are due."""
         if self._averages:
             self._catch_up()
         return {
@@ -475,27 +475,27 @@ def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
 class EMA(WeightAverage):
     """Keeps an exponential moving average of the weights, validates with it, and saves it with the checkpoints.
 
-    Averaged are the floating-point parameters that require gradients when setup ends. Everything else, BatchNorm's
-    statistics for instance, is the model's own, also while the averages stand in. Parameters narrower than 32 bits are
-    averaged in float32, where steps of `1 - decay` do not vanish.
+    Averages cover the floating-point parameters that require gradients when setup ends. Everything else, such as
+    BatchNorm's statistics, stays the model's own, also while the averages replace the weights. Parameters narrower than
+    32 bits are averaged in float32, since steps of `1 - decay` would vanish otherwise.
 
-    The average starts from the weights that training starts from. It moves at most once after an accumulation window,
-    however many micro-batches, optimizers or `step` calls the window had, and only if the model has changed since it
-    last moved: not after a step that was skipped. Nothing waits for the device.
+    The average starts from the weights that training starts from. It moves at most once per accumulation window, for
+    any number of micro-batches, optimizers or `step` calls. It only moves if the model has changed since, so a skipped
+    step does not count. Nothing waits for the device.
 
     Args:
         decay: Share of the average that an update keeps; between 0 and 1.
-        models: Names of the models to average; None for all that an optimizer trains.
+        models: Names of the models to average. None for all that an optimizer trains.
         every_n_steps: Optimizer steps (`global_step`) between two updates. `decay` is per update.
         warm_up: Whether update n = 0, 1, ... keeps only `min(decay, (1 + n) / (10 + n))`, as TensorFlow's
             `ExponentialMovingAverage` does with `num_updates`, so that the first weights are soon forgotten.
         validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights, so that
-            `val/*` metrics are theirs. They need memory for the weights meanwhile.
-        device: "cpu" keeps the averages in the host's memory; None beside the weights. Each update then copies the
-            weights to the host, without waiting for it, and the host computes the average while the device goes on.
+            `val/*` metrics belong to the averages. This needs memory to keep the weights.
+        device: "cpu" keeps the averages in host memory. None keeps them on the weights' device. With "cpu" each update
+            copies the weights to the host without waiting, and the host computes the average while the device works.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two
+        ConfigError: A value is invalid; at the end of setup, also if `models` names none that is trained, or if two
             averages would validate one model.
 
     Example:
@@ -538,9 +538,9 @@ class EMA(WeightAverage):
 class SWA(WeightAverage):
     """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
 
-    Until `start` the averages are the current weights, also for validations, checkpoints and exports. What is averaged,
-    and the rest, is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
-    validations. A time to take weights at which the model has not changed since the last one is passed over.
+    Until `start` the averages are the current weights, also for validations, checkpoints and exports. Everything else
+    is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
+    validations. If the model has not changed since the last average, a due update is skipped.
 
     BatchNorm's statistics belong to the weights that trained: compute them again by `update_batch_norm`. The paper's
     constant or cyclic learning rate is the scheduler's business; `torch.optim.swa_utils.SWALR` is one.
@@ -549,12 +549,12 @@ class SWA(WeightAverage):
         start: Steps or epochs completed when the first weights are taken; at least 1.
         every: Steps or epochs between two; at least 1.
         unit: "epochs", or "steps" for optimizer steps (`global_step`).
-        models: Names of the models to average; None for all that an optimizer trains.
-        validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights. They need
-            memory for the weights meanwhile.
+        models: Names of the models to average. None for all that an optimizer trains.
+        validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights. This needs
+            memory to keep the weights.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two
+        ConfigError: A value is invalid; at the end of setup, also if `models` names none that is trained, or if two
             averages would validate one model.
 
     Example:

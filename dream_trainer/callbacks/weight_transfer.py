@@ -26,8 +26,8 @@ class WeightTransfer(Callback):
     """Copies the weights of `source` into `target`, or moves `target` towards them, right after optimizer steps.
 
     With `decay=0` (DQN's target network) the target becomes a copy. With more (BYOL's and MoCo's teacher)
-    `target = decay * target + (1 - decay) * source`. It happens once a window at most, and not for windows whose step
-    was skipped, where the source stayed as it was. Floating-point parameters and buffers move, integer buffers are
+    `target = decay * target + (1 - decay) * source`. It happens at most once per window, and not for a skipped step,
+    which leaves the source as it was. Floating-point parameters and buffers move, integer buffers are
     copied. Each rank moves the shards it holds; nothing is communicated, and nothing waits for the device.
 
     The target is a model of the trainer like any other: sharded, saved and resumed as such. `requires_grad_(False)`
@@ -115,7 +115,7 @@ class WeightTransfer(Callback):
                 local_tensor(counter).copy_(local_tensor(followed))
 
     def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Parameters, and buffers if they count, by name."""
+        """Maps names to parameters, and to buffers if they count."""
         tensors = {fqn.removeprefix("model."): tensor for tensor, fqn in parameter_fqns({"model": model}).items()}
         buffers = model_buffers({"model": model}) if self.buffers else {}
         return tensors | {name.removeprefix("models.model."): tensor for name, tensor in buffers.items()}

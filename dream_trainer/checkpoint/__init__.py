@@ -1,1 +1,1 @@
-"""How a checkpoint lies on disk, and how state gets into it and out of it. `store.py` is the file to read first."""
+"""Layout of checkpoints on disk, and saving and loading of state. `store.py` is the file to read first."""

@@ -42,7 +42,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class TensorWriter:
-    """One rank's part in writing a DCP directory; its methods are called in the order in which they stand."""
+    """One rank's part in writing a DCP directory; its methods are called in the order of their definitions."""
 
     def __init__(
         self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan, is_whole: bool = True
@@ -60,19 +60,19 @@ class TensorWriter:
         self._layout = {name: _layout(tensor) for name, tensor in tensors.items()}
 
     def knows_plan(self) -> bool:
-        """Whether this rank's tensors lie as those of the last save did."""
+        """Whether this rank's tensors have the layout of the last save."""
         is_main = self._rank == 0
         self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_coordinator=is_main)
         self._writer.set_up_storage_writer(is_main, rank=self._rank, use_collectives=True)
         return self._known.plan is not None and self._known.layout == self._layout
 
     def plan(self) -> SavePlan:
-        """What this rank could write; for rank 0."""
+        """The tensors this rank could write; for rank 0."""
         self._known.plan = None
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """What each rank is to write, so that everything is written once; on rank 0 only."""
+        """Assigns work to each rank, so that everything is written once; on rank 0 only."""
         merge = self._planner.create_global_plan if self._is_whole else merge_plans_of_parts
         merged, self._known.metadata = merge(plans)
         return self._writer.prepare_global_plan(merged)
@@ -100,7 +100,7 @@ class TensorWriter:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What a plan depends on."""
+    """The inputs that a plan depends on."""
     placed = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else ()
     return tensor.shape, tensor.dtype, tensor.requires_grad, *placed
 

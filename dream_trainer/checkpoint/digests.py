@@ -1,6 +1,6 @@
 """Digests of tensors' values, the same however they are sharded: sums modulo 2^64 of bits mixed with positions.
 
-They find accidents, such as another file or dtype, and do not protect from somebody who wants to deceive."""
+They find accidents, such as another file or dtype, and do not protect against tampering."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.parallel.sharding import local_indices
 
-_CHUNK = 1 << 20  # elements: the temporaries stay in the processor's cache, and are few beside a model on a device
+_CHUNK = 1 << 20  # elements: temporaries stay in the processor's cache, and are small compared with a model on a device
 _MASK = (1 << 64) - 1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of splitmix64, as signed numbers

@@ -49,13 +49,13 @@ def rank_name(rank: int) -> str:
 
 
 def named_step(path: Path) -> int | None:
-    """The step in the name of a checkpoint directory; None if the directory is named otherwise."""
+    """The step in the name of a checkpoint directory; None for other names."""
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def step_directories(root: Path) -> list[tuple[int, Path]]:
-    """The directories under `root` that are named as checkpoints, by step; none if `root` does not exist."""
+    """The directories under `root` with checkpoint names, by step; none if `root` does not exist."""
     if not root.is_dir():
         return []
     named = ((named_step(entry), entry) for entry in root.iterdir() if entry.is_dir())
@@ -78,7 +78,7 @@ def set_aside(path: Path) -> Path:
 
 
 class NewFile(io.BufferedWriter):
-    """A new file that is written once, hashed (xxh3, 128 bit) and counted meanwhile, and on the disk once closed."""
+    """A new file that is written once, hashed (xxh3, 128 bit) and counted on the way, and on the disk once closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "xb"))
@@ -114,7 +114,7 @@ def write_file(path: Path, content: bytes) -> str:
 
 def sync_directory(path: Path) -> None:
     """Waits until the disk has the directory's entries: new, renamed and removed names."""
-    if isinstance(path, StorePath):  # what was written there is there
+    if isinstance(path, StorePath):  # writes there are durable already
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -139,7 +139,7 @@ def content_checksum(content: bytes) -> str:
 
 
 def make_temporary(root: Path, step: int) -> Path:
-    """Creates the hidden directory in which a step's checkpoint is written before it is published."""
+    """Creates the hidden directory where a step's checkpoint is written before it is published."""
     root.mkdir(parents=True, exist_ok=True)
     temporary = root / f".{step_name(step)}.tmp-{secrets.token_hex(8)}"
     temporary.mkdir()
@@ -147,7 +147,7 @@ def make_temporary(root: Path, step: int) -> Path:
 
 
 def remove_temporaries(root: Path) -> list[Path]:
-    """Removes the temporary directories that killed jobs left under `root`, and nothing that is named otherwise."""
+    """Removes the temporary directories that killed jobs left under `root`, and nothing with other names."""
     left = [entry for entry in root.iterdir() if TEMPORARY_NAME.fullmatch(entry.name)] if root.is_dir() else []
     for entry in left:
         remove_tree(entry)
@@ -155,7 +155,7 @@ def remove_temporaries(root: Path) -> list[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory as far as the file system lets it; what stays is tried again at the next save."""
+    """Removes a directory as far as the file system allows; the next save tries the rest again."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -218,7 +218,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def verify_file(path: Path, size: int, xxh3: str) -> None:
-    """Reads a complete file and compares it with what was written."""
+    """Reads a complete file and compares it with the manifest."""
     try:
         actual = checksum(path)
     except OSError as error:

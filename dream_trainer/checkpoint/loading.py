@@ -25,7 +25,7 @@ _LISTED = 20
 
 
 def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Global shape and dtype of each tensor in a checkpoint, by name."""
+    """Maps the names of a checkpoint's tensors to their global shapes and dtypes."""
     _, metadata = _open(path)
     return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
 
@@ -67,7 +67,7 @@ def load_tensors(
 
 
 def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Compares what was saved with the tensors to load it into; returns the saved names that are not among them."""
+    """Compares saved tensors with the tensors to load into; returns the saved names that are not among them."""
     records = metadata.state_dict_metadata
     missing = set(tensors) - set(records)
     if missing:

@@ -1,11 +1,11 @@
 """LocalCheckpoints: the newest state, kept in each host's memory, so that a restart on the same hosts reads no store.
 
     <local_directory>/dream_trainer_<user>/<experiment>-<run>/
-      ranks_0-7/                                     this host's part: what its ranks hold
+      ranks_0-7/                                     this host's part: the state of its ranks
         3f6c...-91d0...-000004/step_00001010/        a directory for each save
 
-A save's directory is named by the digest of the run's newest checkpoint, the job's start and the save's number, so that
-two hosts never take different saves for one. The one before stays until the new one is whole on all hosts.
+The name of a save's directory is the digest of the run's newest checkpoint, the job's start and the save's number, so
+that two hosts never confuse different saves. The previous save stays until the new one is whole on all hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEFT_TO_OTHERS = 1 << 30
 
 @dataclass(eq=False)
 class LocalCheckpoints:
-    """What a run keeps on each of its hosts. Every rank has one, and calls each method."""
+    """The saves that a run keeps on each of its hosts. Every rank has this object, and calls each method."""
 
     directory: Path
     experiment: str
@@ -92,7 +92,7 @@ class LocalCheckpoints:
         return saves
 
     def loaded(self, manifest: Manifest, *, is_own: bool) -> None:
-        """The run goes on from a checkpoint: one that `find` found, one of the run's own, or another run's."""
+        """The run resumes from a checkpoint: one found by `find`, another one of this run, or another run's."""
         is_found = manifest.path.parent.parent == self._part
         self._kept = manifest.path.parent if is_found else None
         if is_found:
@@ -101,28 +101,28 @@ class LocalCheckpoints:
             self._follows = manifest_digest(manifest) if is_own else None
 
     def begin(self) -> None:
-        """Training begins: only what it goes on from stays here; ConfigError if hosts have the same directory."""
+        """Training begins: only the save it resumed from stays here; ConfigError if hosts share the directory."""
         self._start = from_main_rank(self.world, "begin", lambda: secrets.token_hex(4))
         self._tidy(self.world)
         task = f"make {self._part}"
-        with suppress(CheckpointError):  # the first save says so
+        with suppress(CheckpointError):  # the first save reports it
             on_all_ranks(self.world, task, self._make_part)
             has_others = from_all_ranks(self.world, task, lambda: self._parts() != [self._part])
             if any(has_others) and self.host.world_size < self.world.world_size:
                 raise ConfigError(
-                    f"local_directory: several hosts have the same {self._of_user.parent}, and each keeps what is in "
-                    "its own memory, or on a disk of its own. Name such a directory, or leave local_directory=None; "
-                    "what all hosts share is for `directory`."
+                    f"local_directory: several hosts have the same {self._of_user.parent}, but each needs a directory "
+                    "in its own memory or on its own disk. Name such a directory, or leave local_directory=None; "
+                    "`directory` is for a place that all hosts share."
                 )
 
     # -- in the thread that writes
 
     def follow(self, path: Path) -> None:
-        """The run has a new checkpoint at `path`: what was kept before it will not be used."""
+        """The run has a new checkpoint at `path`: saves kept before it will not be used."""
         self._follows = from_main_rank(self.beside, f"read {path}", lambda: manifest_digest(read_manifest(path)))
 
     def write(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot instead of the last one. Where a host cannot, a warning says so, and the last one stays."""
+        """Keeps a snapshot instead of the last one. If a host cannot, this warns, and the last one stays."""
         if self._follows is None or self._start is None:
             return
         self._count += 1
@@ -132,7 +132,7 @@ class LocalCheckpoints:
             on_all_ranks(self.beside, task, lambda: self._write(save, snapshot))
         except CheckpointError as error:
             if self.world.is_main and not self._has_failed:
-                logger.warning("training goes on without a newer local checkpoint: %s", in_a_line(error))
+                logger.warning("training continues without a newer local checkpoint: %s", in_a_line(error))
             self._has_failed = True
         else:
             self._kept, self._has_failed = save, False
@@ -177,8 +177,8 @@ class LocalCheckpoints:
                 self._of_user.rmdir()
 
     def _tidy(self, world: Ranks) -> None:
-        """Removes all that is kept of this run here, but for the save that is whole on all hosts; a collective."""
-        world.barrier()  # nobody reads or writes any more
+        """Removes all of this run's saves here except the one that is whole on all hosts; a collective."""
+        world.barrier()  # no rank reads or writes any more
         if self.host.is_main:
             try:
                 for part in self._parts():
@@ -202,5 +202,5 @@ class LocalCheckpoints:
             return
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise CheckpointError(
-                f"{self._of_user} is not a directory of this user alone. Remove it, or set another local_directory."
+                f"{self._of_user} is not only this user's directory. Remove it, or set another local_directory."
             )

@@ -32,7 +32,7 @@ SCHEMA_VERSION = 1  # incremented with every change that an older reader would m
 
 MANIFEST_NAME = "manifest.json"
 
-SHARD_ENDING = ".distcp"  # of the files in which DCP keeps tensors
+SHARD_ENDING = ".distcp"  # of the files where DCP keeps tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint contains and where it comes from."""
+    """The contents and the origin of a checkpoint."""
 
     path: Path  # the checkpoint's directory; not stored, so that a checkpoint may be moved
     step: int  # optimizer steps completed (`global_step`)
-    epoch: int  # epoch in which it was written, 0-based
+    epoch: int  # epoch when it was written, 0-based
     samples_seen: int  # samples consumed by all ranks since the run began
-    world_size: int  # number of ranks that wrote it; each has rank files of its own
+    world_size: int  # number of ranks that wrote it; each has its own rank files
     mesh_shape: dict[str, int]  # size of each dimension of the device mesh at that time
     config: dict[str, Any]  # the run's config as plain values
     metrics: dict[str, Any]  # metrics at that step; NaN and missing ones are allowed
@@ -59,7 +59,7 @@ class Manifest:
     wall_time: float  # seconds since 1970, UTC, when it was written
     files: dict[str, FileEntry]  # every file but the manifest itself
     parent: dict[str, Any] | None = None
-    """Of a branch: the `checkpoint` it began from, whose `run` and `step`, and the `words`. Not stored if None."""
+    """For a fork: the `checkpoint` it began from, whose `run` and `step`, and the `words`. Not stored if None."""
     schema_version: int = SCHEMA_VERSION  # version of the directory's layout
 
     @property
@@ -82,7 +82,7 @@ class Manifest:
         return content
 
     def facts(self) -> dict[str, Any]:
-        """What it says in short, of which JSON can be made."""
+        """A short summary as values for JSON."""
         names = ("epoch", "samples_seen", "world_size", "mesh_shape", "metrics", "versions", "wall_time")
         return {name: vars(self)[name] for name in names}
 
@@ -95,7 +95,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's content on disk, with its own checksum as the last field."""
     body = {name: value for name, value in vars(manifest).items() if name != "path"}
     if manifest.parent is None:
-        del body["parent"]  # readers of before branches had words know no such field
+        del body["parent"]  # earlier readers do not know this field
     body["files"] = {name: vars(entry) for name, entry in sorted(manifest.files.items())}
     return _sealed(body)
 
@@ -182,17 +182,17 @@ def _newest_first(root: Path) -> Iterator[Manifest]:
 
 
 def list_checkpoints(root: Path) -> list[Manifest]:
-    """The whole checkpoints under `root` by step, as far as manifests and sizes tell; contents are not read."""
+    """Complete checkpoints under `root` by step, judged by manifests and sizes; contents are not read."""
     return [*_newest_first(root)][::-1]
 
 
 def newest_checkpoint(root: Path) -> Manifest | None:
-    """The last one of `list_checkpoints`; older ones are not looked at."""
+    """The last one of `list_checkpoints`; does not look at older ones."""
     return next(_newest_first(root), None)
 
 
 def finished_directories(root: Path) -> list[Path]:
-    """The directories that are checkpoints, or were; in a store, where they are written in place, by their manifest."""
+    """The directories that are checkpoints, or were; a store writes in place, so there only those with a manifest."""
     paths = [path for _, path in step_directories(root)]
     return [path for path in paths if not isinstance(path, StorePath) or (path / MANIFEST_NAME).is_file()]
 
@@ -229,7 +229,7 @@ def verify_checkpoint(path: Path, *, world: Ranks, shards: bool = True) -> Manif
 
 
 def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
-    """Which of a directory's files this rank reads, where all that read the same one divide them; a collective."""
+    """This rank's share of a directory's files, which the ranks that read the same directory divide; a collective."""
     paths = world.all_gather_object(str(path))
     readers = [rank for rank, other in enumerate(paths) if other == str(path)]
     return names[readers.index(world.rank) :: len(readers)]
@@ -264,7 +264,7 @@ def directory_size(path: Path) -> int:
 
 
 def entries(root: Path) -> list[Entry]:
-    """All directories under `root` that are, were or were to be checkpoints, by step. Contents are not verified."""
+    """All directories under `root` of present, former or unfinished checkpoints, by step. Contents are not verified."""
     found = [_entry(path, step, "whole") for step, path in step_directories(root)]
     for path in root.iterdir():
         for state, pattern in _HIDDEN.items():

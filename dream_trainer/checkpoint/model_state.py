@@ -1,4 +1,4 @@
-"""Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into.
+"""Models' named parameters and buffers, as references that a checkpoint is written from and loaded into.
 
 Names are those of `state_dict()` under `models.<name>.`; a tied tensor is stored once, under its first name."""
 
@@ -68,7 +68,7 @@ def model_parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
 
 
 def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
-    """Each model's `config` as a dict, where it is a dataclass or has a `to_dict()`: saved for exports."""
+    """Each model's `config` as a dict, if it is a dataclass or has a `to_dict()`: saved for exports."""
     configs: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
         config: Any = getattr(model, "config", None)
@@ -87,7 +87,7 @@ def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
 
 
 def parameter_fqns(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
-    """Each parameter's name as `<model>.<fqn>`: what optimizer state is keyed by. A tied one has its first name."""
+    """Each parameter's name as `<model>.<fqn>`, the key of optimizer state. A tied one has its first name."""
     names: dict[Tensor, str] = {}
     for name, tensor in _stored(models):
         if isinstance(tensor, nn.Parameter):
@@ -96,7 +96,7 @@ def parameter_fqns(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
 
 
 def model_extra_state(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
-    """What the models' modules return from `get_extra_state()`, as `{model: {module fqn: value}}`; for typed JSON."""
+    """Results of the modules' `get_extra_state()`, as `{model: {module fqn: value}}`; for typed JSON."""
     return {
         name: {
             fqn: module.get_extra_state()
@@ -183,7 +183,7 @@ def take_shapes(models: Mapping[str, nn.Module], names: Collection[str], shapes:
             buffer.data = torch.empty(shapes[name], dtype=buffer.dtype, device=buffer.device)
 
 
-# -- What training may change of models beside values: which parameters learn, modes of modules, shapes of buffers.
+# -- Changes to models in training other than values: which parameters learn, modes of modules, shapes of buffers.
 
 
 _LISTED = 5
@@ -202,7 +202,7 @@ class ModelForm:
         self._learned, self._trained, self._shapes = _learning(models), _modes(models), _shapes(models)
 
     def state(self, models: Mapping[str, nn.Module], world: Ranks) -> dict[str, Any]:
-        """The form, and what of it has changed since the setup, as lists of names for a checkpoint; a collective."""
+        """The form, and its changes since the setup, as lists of names for a checkpoint; a collective."""
         learned, trained = _learning(models), _modes(models) if world.stages == 1 else {}
         own = {
             "frozen": [name for name, learns in learned.items() if not learns],
@@ -211,7 +211,7 @@ class ModelForm:
             "switched": _changed(trained, self._trained),
             "reshaped": _changed(_shapes(models), self._shapes),
         }
-        if world.stages > 1:  # each knows of its own
+        if world.stages > 1:  # each stage only knows its own modules
             of_ranks = world.all_gather_object(own)
             return {key: sorted({name for of_rank in of_ranks for name in of_rank[key]}) for key in own}
         reshaped = {name for of_rank in world.all_gather_object(own["reshaped"]) for name in of_rank}
@@ -292,7 +292,7 @@ def _told(names_by_form: Mapping[str, Sequence[str]]) -> str:
 
 
 PREFIX = "metrics."
-"""Tensors are named `metrics.<metric>.<number of the part>.<state>`; entries of a list state `....<state>.<number>`."""
+"""Tensor names are `metrics.<metric>.<number of the part>.<state>`; entries of a list state `....<state>.<number>`."""
 
 State = tuple[dict[str, Any], Mapping[str, Tensor]]
 
@@ -369,7 +369,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _ways() -> dict[Any, Callable[[Any, Any], Any]]:
-    """How two ranks' states are combined, by the function with which a metric reduces them."""
+    """Maps a metric's reduction functions to functions that combine two ranks' states."""
     utilities = sys.modules["torchmetrics"].utilities.data
     return {
         utilities.dim_zero_sum: torch.add,

@@ -86,7 +86,7 @@ def _is_parameter(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
-    """A list, tuple or dict whose keys and entries are what `change` makes of them; anything else as it is."""
+    """A list, tuple or dict with `change` applied to its keys and entries; anything else as it is."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(change(index, entry)[1] for index, entry in enumerate(value))
@@ -128,9 +128,9 @@ def _with_tensors(
     return unnamed(value) if _is_parameter(value) else _mapped(value, change)
 
 
-# -- Optimizers whose class has a `state_dict` of its own: what it gave goes back through its `load_state_dict`.
+# -- Optimizers whose class defines `state_dict`: its result is restored by the class's `load_state_dict`.
 #
-# What the optimizer has afterwards is compared with that, since casts and forgetful methods raise no error.
+# The optimizer's state afterwards is compared with it, since casts and forgetful methods raise no error.
 
 
 MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -147,7 +147,7 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def load_own_state(name: str, optimizer: Optimizer, make: Callable[[], dict[str, Any]], *, with_options: bool) -> None:
-    """Gives an optimizer the state that its `state_dict` gave, with the parameters of this process."""
+    """Restores an optimizer's own `state_dict`, with the parameters of this process."""
     before, here = optimizer.param_groups, optimizer.state_dict()
     given, taken = make(), make()
     for state in (given, taken):

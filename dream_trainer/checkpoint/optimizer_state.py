@@ -34,15 +34,15 @@ from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim, st
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
 
-OPTIMIZER_PREFIX = "optimizers."  # tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`
+OPTIMIZER_PREFIX = "optimizers."  # names: `optimizers.<name>.<parameter>.<key>`
 
-RANK_PREFIX = "ranks."  # names of state that each rank has of its own begin with `ranks.<rank>.`
+RANK_PREFIX = "ranks."  # names of per-rank state begin with `ranks.<rank>.`
 
 WHOLE = ""  # the part of an optimizer's state that belongs to no single parameter
 
 
 class OptimizerState(NamedTuple):
-    """What a checkpoint has of an optimizer: tensors by name, values for typed JSON, and records of this rank alone."""
+    """An optimizer's state in a checkpoint: named tensors, values for typed JSON, and this rank's own records."""
 
     tensors: dict[str, Tensor]  # by `optimizers.<name>.<parameter>.<key>`; this rank's own after `ranks.<rank>.`
     values: dict[str, Any]  # "class", "groups", "state", and if there is something "whole", "each_rank", "inner"
@@ -50,7 +50,7 @@ class OptimizerState(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The state of one parameter, or what belongs to none."""
+    """The state of one parameter, or state that belongs to none."""
 
     record: dict[str, Any]
     tensors: dict[TensorPath, Tensor]
@@ -88,7 +88,7 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
 
 
 def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Optimizers that are attributes of another and have state of their own."""
+    """Optimizers that are attributes of another one and have their own state."""
     for attribute, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and value.state is not optimizer.state:
             yield attribute, value
@@ -171,7 +171,7 @@ def parameters_by_name(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict
 def owner_of(
     part: str, path: TensorPath, by_name: Mapping[str, nn.Parameter], ordered: Sequence[nn.Parameter]
 ) -> nn.Parameter | None:
-    """The parameter that a state tensor belongs to: by name, or by its position in PyTorch's form of a state dict."""
+    """The parameter that a state tensor belongs to: by its name or its position in PyTorch's form of a state dict."""
     if part != WHOLE:
         return by_name[part]
     for before, key in pairwise(path):
@@ -218,12 +218,12 @@ def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
     if strangers and not has_own_state_dict(optimizer):
         raise CheckpointError(
             f"{type(optimizer).__name__} holds state of a tensor of shape {tuple(strangers[0].shape)} that is in none "
-            "of its groups. Keep state per parameter, so that it can be restored by name."
+            "of its groups. Keep state per parameter, so that it can be restored."
         )
 
 
 def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One optimizer's values of what the stages of a model have."""
+    """Joins one optimizer's values from all stages of a model."""
     counts = {len(of_rank["groups"]) for of_rank in values}
     if len(counts) > 1:
         raise CheckpointError(
@@ -241,7 +241,7 @@ def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_one_stage(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """What of an optimizer's values belongs to the parameters `names`; the rest is other stages'."""
+    """The part of an optimizer's values that belongs to the parameters `names`; the rest is other stages'."""
     each_rank = [part for part in values.get("each_rank", ()) if part in (WHOLE, *names)]
     groups = values["groups"]
     if WHOLE in each_rank or not values.get("has_own_state_dict"):  # else its positions are those of one stage
@@ -274,7 +274,7 @@ def place_of(parameter: nn.Parameter) -> list[Any] | None:
 
 
 def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
-    """How a state tensor lies, if that does not follow from its parameter."""
+    """A state tensor's layout, if it does not follow from its parameter."""
     has_its_shape = parameter is not None and tensor.shape == parameter.shape
     if not is_dtensor(tensor):
         return PLAIN if has_its_shape and tensor.ndim and is_dtensor(parameter) else None
@@ -316,7 +316,7 @@ def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
 
 
 class Prepared(NamedTuple):
-    tensors: dict[str, Tensor]  # allocated, by name, for `load_tensors`
+    tensors: dict[str, Tensor]  # allocated, with names, for `load_tensors`
     finish: Callable[[], None]  # called when they are filled
 
 
@@ -338,9 +338,9 @@ def prepare_optimizer_state(
     saved_class, here_class = values.get("class"), type(optimizer).__name__
     if saved_class not in (None, here_class):  # options and state mean something else to it, even under the same names
         raise CheckpointError(
-            f"Optimizer {name!r} was of class {saved_class} and is {here_class} now: it would go on with the other's "
-            f"learning rate, decay and state. Use {saved_class} again, or begin another experiment from the checkpoint "
-            'with branch=BranchParameters(optimizer="new"), or from its weights alone, '
+            f"Optimizer {name!r} was of class {saved_class} and is {here_class} now: it would continue with the "
+            f"other's learning rate, decay and state. Use {saved_class} again, or begin another experiment from the "
+            'checkpoint with branch=BranchParameters(optimizer="new"), or only from its weights, '
             "CheckpointParameters(init_from=<its path>)."
         )
     options = _options_by_group(name, optimizer, fqns, values["groups"])
@@ -418,7 +418,7 @@ def _own_records(
     if records is None or any(record["places"] != places_of(by_name, part) for part, record in records.items()):
         parts = [part or "state_dict()" for part in each_rank]
         raise CheckpointError(
-            f"each rank has state of its own in optimizer {name!r} ({listed(parts, 5)}), which cannot be divided among "
+            f"each rank has separate state in optimizer {name!r} ({listed(parts, 5)}), which cannot be divided among "
             "other ranks, and this mesh has other parts of the parameters than the one that saved it. Resume on that "
             'mesh, or begin another experiment from this checkpoint with branch=BranchParameters(optimizer="new").'
         )
@@ -432,9 +432,9 @@ def _refuse_another_order(
     then = [group["parameters"] for group in saved]
     if here != then:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has a state_dict of its own, which knows parameters by their position, and "
+            f"{type(optimizer).__name__} has its own state_dict, which identifies parameters by their position, and "
             f"optimizer {name!r} has them in another order or other groups than the checkpoint. Give it the parameters "
-            "in the order of then."
+            "in the checkpoint's order."
         )
 
 

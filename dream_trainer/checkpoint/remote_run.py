@@ -1,4 +1,4 @@
-"""RemoteRun: a run whose checkpoints lie in an object store, as one job has it."""
+"""RemoteRun: one job's view of a run whose checkpoints are in an object store."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _LOCAL_FILES = (LOCK_NAME, TOKEN_NAME)
 
 
 def list_in_both(root: Path, stage: Path) -> list[Manifest]:
-    """The whole checkpoints by step: those in `root`, and, where that is in a store, those that wait in `stage`."""
-    waiting = list_checkpoints(stage) if isinstance(root, StorePath) else []  # first: it may be sent meanwhile
+    """Complete checkpoints by step: those in `root`, and those waiting in `stage` if `root` is in a store."""
+    waiting = list_checkpoints(stage) if isinstance(root, StorePath) else []  # first: it may be uploaded in between
     found = {manifest.step: manifest for manifest in (*waiting, *list_checkpoints(root))}
     return [found[step] for step in sorted(found)]
 
 
 def newest_in_both(root: Path, stage: Path) -> Manifest | None:
-    """The last of `list_in_both`; of one step the one that was written last. Older ones are not looked at."""
-    waiting = newest_checkpoint(stage) if isinstance(root, StorePath) else None  # first: it may be sent meanwhile
+    """The last of `list_in_both`; for equal steps the one written last. Does not look at older ones."""
+    waiting = newest_checkpoint(stage) if isinstance(root, StorePath) else None  # first: it may be uploaded in between
     found = [manifest for manifest in (waiting, newest_checkpoint(root)) if manifest is not None]
     return max(found, key=lambda manifest: (manifest.step, manifest.wall_time), default=None)
 
 
 @dataclass(eq=False)
 class RemoteRun:
-    """The run's directory in a store: claimed by `begin`, and given back by `end`."""
+    """The run's directory in a store: claimed by `begin`, and released by `end`."""
 
     run: StorePath
     run_dir: Path
@@ -88,7 +88,7 @@ class RemoteRun:
         try:
             ownership = Ownership(self.run, self.run_dir)
             if not ownership.goes_on_here:
-                for entry in self.run.iterdir():  # what it wrote about itself elsewhere goes on here
+                for entry in self.run.iterdir():  # continues the run's own files from elsewhere
                     if not entry.is_dir():
                         (self.run_dir / entry.name).write_bytes(entry.read_bytes())
         except OSError as error:
@@ -96,7 +96,7 @@ class RemoteRun:
         return ownership
 
     def _send_files(self) -> None:
-        """Sends the run's own files, such as `run.json` and `metrics.jsonl`, where they have changed."""
+        """Uploads changed files of the run itself, such as `run.json` and `metrics.jsonl`."""
         for path in sorted(self.run_dir.iterdir()):
             if path.name in _LOCAL_FILES or path.name.startswith(".") or not path.is_file():
                 continue
@@ -111,7 +111,7 @@ class RemoteRun:
             self._sender.look_again()
 
     def end(self) -> None:
-        """Ends what `begin` began; what is not sent waits on the disk."""
+        """Ends what `begin` began; checkpoints not yet uploaded wait on the disk."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -125,11 +125,11 @@ class RemoteRun:
             self._ownership = None
 
 
-# -- Sender: a thread of each rank brings a run's checkpoints from the local disk to an object store.
+# -- Sender: a thread of each rank uploads a run's checkpoints from the local disk to an object store.
 #
 #    written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
 #
-# The threads meet in the job's store of notes and in no collective, so that a slow line times nobody out.
+# The threads only communicate through the job's note store, not by collectives, so a slow line causes no time-out.
 
 
 PATIENCE_SECONDS = 60.0  # how long the end of a run, or its start, waits for a store that does not answer
@@ -141,7 +141,7 @@ _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 
 @dataclass(eq=False)
 class Sender:
-    """Sends what `put` names, one checkpoint after the other. Every rank has one, and puts the same."""
+    """Uploads the checkpoints given to `put`, one after the other. Every rank has one, and puts the same."""
 
     remote: StorePath
     retention: CheckpointParameters
@@ -192,7 +192,7 @@ class Sender:
             self.refuse_if_lost()
 
     def close(self) -> None:
-        """Ends the thread; what is not sent stays on the disk."""
+        """Ends the thread; checkpoints not yet uploaded stay on the disk."""
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
@@ -212,7 +212,7 @@ class Sender:
             except CheckpointError as error:
                 self._fatal = error
                 self._tell(str(error))
-            except Exception as error:  # else nobody would hear of it, and the end of the run would wait for ever
+            except Exception as error:  # otherwise the end of the run would wait forever
                 self._fatal = CheckpointError(f"{checkpoint} was not sent: {without_secrets(error)}")
             if self._fatal is not None or self._ended.is_set():
                 return
@@ -238,7 +238,7 @@ class Sender:
     def _has_trouble(self, why: str) -> None:
         if self._trouble is None:
             logger.warning(
-                "%s does not take checkpoints: %s. They wait in %s, and training goes on.",
+                "%s does not take checkpoints: %s. They wait in %s, and training continues.",
                 self.remote,
                 why,
                 self._waiting[0].parent,
@@ -271,7 +271,7 @@ class Sender:
                 self._commit(path)
 
     def _files_to_send(self, path: Path) -> list[str]:
-        """What is missing in the store of a checkpoint; on rank 0. What of it need not be sent is seen to."""
+        """Files of a checkpoint that the store lacks; on rank 0. Also handles files that need no upload."""
         try:
             local = read_manifest(path)
         except CheckpointError as error:
@@ -296,7 +296,7 @@ class Sender:
         return sorted(local.files)
 
     def _commit(self, path: Path) -> None:
-        """Rank 0: writes the manifest, after which the checkpoint exists, and removes what is not kept."""
+        """Rank 0: writes the manifest, after which the checkpoint exists, and removes checkpoints that are not kept."""
         content, local = (path / MANIFEST_NAME).read_bytes(), read_manifest(path)
         target, place = self.remote / path.name, self._manifest_of(path)
         try:
@@ -332,7 +332,7 @@ class Sender:
     def _manifest_of(self, path: Path) -> StorePath:
         return self.remote / path.name / MANIFEST_NAME
 
-    # -- what ranks tell one another
+    # -- messages between ranks
 
     def _note(self, what: str, value: str) -> None:
         self.notes.set(f"sender/{self._count}/{what}", value)
@@ -341,7 +341,7 @@ class Sender:
         self.notes.set(f"sender/trouble of {self.rank}", trouble)
 
     def _noted(self, what: str, *, by: int) -> str | None:
-        """What a rank has noted, once it has; None if this sender ends before. Its trouble is this rank's meanwhile."""
+        """Waits for a rank's note; None if this sender ends first. Until then its trouble is also this rank's."""
         key = f"sender/{self._count}/{what}"
         while not self.notes.check([key]):
             if self._ended.wait(_LOOK_SECONDS):

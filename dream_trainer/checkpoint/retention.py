@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay once a newer one is on the disk: always the newest, and only valid ones go."""
+"""Retention: which checkpoints are kept after a newer one is on the disk. The newest always is; only valid ones go."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kept(manifests: Iterable[Manifest], retention: CheckpointParameters) -> set[
         stay |= {step for step in steps if step % retention.keep_every_n_steps == 0}
     if retention.keep_best is not None and retention.best_metric is not None:
         best = _by_merit(ordered, retention.best_metric, retention.known_best_mode())
-        if not best:  # a name mistyped, or no validation yet: nobody can say which are not the best
+        if not best:  # a mistyped name, or no validation yet: the best are unknown
             return set(steps)
         stay |= {manifest.step for manifest in best[: retention.keep_best]}
     return stay

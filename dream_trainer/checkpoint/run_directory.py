@@ -1,7 +1,7 @@
 """A job's claim on its run directory: all ranks see the same one, and no other live job writes to it.
 
 The claim is a lock on an open file, so a killed job leaves nothing that blocks its restart. Rank 0 writes a token into
-the file; a rank that reads another one has another directory under that name, such as a disk of its own."""
+the file; a rank that reads another token has another directory under that name, such as on its own disk."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def count_training(run_dir: Path) -> int:
 
 
 def is_claimed(run_dir: Path) -> bool | None:
-    """Whether a live job has the run directory, this process too; None if no job ever had it, or nobody can tell."""
+    """Whether a live job (or this process) has the run directory; None if no job ever had it, or if unknown."""
     path = run_dir / LOCK_NAME
     if path.resolve() in _held:
         return True
@@ -150,14 +150,14 @@ def _expect(run_dir: Path, token: str) -> None:
 
 
 def linked_checkpoints(link: Path, elsewhere: Path | None, world: Ranks) -> Path:
-    """The directory of a run's checkpoints, to which `link` leads from now on; every rank calls it."""
+    """The directory of a run's checkpoints, which `link` points to from now on; every rank calls it."""
     directory = link.resolve() if elsewhere is None else elsewhere
     on_all_ranks(world, "find the checkpoints", lambda: link_checkpoints(link, directory) if world.is_main else None)
     return directory
 
 
 def link_checkpoints(link: Path, directory: Path) -> None:
-    """Makes `link` lead to `directory`, which is made if it is not there; rank 0 alone calls it."""
+    """Makes `link` point to `directory`, which is created if missing; only rank 0 calls it."""
     directory = directory.absolute()
     if link.is_symlink() and not link.exists():
         raise CheckpointError(

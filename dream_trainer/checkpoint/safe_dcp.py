@@ -61,7 +61,7 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
         metadata = MetadataUnpickler(content, file).load()
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
+    except Exception as error:  # a damaged pickle can fail in many ways
         raise DamagedCheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
     records, places = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(records, dict) or not isinstance(places, dict):
@@ -173,7 +173,7 @@ def read_tensors(
 def read_and_verify(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
 ) -> None:
-    """As `read_tensors`, but hashes `shards` in a thread meanwhile. A wrong checksum counts over PyTorch's errors."""
+    """Like `read_tensors`, and hashes `shards` in a thread. A wrong checksum takes precedence over PyTorch's errors."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") as thread:
         verified = [thread.submit(manifest.verify, name) for name in shards]
         try:
@@ -192,11 +192,11 @@ _PART = 32 << 20
 def read_from_store(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
 ) -> None:
-    """As `read_and_verify`. Of a shard that this rank verifies all is fetched, once; of another what it needs."""
+    """Like `read_and_verify`. Fetches shards that this rank verifies whole, once, and only needed parts of others."""
     files = _HashedFiles(manifest, shards)
     try:
         read_tensors(manifest, metadata, tensors, _StoreReader(manifest, metadata, files))
-    finally:  # what PyTorch says of damaged bytes is not said if the checksum finds them
+    finally:  # a wrong checksum replaces PyTorch's error about damaged bytes
         for name in files.unread():
             manifest.verify(name)
 
@@ -217,7 +217,7 @@ class _StoreReader(SafeReader):
 
 
 class _Forward:
-    """A file read in order; what is passed over is fetched only where the whole is hashed."""
+    """A file read in order; skipped parts are only fetched if the whole is hashed."""
 
     def __init__(self, stream: io.RawIOBase, *, hashes: bool) -> None:
         self._stream = stream
@@ -233,7 +233,7 @@ class _Forward:
         return self._last[1]
 
     def finish(self) -> tuple[int, str] | None:
-        """Size and checksum of the whole, where it is hashed."""
+        """Size and checksum of the whole, if it is hashed."""
         if self._digest is None:
             return None
         self._skip_to(None)
@@ -264,7 +264,7 @@ class _HashedFiles(FileSystem):
         self._to_verify = dict.fromkeys(shards)
 
     def unread(self) -> list[str]:
-        """The shards to verify of which nobody read anything, or not to the end."""
+        """The shards to verify that were not read to their end."""
         return list(self._to_verify)
 
     @contextmanager

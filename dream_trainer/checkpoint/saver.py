@@ -1,4 +1,4 @@
-"""Saver: when a run is saved, one save at a time, and what happens to one that fails.
+"""Saver: when a run is saved, one save at a time, and the handling of failed saves.
 
 It acts between windows, on all ranks at the same step. What only one rank knows, its clock and its thread, is exchanged
 with the pulse (`flags`, `heard`)."""
@@ -33,7 +33,7 @@ def leave_branch(root: Path, step: int, world: Ranks) -> None:
         world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
     )
     if set_aside:
-        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
+        logger.warning("continuing from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
 
 
 class Moment(NamedTuple):
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 @dataclass(eq=False)
 class Saver(Saving):
-    """One run's saves; `snapshot` and `warm` are collectives, and raise CheckpointError for what cannot be saved."""
+    """One run's saves; `snapshot` and `warm` are collectives, and raise CheckpointError for unsupported state."""
 
     parameters: CheckpointParameters
     world: Ranks
@@ -71,7 +71,7 @@ class Saver(Saving):
         )
         self.local = self.writer.local
         self._local_cadence = Cadence(steps=parameters.save_local_every_n_steps)
-        self._writes_local = False  # whether the last save that was begun is one that hosts alone keep
+        self._writes_local = False  # whether the last save begun is a local one
         self._has_checkpoint = False  # whether the run has one that local ones can follow
         self._is_to_warm = parameters.saves
         self._ranks_writing = 0
@@ -80,7 +80,7 @@ class Saver(Saving):
         self.best_value: float | None = None
         self._knows_best_metric = parameters.best_metric is None
         self._is_best = False
-        # What this run saved after this step belongs to a branch that it has left; None where there is no such branch.
+        # This run's saves after this step belong to an abandoned branch; None if there is no such branch.
         self._leaves_after: int | None = None
         self._leaves_at_first_save = False
         self._claimed: list[Path] = []
@@ -102,7 +102,7 @@ class Saver(Saving):
         self._known_trainings[directory] = trainings(directory)
 
     def send_to(self, remote: RemoteRun) -> None:
-        """Has checkpoints sent to an object store from now on, first those that wait on the disk; a collective."""
+        """Uploads checkpoints to an object store from now on, first those that wait on the disk; a collective."""
         self._remote = remote
         with self.patience():
             self.writer.sender = remote.begin(self.writer.directory)
@@ -154,7 +154,7 @@ class Saver(Saving):
         self._is_best = False
         if not (must or due or is_last or is_local):
             return
-        # At the end of a run nobody saves again, so a state that is not on the disk is lost.
+        # No save follows the end of a run, so a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips(step)):
             self._finish(parameters.on_save_error)
@@ -256,7 +256,7 @@ class Saver(Saving):
             self._finish(on_error)
 
     def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool) -> Snapshot | None:
-        """The state now, or None if it cannot be saved and training goes on."""
+        """The state now, or None if it cannot be saved and training continues."""
         started = self.clock()  # the device has finished the step: the time from here on is the save's
         validated_at, metrics = self._validation
         try:
@@ -298,7 +298,7 @@ class Saver(Saving):
         if on_error == "raise":
             raise error
         if self.world.is_main:
-            logger.error("a checkpoint could not be saved; training goes on: %s", error)
+            logger.error("a checkpoint could not be saved; training continues: %s", error)
 
     def close(self) -> None:
         with followed_by(self._finish_sending), followed_by(partial(self._finish, "raise")):
@@ -333,12 +333,12 @@ class Saver(Saving):
         if self.is_overtaken:
             raise CheckpointError(
                 f"another trainer of this process has trained {self._claimed[0]} since this one did, whose state is "
-                "older. Build this one anew, which goes on from the newest checkpoint, or give it another name."
+                "older. Build this one again, so that it resumes from the newest checkpoint, or give it another name."
             )
         self._known_trainings = {directory: count_training(directory) for directory in self._known_trainings}
 
     def _leave_branch(self) -> None:
-        """Checkpoints of the other branch would be taken for this one's; to evaluate, or predict, leaves them alone."""
+        """Moves checkpoints of the abandoned branch away, since they look like this one's. Only training does this."""
         if self._leaves_after is not None:
             leave_branch(self.writer.directory, self._leaves_after, self.world)
             if self._remote is not None:

@@ -1,4 +1,4 @@
-"""What a trainer's loop asks of the object that saves it."""
+"""The trainer loop's interface to the object that saves it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dream_trainer.errors import StepError
 
 
 class Saving:
-    """What the loop calls between windows, on all ranks at the same step. This class never saves; `Saver` does."""
+    """Interface that the loop calls between windows, on all ranks at the same step. It never saves; `Saver` does."""
 
-    seconds: float = 0.0  # for which training waited for saves, in this process
+    seconds: float = 0.0  # that training waited for saves in this process
     lacks_checkpoint: bool = False  # a resume found none where one was possible
     local: LocalCheckpoints | None = None
     best_value: float | None = None  # of `best_metric` so far
@@ -28,7 +28,7 @@ class Saving:
         return False
 
     def expect_best_metric(self, metrics: Collection[str]) -> None:
-        """A validation, or that for sanity, gave these; raises ConfigError if the first one has no `best_metric`."""
+        """Receives a validation's or sanity check's metrics; raises ConfigError if the first lacks `best_metric`."""
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation after `step` gave `metrics`."""
@@ -50,7 +50,7 @@ class Saving:
         """Saves `step`, after which training raised, in a world of one: that step's state is still complete."""
 
     def save(self) -> None:
-        """Saves now, in place of a checkpoint of this step if there is one, and waits for the disk."""
+        """Saves now, replacing a checkpoint of this step if there is one, and waits for the disk."""
         raise StepError("save_checkpoint() was called before the trainer is set up. Call it in post_setup or later.")
 
     def finish(self) -> None:
@@ -59,10 +59,10 @@ class Saving:
     def goes_on_from(
         self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool, is_local: bool = False
     ) -> None:
-        """A checkpoint was loaded; what this run saved after it is a branch that it leaves when it goes on."""
+        """A checkpoint was loaded; this run's later saves are a branch that it abandons when training continues."""
 
     def begin_training(self) -> None:
-        """Training goes on from where the run is; a collective."""
+        """Training continues from the run's present position; a collective."""
 
     def wait_until_sent(self) -> None:
         """Waits until the object store has everything; every rank calls it while nothing is written."""
@@ -71,11 +71,11 @@ class Saving:
         """Waits for everything that threads are doing."""
 
     def release(self) -> None:
-        """Releases the run directory, when nobody writes to it any more."""
+        """Releases the run directory after the last write to it."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves of this object."""
+        """This object's state for checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state` returned."""
+        """Restores the result of `state`."""

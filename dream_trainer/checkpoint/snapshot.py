@@ -1,4 +1,4 @@
-"""What one rank contributes to a checkpoint, taken at one moment and unchanged until it is on the disk."""
+"""One rank's contribution to a checkpoint, taken at one moment and unchanged until it is on the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of a checkpoint. What is not a tensor is serialised already, so that nobody can change it."""
+    """One rank's part of a checkpoint. State other than tensors is already serialised, so that it cannot change."""
 
     step: int  # optimizer steps completed
     tensors: Mapping[str, Tensor]
@@ -23,7 +23,7 @@ class Snapshot:
     shared: bytes  # state that is the same on all ranks, as typed JSON; rank 0's is written
     rank_state: bytes  # state that only this rank has, as typed JSON
     rank_tensors: Mapping[str, Tensor]
-    # Plain tensors of this rank alone, and those that differ from rank 0's, under their name in `tensors`.
+    # Plain tensors that only this rank has, and those that differ from rank 0's, under their name in `tensors`.
     description: Mapping[str, Any]
     # The fields `epoch`, `samples_seen`, `mesh_shape`, `config`, `metrics` and `parent` of the manifest.
 
@@ -32,6 +32,6 @@ class Snapshot:
 class KnownPlan:
     """The last save's plan on one rank, so that the same tensors are not planned again (tools/bench/planning.py)."""
 
-    layout: dict[str, tuple[Any, ...]] | None = None  # how each tensor lay, by name
+    layout: dict[str, tuple[Any, ...]] | None = None  # maps names to tensors' layouts
     plan: SavePlan | None = None
     metadata: Metadata | None = None  # on rank 0, of all tensors

@@ -1,4 +1,4 @@
-"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training goes on."""
+"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SnapshotWriter:
     retention: CheckpointParameters
     world: Ranks
     copies: HostCopies | None = None  # None: snapshots are not copied
-    local: LocalCheckpoints | None = None  # what each host keeps of the newest state
+    local: LocalCheckpoints | None = None  # each host's copies of the newest state
     sender: Sender | None = None  # brings checkpoints to an object store
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class SnapshotWriter:
         self._known_plan = KnownPlan()
 
     def start(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> None:
-        """Begins to write a checkpoint, or what hosts keep; the last outcome must have been collected."""
+        """Begins to write a checkpoint, or a local one; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
         write = partial(self._keep, snapshot) if is_local else partial(self._write, snapshot, replace=replace)
         self.writing.start(write)

@@ -108,7 +108,7 @@ def write_checkpoint(
 
 
 def _offered(snapshot: Snapshot, world: Ranks) -> dict[str, Tensor]:
-    """What this rank could write for all; a collective."""
+    """The plan of what this rank could write for all; a collective."""
     own = {name for name in snapshot.tensors if name in snapshot.rank_tensors}
     of_some = set().union(*world.all_gather_object(own))
     if of_some:
@@ -118,7 +118,7 @@ def _offered(snapshot: Snapshot, world: Ranks) -> dict[str, Tensor]:
 
 
 def _tidy(final: Path) -> bool:
-    """Repairs or removes what killed jobs left in the directory of checkpoints; returns whether `final` exists."""
+    """Repairs or removes remains of killed jobs in the directory of checkpoints; returns whether `final` exists."""
     recover_replaced(final.parent)
     remove_temporaries(final.parent)
     return final.exists()

@@ -2,7 +2,7 @@
 
     {0: (1, nan)}  ->  {"$dict": [[0, {"$tuple": [1, {"$float": "nan"}]}]]}
 
-Other types, subclasses included, are a TypeError that names the path. Reading uses no pickle, eval or import by name.
+Other types, subclasses included, raise a TypeError with the path. Reading uses no pickle, eval or dynamic import.
 """
 
 from __future__ import annotations

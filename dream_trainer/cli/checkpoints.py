@@ -1,4 +1,4 @@
-"""`dream-trainer checkpoints`: a run's checkpoints, and what one of them holds."""
+"""`dream-trainer checkpoints`: a run's checkpoints, and the contents of one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Prune:
         root = checkpoints_root(as_path(self.run_path))
         refuse(
             self.keep_best is not None and self.metric is None,
-            f"--keep-best {self.keep_best} does not say by which metric. Set --metric, such as val/loss.",
+            f"--keep-best {self.keep_best} needs a metric. Set --metric, such as val/loss.",
         )
         mode = self.mode
         if mode is None and self.metric is not None:
@@ -237,7 +237,7 @@ class ModelWeights(OneCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class Show(OneCheckpoint):
-    """Show what a checkpoint holds: counters, metrics, models, optimizers and config."""
+    """Show the contents of a checkpoint: counters, metrics, models, optimizers and config."""
 
     tensors: Flag = False
     """List every tensor with its shape and dtype."""
@@ -282,7 +282,7 @@ class Show(OneCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Compare two checkpoints: counters, metrics, config, and tensors by name, shape, dtype and value."""
+    """Compare two checkpoints: counters, metrics, config, and tensors' names, shapes, dtypes and values."""
 
     a: Annotated[Positional[Path], arg(metavar="A")]
     """A checkpoint's directory; or a run's, for its newest whole checkpoint."""

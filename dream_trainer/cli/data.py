@@ -14,7 +14,7 @@ class Data:
     """Write text into token files, for TokenFile. The same command again continues after a kill."""
 
     command: Positional[Literal["tokenize"]]
-    """What to do."""
+    """The command."""
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT [INPUT ...]", help_behavior_hint="")]
     """Files or patterns of files: .jsonl and .jsonl.gz (a document per line), .parquet (per row), others (per file); or
     hf:NAME of a Hugging Face dataset, hf:DIRECTORY of a saved one."""

@@ -1,6 +1,6 @@
 """The command `dream-trainer`: work on runs without training.
 
-A command is a dataclass with a `run()`, of which tyro makes the parser. It imports torch late: `--help` is quick."""
+A command is a dataclass with a `run()`; tyro makes its parser. Torch is imported late, so that `--help` is quick."""
 
 from __future__ import annotations
 

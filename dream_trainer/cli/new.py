@@ -64,7 +64,7 @@ class New:
 
 
 def examples_folder() -> Path:
-    """The folder of the examples: in the package if a wheel installed it, beside the package in a clone."""
+    """The folder of the examples: in the package if a wheel installed it, next to the package in a clone."""
     package = Path(__file__).parent.parent
     installed = package / "examples"
     return installed if installed.is_dir() else package.parent / "examples"

@@ -1,4 +1,4 @@
-"""What commands share: types of arguments, JSON for other programs, and cells of tables."""
+"""Shared parts of commands: types of arguments, JSON for other programs, and cells of tables."""
 
 from __future__ import annotations
 

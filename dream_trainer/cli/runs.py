@@ -151,7 +151,7 @@ def _sections() -> set[str]:
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
-    """The fields in which the configs of the runs differ: the script's own first, then numbers of training."""
+    """The fields that differ between the configs of the runs: the script's own first, then numbers of training."""
     from dream_trainer.trainer.run_record import BRANCH, trained_fields
 
     known = [trained_fields(run.config, run.record) for run in runs if run.config]
@@ -173,7 +173,7 @@ def differing(runs: Sequence[ListedRun]) -> list[str]:
 
 
 def _ends(names: Sequence[str]) -> list[str]:
-    """Dotted names by their last parts, or whole if several end alike."""
+    """Dotted names by their last parts, or whole if several have the same end."""
     ends = [name.removeprefix("checkpoint_parameters.") for name in names]
     ends = [end if end.startswith("branch.") else end.rpartition(".")[2] for end in ends]
     return [end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)]
@@ -303,7 +303,7 @@ class ConfigShow:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDiff:
-    """Show the fields in which the configs of two runs or files differ; the exit code is 1 if some do."""
+    """Show the fields that differ between the configs of two runs or files. The exit code is 1 if any differ."""
 
     a: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""

@@ -1,4 +1,4 @@
-"""`dream-trainer describe` and `check`: what a trainer would do, and whether it does it right."""
+"""`dream-trainer describe` and `check`: print a trainer's plan, and check its properties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dream_trainer.testing.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeTrainer:
-    """Print a trainer's setup order with its reasons, and who listens to which event. Nothing is built or trained."""
+    """Print a trainer's setup order with its reasons, and the listeners of each event. Nothing is built or trained."""
 
     target: Annotated[Positional[str], arg(metavar="PROGRAM:TRAINER")]
     """A Python file or a module, and a trainer class in it; or a function in it that returns a trainer."""
@@ -39,15 +39,15 @@ class DescribeTrainer:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTrainer:
-    """Run a trainer in fresh processes on 1, 2 and 4 CPU ranks, and report what holds and what does not: it is
-    deterministic, the same on ranks, after a resume and after a kill. Flags after the program change its config, such
-    as --training.max-steps 8."""
+    """Run a trainer in fresh processes on 1, 2 and 4 CPU ranks, and report whether it is deterministic, and the same on
+    ranks, after a resume and after a kill. Flags after the program change its config, such as
+    --training.max-steps 8."""
 
     target: Annotated[Positional[str], arg(metavar="PROGRAM[:NAME]")]
     """A Python file or a module; and a trainer class in it, or a function that returns a trainer. Without a name: the
     first trainer that the program fits."""
     quick: bool = False
-    """Whether to leave out what takes longer: four ranks, more places to stop at, SIGTERM, workers."""
+    """Whether to leave out slower checks: four ranks, more places to stop at, SIGTERM, workers."""
     only: Literal["deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost"] | None = None
     """The check to run; None runs all."""
     function: str = "default_config"

@@ -1,4 +1,4 @@
-"""What a collective gives that is still running, where compiled code takes it (`AsyncCollectiveTensor` is private)."""
+"""Results of running collectives as inputs of compiled code (`AsyncCollectiveTensor` is private)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 class _Waited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, running: Any) -> Tensor:
-        # Detached: the tensor inside may be handed out again, and would else take its place in two graphs.
+        # Detached: the inner tensor may be returned again, and would otherwise be in two graphs.
         waited: Tensor = running.trigger_wait().detach()
         return waited
 
@@ -23,9 +23,9 @@ class _Waited(torch.autograd.Function):
 
 
 def waited(value: Any) -> Any:
-    """`value`, or the finished tensor if a collective gives it that may still run; gradients pass.
+    """`value`, or the finished tensor if it is the result of a collective that may still run; gradients pass.
 
-    A compiled function takes the tensor inside for its input, which needs no gradient: nothing before it is trained
+    A compiled function takes the inner tensor as its input. The input needs no gradient: nothing before it is trained
     (docs/measurements/ranks.md#compile-with-tensor-parallelism)."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -33,21 +33,21 @@ def waited(value: Any) -> Any:
 
 
 def gathered_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """What `size` ranks of a group have, one after the other, by a collective that graphs of the compiler can have."""
+    """All-gathers from `size` ranks of a group, one after the other, by a collective that compiled graphs can have."""
     ops = torch.ops._c10d_functional
     gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(flat, size, group.group_name))
     return gathered
 
 
 def summed_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of the sum over `size` ranks, whose parts lie one after the other; as `gathered_in_graph`."""
+    """This rank's part of the sum over `size` ranks, whose parts lie one after the other; like `gathered_in_graph`."""
     ops = torch.ops._c10d_functional
     own: Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(flat, "sum", size, group.group_name))
     return own
 
 
 def exchanged_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """The parts that `size` ranks have for this one, of which each has as many; as `gathered_in_graph`."""
+    """Exchanges equal parts among `size` ranks, returning those for this rank; like `gathered_in_graph`."""
     ops, parts = torch.ops._c10d_functional, [flat.numel() // size] * size
     exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(flat, parts, parts, group.group_name))
     return exchanged
@@ -70,7 +70,7 @@ def why_memory_is_not_shared(group: ProcessGroup, device: torch.device) -> str |
 
 
 def options_of_overlap(mode: str | None) -> dict[str, Any]:
-    """What `torch.compile(options=...)` has to be told, which takes no `mode` beside it."""
+    """Options for `torch.compile(options=...)`, which does not accept `mode` at the same time."""
     from torch._inductor import list_mode_options
 
     return {**(list_mode_options(mode) if mode else {}), "_micro_pipeline_tp": True}

@@ -1,4 +1,4 @@
-"""FlexAttention and the kernel for sequences of many lengths, both of which PyTorch calls prototypes."""
+"""FlexAttention and the kernel for sequences of many lengths; PyTorch calls both prototypes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _elsewhere = False
 
 @contextmanager
 def has_keys_elsewhere() -> Iterator[None]:
-    """Inside, what is compiled has keys that other ranks hold, and graphs that are changed before they run."""
+    """Inside, compiled code uses keys that other ranks hold, and its graphs are changed before they run."""
     global _elsewhere
     before, _elsewhere = _elsewhere, True
     try:
@@ -43,7 +43,7 @@ def has_keys_elsewhere() -> Iterator[None]:
 
 
 def keys_are_elsewhere() -> bool:
-    """Whether this is called inside of `has_keys_elsewhere`. What was compiled knows, and is compiled anew outside."""
+    """Whether the call is inside `has_keys_elsewhere`. Compiled code guards on it and is recompiled outside."""
     return _elsewhere
 
 

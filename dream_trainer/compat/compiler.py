@@ -1,4 +1,4 @@
-"""The private and moving names of PyTorch's compiler; none imports it unless its docstring says so."""
+"""The private and unstable names of PyTorch's compiler; only those with a note in their docstring import it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which the compiler leaves alone wherever it is called. Imports no compiler."""
+    """`function`, which the compiler never traces, from any caller. Imports no compiler."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether it calls Python code that the compiler was told not to look into."""
+        """Whether it calls Python code that the compiler does not trace."""
         place = getattr(self.function, "__module__", None) or ""
         # Functions of the compiler's own call such code: an autograd.Function, or what is not traced strictly.
         is_pytorchs = place.partition(".")[0] == "torch" and not place.startswith("torch._dynamo.")
@@ -133,7 +133,7 @@ def own_errors(kind: type[Exception], of_shapes: Callable[[str], Exception]) -> 
 
 
 class CompiledTooOften(Exception):
-    """A function has as many graphs as the compiler allows, none of which fits. Its text says what changed."""
+    """A function has the maximum number of graphs, and none fits. The text says what changed."""
 
 
 class _Limits(logging.Filter):
@@ -151,7 +151,7 @@ class _Limits(logging.Filter):
 
 @contextmanager
 def too_often_is_told() -> Iterator[None]:
-    """Inside, a function with as many graphs as it may have raises CompiledTooOften, of which nothing is logged."""
+    """Inside, a function that needs more than the maximum number of graphs raises CompiledTooOften and logs nothing."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     log, limits = logging.getLogger("torch._dynamo.convert_frame"), _Limits()

@@ -1,10 +1,10 @@
 """Parameter groups of `fully_shard` that code may use in ways that PyTorch does not provide for.
 
-- Ranks may use different parameters in a backward: a sharded group brings zeros for what its rank did not use, and
-  gradients of replicas stay this rank's own until `step` averages them.
-- Code may read parameters outside of their block (touched_shards.py), which holds their group to the end of the step.
-- A graph may need a weight again after it was given back (`SavedWeights`).
-- A group may lie in a block that is run again, and several backwards may be one for their gradients.
+- Ranks may use different parameters in a backward: a sharded group contributes zeros for unused parameters, and
+  gradients of replicas stay on this rank until `step` averages them.
+- Code may read parameters outside their block (touched_shards.py), which holds their group to the end of the step.
+- A graph may need a weight again after it was freed (`SavedWeights`).
+- A group may be in a recomputed block, and several backwards may count as one for their gradients.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def _unseen() -> Iterator[None]:
 
 
 class UnseenState(FSDPState):
-    """The state of a module that may be inside of a block that is run again, where it is the root of what runs."""
+    """The state of a module that may be inside a recomputed block, as the root of the recomputation."""
 
     def _root_pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         with unseen_by_checkpoints():
             return super()._root_pre_forward(*args, **kwargs)
 
-    # As in PyTorch, also in containers of users' own classes, of which it cannot build new ones.
+    # As in PyTorch, also in containers of user classes, which it cannot rebuild.
 
     def _cast_forward_inputs(self, args: Any, kwargs: Any) -> Any:
         if not self._mp_policy.cast_forward_inputs:
@@ -83,7 +83,7 @@ def _with_dtype(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 def write_rows(parameter: Any, values: Tensor) -> None:
-    """Writes this rank's rows of a whole parameter's values to its shard, where they are others."""
+    """Writes this rank's rows of a whole parameter's values to its shard, if they differ."""
     mesh, shard = parameter.mesh_info, parameter._sharded_local_tensor
     parts = torch.chunk(local_tensor(values), mesh.shard_mesh_size, dim=parameter.fsdp_placement.dim)
     if mesh.shard_mesh_rank < len(parts):
@@ -93,27 +93,27 @@ def write_rows(parameter: Any, values: Tensor) -> None:
 
 
 class DifferentiableGroup(FSDPParamGroup):
-    """A group whose gradients may be differentiated again, for which gathered parameters stay so until the step."""
+    """A group whose gradients may be differentiated again; gathered parameters then stay gathered until the step."""
 
     _local_gradients: GradientState
     _state: FSDPState
     _touchable: TouchableShards
-    is_held = False  # for a parameter that was touched outside of the group's forward
+    is_held = False  # for a parameter that was touched outside the group's forward
     ends = False  # a backward, with all the gradients that it gave
     _is_in_saved = _owns_storages = _shows_shards = False
     is_stale = False  # shards were written to since the gathering
-    _full: dict[Any, Tensor]  # gathered for code outside of the group's forward, in the parameters' own type
+    _full: dict[Any, Tensor]  # gathered for code outside the group's forward, in the parameters' own type
     _writes: list[int]  # to gathered parameters, up to their gathering
 
     def hold_touched(self) -> None:
-        """Gathers what code outside of the group's forward reads, and keeps it; modules go on showing shards."""
+        """Gathers parameters that code outside the group's forward reads, and keeps them; modules still show shards."""
         self.is_held = True
         self._refresh()
         self.hold()
         self.show("sharded_param")
 
     def _refresh(self) -> None:
-        """Has what is gathered be gathered anew, in the same memory, if shards were written to."""
+        """Gathers parameters again, in the same memory, if shards were written to."""
         if self.is_stale:
             self.is_stale = False
             super()._to_sharded()  # type: ignore[no-untyped-call]
@@ -142,12 +142,12 @@ class DifferentiableGroup(FSDPParamGroup):
         return saved
 
     def let_touch(self) -> None:
-        """What stays gathered, held or as the root's is, shows shards again, so that each operation is noticed."""
+        """Makes groups that stay gathered (held, or the root's) show shards again, so that operations are noticed."""
         if self.is_unsharded and self._touchable.may_be_touched and not self._touchable.in_stages:
             self.show("sharded_param")
 
     def show(self, which: str) -> None:
-        """Has modules show the shards (`sharded_param`), or the gathered parameters (`_unsharded_param`)."""
+        """Makes modules show the shards (`sharded_param`), or the gathered parameters (`_unsharded_param`)."""
         self._shows_shards = which == "sharded_param"
         for parameter in self.fsdp_params:
             parameter._setattr_on_modules(getattr(parameter, which))
@@ -168,7 +168,7 @@ class DifferentiableGroup(FSDPParamGroup):
         return [write_count(p._unsharded_param) for p in self.fsdp_params]
 
     def reshard(self) -> None:
-        """What code wrote to gathered parameters is kept, and what is held stays."""
+        """Keeps writes to gathered parameters, and does not free held ones."""
         if not self.is_held:
             self.write_back(also_unseen=False)
             for parameter in self.fsdp_params if self.is_unsharded else ():
@@ -187,7 +187,7 @@ class DifferentiableGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def write_back(self, *, also_unseen: bool) -> None:
-        """Gives the shards what was written to gathered parameters."""
+        """Copies writes to gathered parameters to the shards."""
         if not self.is_unsharded:
             return
         if self.is_stale:
@@ -207,7 +207,7 @@ class DifferentiableGroup(FSDPParamGroup):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        """Also notes which memory is filled, and with which values."""
+        """Also records the filled memory, and its values."""
         if self._all_gather_result is None:
             return
         with unseen_by_checkpoints():
@@ -220,7 +220,7 @@ class DifferentiableGroup(FSDPParamGroup):
                     self._local_gradients.owners[tensor.untyped_storage()._cdata] = self
 
     def gather_again(self) -> None:
-        """A backward asks for a gathered parameter that its graph has saved; a collective if it was given back."""
+        """A backward asks for a gathered parameter that its graph has saved; a collective if it was freed."""
         state, is_gathered = self._state, self.is_unsharded
         if torch._C._current_graph_task_id() == -1:  # code looks into a graph
             self.hold()
@@ -241,7 +241,7 @@ class DifferentiableGroup(FSDPParamGroup):
         return given
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-        """Also for tensors in containers of users' own classes."""
+        """Also for tensors in containers of user classes."""
         given: list[Tensor] = []  # one that is given twice, too: a second run is given its copies, and must not differ
 
         def note(tensor: Tensor) -> Tensor:
@@ -271,11 +271,11 @@ class DifferentiableGroup(FSDPParamGroup):
             self._local_gradients.graphs[self] = None
             self.reshard_after_backward = False
         super().pre_backward(*args, **kwargs)
-        if self._shows_shards and self.is_unsharded:  # what is computed again meets gathered parameters
+        if self._shows_shards and self.is_unsharded:  # recomputation uses gathered parameters
             self.show("_unsharded_param")
 
     def hold(self) -> None:
-        """Gathers what a forward has released since; a collective."""
+        """Gathers parameters that a forward has released since; a collective."""
         self.unshard()
         self.wait_for_unshard()
 
@@ -299,7 +299,7 @@ class SharedGroup(DifferentiableGroup):
         own_time.leave_collective()
 
     def wait_for_unshard(self) -> None:
-        """What it waits is no work of this rank's."""
+        """Its waiting time does not count as this rank's work."""
         own_time = self._local_gradients.own_time
         own_time.enter_collective()
         super().wait_for_unshard()
@@ -334,7 +334,7 @@ class SharedGroup(DifferentiableGroup):
             self._training_state = TrainingState.POST_BACKWARD
             return
         gathered = self._gathered()
-        # One that never ran has nothing to keep, where PyTorch would ask for it.
+        # A group that never ran has nothing to keep, although PyTorch would ask for it.
         is_frozen = self.reduce_grads and not any(p.requires_grad for p in gathered)
         if not gathered or (is_frozen and not (self.ends and self.keeps_gradients())):
             # Another optimizer's turn: gradients of an earlier micro-batch are reduced in this group's own turn.
@@ -475,7 +475,7 @@ def gathers_of(module: FSDPModule) -> int:
 
 
 def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
-    """The type in which it crosses ranks where it has one of its own: float8, if torchao gathers it."""
+    """The parameter's own type for the all-gather, if any: float8, if torchao gathers it."""
     torchao, local = sys.modules.get("torchao.float8.fsdp_utils"), local_tensor(parameter)
     if torchao is None or not isinstance(local, torchao.WeightWithDynamicFloat8CastTensor):
         return None
@@ -484,7 +484,7 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
 
 
 def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
-    """Has the gradients' shards of a sharded model cross ranks in their own groups, which it returns; a collective."""
+    """Makes a sharded model reduce gradients in separate groups, which it returns; a collective."""
     cast("FSDPModule", model).set_separate_reduce_scatter_group()
     groups: dict[ProcessGroup, None] = {}
     for module in model.modules():
@@ -496,7 +496,7 @@ def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
 
 
 def gather_in_symmetric_memory(model: torch.nn.Module) -> None:
-    """Has what `model`, which is sharded, gathers lie in symmetric memory, from PyTorch 2.13 on."""
+    """Makes the sharded `model` gather into symmetric memory, from PyTorch 2.13 on."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_symm_mem_for_comm()
@@ -521,7 +521,7 @@ def reduce_what_waits(
 
 
 def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
-    """After a backward: reduces the gradients of what is held; those that came late wait for the step."""
+    """After a backward: reduces the gradients of held groups; late ones wait for the step."""
     held = [group for group in groups if group.is_held]
     for group in groups:
         group.settle()
@@ -580,7 +580,7 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
             tensor, saved = packed
             if not isinstance(saved, int):
                 saved.gather_again()
-            elif tensor._version != saved:  # PyTorch does not look itself, where there are hooks
+            elif tensor._version != saved:  # with hooks, PyTorch does not check this itself
                 raise StepError(
                     f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at "
                     f"version {tensor._version} and was saved at {saved}. Use operations that return a new tensor."
@@ -607,6 +607,6 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
         self.__exit__(None, None, None)
 
     def leave_all(self) -> None:
-        """Leaves what a forward that raised did not leave."""
+        """Leaves contexts that a failed forward did not leave."""
         while self._entered:
             self.end()

@@ -1,4 +1,4 @@
-"""What Hugging Face's `datasets` keeps to itself, and the package must know."""
+"""Private parts of Hugging Face's `datasets` that the package needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def shuffles_in_a_buffer(dataset: Any) -> bool:
 
 
 def files_read(dataset: Any) -> list[str]:
-    """The files that a streaming dataset reads, as far as its loader tells; for messages."""
+    """The files that a streaming dataset reads, as far as known from its loader; for messages."""
     from datasets.iterable_dataset import ArrowExamplesIterable, ExamplesIterable
 
     found: list[str] = []

@@ -1,5 +1,5 @@
-"""PyTorch's operations by name: those whose results activation checkpointing keeps, what a called one is
-called, and a count of those that wait for the device."""
+"""PyTorch's named operations: those whose results activation checkpointing keeps, the operation of a call, and a count
+of those that wait for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 StopRecomputation = _StopRecomputationError
 """Ends the second run of a checkpointed forward when all that its backward needs is there."""
 
-EXPENSIVE_OPERATIONS = (  # matrix products, convolutions, attention and collectives: what the selective form keeps
+EXPENSIVE_OPERATIONS = (  # matrix products, convolutions, attention and collectives, kept by "selective"
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
@@ -30,7 +30,7 @@ EXPENSIVE_OPERATIONS = (  # matrix products, convolutions, attention and collect
 
 
 def operation(name: str) -> OpOverload | None:
-    """The operation of a name such as `"aten.mm.default"`; None for one of ours that this PyTorch does not have."""
+    """The operation of a name such as `"aten.mm.default"`; None for one of our defaults that this PyTorch lacks."""
     try:
         namespace, packet, overload = name.split(".")
         operation_of_name: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -28,21 +28,21 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model and what they are added to; plain values, which a checkpoint keeps."""
+    """The adapters of a model and the weights they are added to; plain values, which a checkpoint keeps."""
 
     config: Mapping[str, Any]  # the content of peft's `adapter_config.json`
     names: Mapping[str, str]  # the name of each of the adapter's tensors in peft's files, to its name in the model
     base: Mapping[str, str]
-    """The name that the base's author gave each tensor, to the name of what has its values in the model."""
+    """Maps the base author's name of each tensor to the name of the tensor with its values in the model."""
     low_rank: Mapping[str, LowRank] = field(default_factory=dict)
-    """What is to be added to some of `base`, by the author's name."""
-    cannot_merge: str = ""  # why the two cannot be made one here; "" if they can
+    """Maps the author's names to the products to add to some of `base`."""
+    cannot_merge: str = ""  # why the two cannot be merged here; "" if they can
     active: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Each adapter that is active, by peft's name of it, with its config; empty in earlier checkpoints."""
 
 
 def peft_model(model: nn.Module) -> PeftModel | None:
-    """`model`, if peft has put adapters into its layers: not one with prompts alone. peft is not imported for that."""
+    """`model`, if peft has put adapters into its layers, not only prompts. Does not import peft for that."""
     if "peft" not in sys.modules:
         return None
     from peft import PeftModel
@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
 def _mergeable(
     model: PeftModel, adapter: str, base: Mapping[str, str], tied_elsewhere: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, LowRank], dict[str, str], str]:
-    """The products to add, what stands in for tensors of the base, and why they cannot be merged, if so."""
+    """The products to add, replacements of the base's tensors, and the reason if they cannot be merged."""
     from peft.tuners.lora import Embedding, Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper

@@ -1,4 +1,4 @@
-"""PyTorch's pipeline schedules, which decide the order of micro-batches and sends, over stages of ours."""
+"""PyTorch's pipeline schedules, which decide the order of micro-batches and sends, over our stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPip
 SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
 _OWN_OF_A_COPY = ("_parameters", "_buffers", "_modules")
-"""What `shallow_copy` of a module has of its own; it does not share either what calls the module itself."""
+"""Attributes that `shallow_copy` does not share with the module; nor does it share the compiled call."""
 
 _ALL_HAVE_GRADIENTS = torch.__version__ < "2.13"
 """Whether PyTorch sends back a gradient of whatever a stage is given, which has to be a float then (2.11)."""
@@ -54,7 +54,7 @@ class ScheduledStage(PipelineStage):
         backward_context: AbstractContextManager[Any] | None = None,
         may_split: Callable[[Sequence[Tensor]], bool] = lambda given: True,
     ) -> None:
-        # What is known in advance needs no further forward and backward, which PyTorch would run to find it out.
+        # With known shapes, PyTorch need not run another forward and backward to find them.
         received = map(_as_sent, inputs) if place[0] > 0 else inputs
         args = {"input_args": tuple(received), "output_args": tuple(map(_as_sent, outputs))}
         super().__init__(_Weights(module), *place, device, group=group, **args)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ class ScheduledStage(PipelineStage):
         return output if self.is_last else tuple([_as_sent(part.contiguous()) for part in as_tuple(output)])
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """PyTorch 2.11 would compare what the stage gives with what it was told, and refuse a loss in another type."""
+        """Skips PyTorch 2.11's comparison of outputs with the expected ones, which refuses a loss in another type."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """PyTorch 2.11 would have a rank with neighbouring stages send to itself, which gloo cannot."""
@@ -82,7 +82,7 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> Any:
-        """What is sent back lies in order, and what may not be split is all computed with the inputs."""
+        """Sends contiguous gradients, and computes all of a backward that must not be split with the inputs."""
         if backward_type == "weight" and bwd_kwargs["param_groups"] is None:  # which had theirs with the inputs
             return (), None
         is_split = (
@@ -117,13 +117,13 @@ class _Weights(nn.Module):
 
 
 def bytes_sent(tensor: Tensor) -> tuple[int, int]:
-    """What crosses of a tensor that a stage hands on: there, and of its gradient back."""
+    """Bytes sent for a stage's output tensor: forward, and for its gradient backward."""
     back = tensor.is_floating_point() or _ALL_HAVE_GRADIENTS
     return _as_sent(tensor).nbytes, _as_sent(tensor).nbytes * back
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
-    """What goes from stage to stage of a tensor: the bits of integers as those of floats where all have gradients."""
+    """A tensor as it is sent between stages: integers as the bits of floats, if all tensors have gradients."""
     if not _ALL_HAVE_GRADIENTS or tensor.is_floating_point() or tensor.is_complex():
         return tensor
     return tensor.view(_FLOATS[tensor.itemsize]) if tensor.itemsize in _FLOATS else tensor.to(torch.float16)
@@ -165,7 +165,7 @@ def _part_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Has the gradients of weights be their own: PyTorch gives some the same tensor, to which it would add for each."""
+    """Gives each weight its own gradient tensor: PyTorch shares some tensors, and would add to them for each weight."""
     weights = [node.variable for group in groups for node in group["params"]]
     before = [weight.grad for weight in weights]
     for weight in weights:
@@ -177,18 +177,18 @@ def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
                 gradient += weight.grad
             weight.grad = gradient
         elif weight.grad is not None:
-            # In memory of its own; a part of a sum stays one, which `clone` would add up over ranks.
+            # In separate memory; `clone` of a partial DTensor would sum it over ranks.
             weight.grad = with_local(weight.grad, local_tensor(weight.grad).clone())
     after_accumulation(weights)
 
 
 def _in_one(of: dict[str, Any]) -> dict[str, Any]:
-    """What a whole backward is of, where one for the inputs was asked for; a loss comes by itself then."""
+    """Arguments of a whole backward instead of one for the inputs; a loss is then a single tensor."""
     return of | {"stage_output": of["stage_output"][0]} if of["output_grads"] is None else dict(of)
 
 
 def _of_those_with_gradients(of: dict[str, Any]) -> dict[str, Any]:
-    """What a backward is of, without outputs that have no gradient, from which PyTorch 2.11 would go back as well."""
+    """Arguments of a backward without outputs that need no gradient; PyTorch 2.11 would use those too."""
     if of["output_grads"] is None:  # the loss
         return of
     pairs = [pair for pair in zip(of["stage_output"], of["output_grads"], strict=True) if pair[0].requires_grad]
@@ -205,7 +205,7 @@ def _of_all(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tup
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
-    """What a stage hands on, as the next one's arguments."""
+    """A stage's output as the next stage's arguments."""
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
@@ -241,7 +241,7 @@ def ranks_of_stages(name: str, n_ranks: int, stages_per_rank: int) -> list[int]:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Another module with the same parts, which may be left out of it alone."""
+    """Another module with the same parts; removing some of them does not change the original."""
     copied = object.__new__(type(module))  # `copy.copy` would call the constructor of what `fully_shard` wrapped
     vars(copied).update(_shared(module))
     for kind in _OWN_OF_A_COPY:
@@ -250,7 +250,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def refresh_copy(copied: nn.Module, module: nn.Module) -> None:
-    """Makes what `shallow_copy` made of `module`, and what is left in it of parameters, as `module` is now."""
+    """Updates a `shallow_copy` of `module`, including its remaining parameters, to the present state of `module`."""
     vars(copied).update(_shared(module))
     for name, parameter in copied._parameters.items():
         if parameter is not None:

@@ -119,7 +119,7 @@ def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.n
 
 @contextmanager
 def whole_parameters(module: FSDPModule) -> Iterator[None]:
-    """Replaces what `fully_shard(module)` manages by plain, unsharded copies in full precision; a collective.
+    """Replaces the parameters of `fully_shard(module)` by plain, unsharded copies in full precision; a collective.
 
     Forwards gather and cast nothing inside. Over a tensor-parallel dimension the parameters stay split."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -137,7 +137,7 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
         held.show("sharded_param")
         return
     module.reshard()
-    # A group that takes itself for gathered gathers nothing; `state_dict()` would have it go back to its shards.
+    # A group whose state is gathered gathers nothing; `state_dict()` would switch it back to its shards.
     before = group.post_forward_mesh_info, state._mp_policy
     group.post_forward_mesh_info, state._mp_policy = None, MixedPrecisionPolicy()
     gathered = [vars(managed).get("_unsharded_param") for managed in group.fsdp_params]
@@ -222,7 +222,7 @@ def tf32_is_allowed() -> bool:
 
 @contextmanager
 def with_parameters(module: torch.nn.Module, replaced: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, `module` computes with the given tensors instead of its own parameters of those names."""
+    """Inside, `module` computes with the given tensors instead of its parameters with those names."""
     originals = dict(module._parameters)
     module._parameters.update(replaced)  # type: ignore[arg-type]
     try:
@@ -273,17 +273,17 @@ def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """A context in which no `__torch_function__`, of modes or of subclasses, is called."""
+    """A context that calls no `__torch_function__`, of modes or of subclasses."""
     return torch._C.DisableTorchFunction()
 
 
 def unnoticed_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """A context in which writes to these tensors leave their version as it is: autograd takes them for unchanged."""
+    """A context where writes to these tensors keep their version: autograd takes them for unchanged."""
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def reading_waits(device: torch.device) -> bool:
-    """Whether the host, to read a number from `device`, waits for what runs there."""
+    """Whether reading a number from `device` makes the host wait for it."""
     return device.type != "cpu"
 
 
@@ -300,7 +300,7 @@ def write_count(tensor: Tensor) -> int:
 
 
 def reset_attention_parameters(module: torch.nn.MultiheadAttention | torch.nn.Transformer) -> None:
-    """What other modules call `reset_parameters`: these two alone spell it with an underscore."""
+    """Calls their `reset_parameters`: only these two modules spell it with an underscore."""
     module._reset_parameters()
 
 
@@ -326,7 +326,7 @@ def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
 
 
 def merge_plans_of_parts(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """As `DefaultSavePlanner.create_global_plan`, but nobody asks whether the parts are all of each tensor."""
+    """Like `DefaultSavePlanner.create_global_plan`, without the check that the parts cover each tensor."""
     from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
@@ -342,7 +342,7 @@ def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
 
 
 def enable_flight_recorder(directory: Path) -> None:
-    """Has NCCL's groups write their last collectives into `directory` on a time-out or error.
+    """Makes NCCL's groups write their last collectives into `directory` on a time-out or error.
 
     Call it before the first group is made; torch reads these once in a process, the newer names first."""
     wanted = {
@@ -358,7 +358,7 @@ def enable_flight_recorder(directory: Path) -> None:
 
 
 def recorded_collectives() -> bytes | None:
-    """What the flight recorder holds of this rank's last collectives, pickled; None without a process group."""
+    """The flight recorder's dump of this rank's last collectives, pickled; None without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     from torch._C import _distributed_c10d
@@ -431,7 +431,7 @@ def write_memory_snapshot(path: Path) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread computes a backward, where checkpointed activations are computed again."""
+    """Whether this thread computes a backward, which recomputes checkpointed activations."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -446,16 +446,16 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-# -- Random operations on DTensors that lie on a GPU: from which generators they draw.
+# -- Random operations on DTensors that lie on a GPU: the generators they draw from.
 #
 # PyTorch keeps a tracker for them in private names of `torch.distributed.tensor._random`. It makes one at the first
-# such operation of a process, and then gives rank 0's generator to the whole world, by a collective: from there on
-# ranks would draw the same where they must not, as data-parallel ones in dropout, and wait for stages that run no such
-# operation.
+# such operation of a process, and then copies rank 0's generator to the whole world, by a collective. From then on
+# ranks would draw equal numbers where they must differ, as data-parallel ranks do in dropout. They would also wait for
+# stages that run no such operation.
 
 
 def keep_own_generators(mesh: DeviceMesh) -> None:
-    """Has DTensors draw from the generator that each rank has; to be called before any of them draws."""
+    """Makes DTensors draw from each rank's own generator; call it before any of them draws."""
     if mesh.device_type == "cpu":
         return
     from torch.distributed.tensor._random import manual_seed
@@ -490,7 +490,7 @@ def inner_schedulers(scheduler: LRScheduler | ReduceLROnPlateau) -> list[LRSched
 
 
 def steps_taken(scheduler: LRScheduler | ReduceLROnPlateau) -> int:
-    """How often a scheduler was stepped since its beginning; 0 of one of a user's that keeps no count."""
+    """How often a scheduler was stepped since its beginning; 0 of one of a user class that keeps no count."""
     if isinstance(scheduler, ChainedScheduler):
         return max(steps_taken(part) for part in scheduler._schedulers)
     steps: int = vars(scheduler).get("last_epoch", 0)
@@ -527,7 +527,7 @@ def keep_hooks(tensor: Tensor) -> None:
 
 
 def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
-    """Has autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
+    """Makes autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
     if former._backward_hooks is not None and parameter._backward_hooks is not former._backward_hooks:
         parameter._backward_hooks = former._backward_hooks
     hooks = former._post_accumulate_grad_hooks
@@ -546,7 +546,7 @@ def changes_gradients(parameter: nn.Parameter) -> bool:
 
 @contextmanager
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Calls no hook of `register_hook` inside of the block."""
+    """Calls no hook of `register_hook` inside the block."""
     taken = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
     for hooks, _ in taken:
         hooks.clear()

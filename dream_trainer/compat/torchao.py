@@ -15,18 +15,18 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 Float8Layer: Any = Float8Linear  # the layer, of no type, so that checkers need no torchao
-MULTIPLE = 16  # what float8 products of matrices need both sizes of a weight to be multiples of
+MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multiples of this
 
 
 def float8_config(recipe: str, *, all_gather: bool, emulate: bool) -> Float8LinearConfig:
-    """torchao's config of a recipe of its own."""
+    """torchao's config of a named recipe."""
     config = Float8LinearConfig.from_recipe_name(recipe)
-    # Numbers of tokens are no multiples of 16; what fits is not padded.
+    # Numbers of tokens may not be multiples of 16; others are not padded.
     return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate, pad_inner_dim=True)
 
 
 def attributes(config: Float8LinearConfig) -> dict[str, Any]:
-    """What a `Float8Linear` of that config has and a linear layer has not."""
+    """Attributes that a `Float8Linear` of that config has in addition to a linear layer's."""
     with torch.device("meta"):
         plain = torch.nn.Linear(MULTIPLE, MULTIPLE)
         layer = convert_to_float8_training(torch.nn.Linear(MULTIPLE, MULTIPLE), config=config)

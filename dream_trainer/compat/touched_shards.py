@@ -1,8 +1,8 @@
-"""Sharded parameters that code reads outside of their block's forward: such a read gathers the block.
+"""Sharded parameters that code reads outside their block's forward: such a read gathers the block.
 
-An operation on a `TouchableShard` computes with the whole parameter, which stays gathered until the step ends; or with
-the shard, if its other operands are shards or it asks for metadata. Operations on a `ShardValue`, as gradients are, use
-the shards, and numbers that are read from them (`item()`) are those of the whole tensor.
+An operation on a `TouchableShard` computes with the whole parameter, which stays gathered until the step ends. It uses
+the shard if its other operands are shards or if it asks for metadata. Operations on a `ShardValue`, such as a gradient,
+use the shards, and numbers read from them (`item()`) are those of the whole tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _READS = {
 _RANDOM = {
     getattr(Tensor, f"{name}_")
     for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
-}  # of which each rank draws all, as one process does
+}  # each rank draws all numbers, as one process does
 _SHARES_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
 _places = OfTensors["tuple[TouchableShards, Any, Any]"]()
 """For each touchable shard: the TouchableShards, PyTorch's group and its FSDPParam."""
@@ -82,7 +82,7 @@ class TouchableShard(DTensor):
         if func == _GET_GRAD:
             return _as_value(_as_shards(func, args, kwargs))
         kwargs = kwargs or {}
-        first = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init gives its tensor by name
+        first = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init passes its tensor as a keyword
         if type(first) is cls:
             if func is Tensor.detach or func == _GET_DATA:
                 return _alias(func, first)
@@ -101,7 +101,7 @@ class TouchableShard(DTensor):
                 return _write(func, first, args, kwargs)
         if any(_is_other_shard(value) for value in tree_iter((args, kwargs))):
             return _of_shards(func, args, kwargs)
-        if func in _SHARES_MEMORY:  # which is given back at the end of the step
+        if func in _SHARES_MEMORY:  # its memory is freed at the end of the step
             args = tree_map(_copied, args)
         return _on_whole(func, args, kwargs)
 
@@ -152,14 +152,14 @@ class TouchableShards:
         self.may_be_touched = False
 
     def add(self, group: Any) -> None:
-        """From now on the parameters of a group can be touched, while `let_touch` says so."""
+        """From now on the parameters of a group can be touched while `let_touch` allows it."""
         for parameter in group.fsdp_params:
             parameter.__class__ = TouchableParameter
             _places.set(parameter.sharded_param, (self, group, parameter))
             self._shards.append(parameter.sharded_param)
 
     def let_touch(self, allowed: bool) -> None:
-        """Whether parameters can be touched from now on. If not, what was touched is let go."""
+        """Sets whether parameters can be touched from now on. If not, touched ones are released."""
         self.may_be_touched = allowed
         for shard in self._shards:
             shard.__class__ = TouchableShard if allowed else DTensor
@@ -168,7 +168,7 @@ class TouchableShards:
             _make_plain(shard.grad for shard in self._shards)
 
     def let_go(self) -> None:
-        """Gives back what was gathered for being touched. Its gradients wait for the step."""
+        """Frees parameters that were gathered when touched. Their gradients wait for the step."""
         for group in self._touched:
             group.let_touched_go()
         self._touched.clear()
@@ -238,7 +238,7 @@ def _is_other_shard(value: Any) -> bool:
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives for whole parameters, which graphs gather again if they are given back before backward."""
+    """Result of `func` for whole parameters; graphs gather them again if they are freed before backward."""
     touched = [value for value in tree_iter((args, kwargs)) if type(value) is TouchableShard]
     args, kwargs = tree_map(_whole, (args, kwargs))
     if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in tree_iter((args, kwargs))):
@@ -263,7 +263,7 @@ def _whole(value: Any) -> Any:
         return value
     shard: Any = value
     shards, group, parameter = _place(shard)
-    if not shards.may_be_touched:  # what was taken from a parameter in a step, and kept
+    if not shards.may_be_touched:  # a tensor taken from a parameter in a step, and kept
         shard.__class__ = DTensor
         return shard
     shards.gather(group, parameter._param_fqn)

@@ -1,4 +1,4 @@
-"""When a run is saved, which checkpoints stay, and from which one it goes on."""
+"""When a run is saved, which checkpoints are kept, and which one it resumes from."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ Word = Literal["keep", "new"]
 
 @parameters
 class BranchParameters:
-    """What goes along from the checkpoint that `resume=<path>` names, besides the weights; by default all of it."""
+    """State to take over from the checkpoint of `resume=<path>` besides the weights. Default: everything."""
 
     optimizer: OptimizerWord = "keep"
-    """"keep": state and options, so that the checkpoint's learning rate, weight decay and betas go on; "moments": the
-    state, such as Adam's moments, under the options of this config: so a new learning rate holds; "new": neither."""
+    """"keep": state and options, including the checkpoint's learning rate, weight decay and betas. "moments": only the
+    state, such as Adam's moments, so this config's learning rate applies. "new": neither."""
     schedule: ScheduleWord = "keep"
-    """"keep": the schedule goes on at its step, in the form that this config gives it; "extend": the same, but where a
-    longer run stretches it, the rate stays where it was until the longer form has come down to it; "new": the schedule
-    begins at its first step."""
+    """"keep": the schedule continues at its step, in the form of this config. "extend": the same, but if a longer run
+    stretches it, the rate stays at its value until the longer form has come down to it. "new": the schedule begins at
+    its first step."""
     counters: Word = "keep"
-    """Whether steps, epochs, samples, tokens, time, best values and the history go on, or begin at zero."""
+    """Whether steps, epochs, samples, tokens, time, best values and the history continue, or begin at zero."""
     data: Word = "keep"
-    """Whether the order of the data and the random states go on where they were, or begin anew, from this config's
-    seed."""
+    """Whether the order of the data and the random states continue, or restart from this config's seed."""
 
 
 ALL_KEPT = BranchParameters()  # a plain resume
@@ -59,24 +58,23 @@ def _check_place(name: str, value: object, *, hint: str) -> None:
 
 @parameters
 class CheckpointParameters:
-    """When to save, what to keep, and what to resume.
+    """When to save, and which checkpoints to keep and resume.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
     """
 
     directory: Annotated[str, _check_place] | None = None
-    """Directory, such as on a larger disk, under which checkpoints lie as `<project>/<group>/<experiment>`; the run's
-    `checkpoints` is then a link to them. Such as `s3://bucket/path`, `gs://...`, `az://...`: an object store, to which
-    they are sent from the run's directory. None: they lie there."""
+    """Directory, e.g. on a larger disk, that holds the checkpoints as `<project>/<group>/<experiment>`. The run's
+    `checkpoints` is then a link to them. Or an object store (`s3://bucket/path`, `gs://...`, `az://...`): checkpoints
+    are uploaded to it from the run's directory. None keeps them in the run's directory."""
 
     save_every_n_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; None does not count steps."""
+    """Optimizer steps between checkpoints. None disables."""
     save_every_n_minutes: PositiveFloat | None = None
-    """Minutes between checkpoints, by rank 0's clock; None does not look at it."""
+    """Minutes between checkpoints, by rank 0's clock. None disables."""
     save_every_n_epochs: PositiveInt | Literal["auto"] | None = "auto"
-    """Epochs between checkpoints; "auto" is 1 unless steps or minutes between them are set, None does not count
-    epochs."""
+    """Epochs between checkpoints. "auto" is 1 unless steps or minutes between them are set. None disables."""
     save_on_best: bool = False
     """Whether to save after each validation whose `best_metric` is better than all before."""
     save_at_end: bool = True
@@ -85,53 +83,53 @@ class CheckpointParameters:
     """Whether a single process saves its last finished step when an exception ends it."""
 
     local_directory: Directory | None = None
-    """Directory on each host, such as `/dev/shm`, which is its memory: there every save leaves what this host's ranks
-    hold, and a restart on the same hosts goes on from it and reads nothing else. Needs room for two states of the
-    host's ranks. None: no local checkpoints."""
+    """Directory on each host, such as `/dev/shm` (host memory). Every save also leaves the state of the host's ranks
+    there, and a restart on the same hosts resumes from it without reading anything else. Needs room for two states of
+    the host's ranks. None disables local checkpoints."""
     save_local_every_n_steps: PositiveInt | None = None
-    """Optimizer steps between states that hosts keep in `local_directory` alone, more often than checkpoints are saved;
-    none of them is a checkpoint of the run. None: every save leaves one, and there are no others."""
+    """Optimizer steps between states that hosts only keep in `local_directory`, more often than checkpoints are saved.
+    These are not checkpoints of the run. None keeps one such state per save."""
 
     save_frozen: bool = True
-    """Whether checkpoints hold the parameters that take no gradients. False leaves out those that still have the values
-    of the setup, such as the base under adapters or a frozen reference: each start has to load them again
-    (`load_pretrained`), and one that has others than the checkpoint's, by digest, is refused."""
+    """Whether checkpoints hold frozen parameters (without gradients). False omits those that still have the values
+    of the setup, such as the base under adapters or a frozen reference. Each start must then load them again
+    (`load_pretrained`), and a start with other values than the checkpoint's (by digest) raises an error."""
 
     async_save: bool = True
-    """Whether checkpoints are written in the background: training pays the copy to the host's memory, which holds one
-    more copy of this rank's state. False holds training until the checkpoint is on the disk."""
+    """Whether checkpoints are written in the background. Training only waits for the copy to host memory, which takes
+    one more copy of this rank's state. False blocks training until the checkpoint is on the disk."""
     when_busy: WhenBusy = "wait"
-    """What a save does that comes due while the last one is still being written: "wait" for it, or "skip" this one."""
+    """Policy for a save that is due while the last one is still being written: "wait" for it, or "skip" this one."""
     on_save_error: OnSaveError = "raise"
-    """What a save that failed does: "raise" ends the run at the next step, "warn" goes on to the next save."""
+    """Policy for a failed save: "raise" ends the run at the next step, "warn" continues until the next save."""
 
     keep_last: PositiveInt | None = None
-    """Newest checkpoints to keep. With none of the three rules all are kept; with any, what one of them names, and
-    always the newest."""
+    """Number of newest checkpoints to keep. Without any of the three `keep_` rules all are kept. Otherwise those that
+    any rule selects are kept, and always the newest."""
     keep_every_n_steps: PositiveInt | None = None
-    """Checkpoints of steps divisible by this are kept for ever."""
+    """Checkpoints of steps divisible by this are kept forever. None disables."""
     keep_best: PositiveInt | None = None
-    """Best checkpoints to keep, by `best_metric`."""
+    """Number of best checkpoints to keep, by `best_metric`. None disables."""
     best_metric: str | None = None
-    """Name of a validation metric, such as "val/loss", which `load_best`, `trainer.best` and EarlyStopping go by too.
-    NaN is never best. One that the first validation does not give
-    is an error there, or before the first step if no validation could give it."""
+    """Name of a validation metric, such as "val/loss". `load_best`, `trainer.best` and EarlyStopping use it too. NaN is
+    never best. If the first validation does not give the metric, it raises an error; if no validation could give it,
+    the error comes before the first step."""
     best_mode: Mode | None = None
-    """Whether the smallest ("min") or the largest ("max") value is best. None asks the metric: its torchmetrics object,
-    else its name, such as "val/loss" or "val/accuracy"; where neither says, the run does not begin."""
+    """Whether the smallest ("min") or the largest ("max") value is best. None infers it from the metric's torchmetrics
+    object, or from its name, such as "val/loss" or "val/accuracy". If neither tells, the run does not start."""
 
     resume: int | str | None = "auto"
-    """"auto": the newest complete checkpoint of this run if there is one; "latest": that one, an error if there is
-    none; "best": the best by `best_metric`; a step; a path of a checkpoint, or of another run, for its newest; None:
-    start from step 0, an error if the run directory has checkpoints already."""
+    """Checkpoint to resume from. "auto": the newest complete one of this run, if any. "latest": the same, but an error
+    if there is none. "best": the best by `best_metric`. A step. A path of a checkpoint, or of another run for its
+    newest. None: start from step 0, an error if the run directory has checkpoints."""
     branch: BranchParameters = field(default_factory=BranchParameters)
-    """What goes along from the checkpoint of another run that `resume` names by its path."""
+    """State to take over if `resume` is the path of another run's checkpoint."""
     init_from: Annotated[str, _check_path] | None = None
-    """Weights to start from if there is nothing to resume: whatever `load_weights` reads."""
+    """Weights to start from if there is nothing to resume, in any form that `load_weights` reads."""
     init_renames: Mapping[str, str] = field(default_factory=dict)
     """Regular expressions and their replacements, applied in order to the names in `init_from`."""
     init_strict: bool = True
-    """Whether names that are missing, unexpected or of another shape in `init_from` are an error."""
+    """Whether missing or unexpected names, or other shapes, in `init_from` raise an error."""
 
     def __post_init__(self) -> None:
         refuse(
@@ -147,7 +145,7 @@ class CheckpointParameters:
         for name, is_given in by_metric.items():
             refuse(
                 is_given and not self.best_metric,
-                f'{name}={vars(self)[name]!r} does not say by which metric. Set best_metric, such as "val/loss".',
+                f'{name}={vars(self)[name]!r} needs a metric. Set best_metric, such as "val/loss".',
             )
         is_step = isinstance(self.resume, int) and not isinstance(self.resume, bool) and self.resume >= 0
         refuse(
@@ -157,7 +155,7 @@ class CheckpointParameters:
         )
 
     def known_best_mode(self, higher_is_better: bool | None = None) -> Mode:
-        """Whether the smallest or the largest value of `best_metric` is best; "min" where there is no such metric."""
+        """Whether the smallest or the largest value of `best_metric` is best; "min" without a metric."""
         if self.best_metric is None:
             return self.best_mode or "min"
         return mode_of(
@@ -182,7 +180,7 @@ class CheckpointParameters:
 
     @property
     def saves(self) -> bool:
-        """Whether anything is saved without being asked for."""
+        """Whether any save is automatic."""
         intervals = (self.save_every_n_steps, self.save_every_n_minutes, self.epochs_between_saves)
         return self.save_at_end or self.save_on_best or any(value is not None for value in intervals)
 
@@ -192,4 +190,4 @@ class CheckpointConfigMixin:
     """Config of CheckpointMixin."""
 
     checkpoint_parameters: CheckpointParameters = field(default_factory=CheckpointParameters)
-    """When to save, what to keep, and what to resume."""
+    """When to save, and which checkpoints to keep and resume."""

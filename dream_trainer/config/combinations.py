@@ -9,7 +9,7 @@ from dream_trainer.errors import ConfigError
 
 
 class Combination(NamedTuple):
-    """Settings that do not go together: each is on, or has the value that stands after `=`."""
+    """Settings that cannot be combined: each is on, or has the value after `=`."""
 
     settings: tuple[str, ...]
     reason: str
@@ -38,7 +38,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
     Combination(
         ("cpu_offload", "expert_parallel"),
         "fully_shard does not move shared experts to the device and back",
-        "Use cpu_offload=False with more expert_parallel, or dp_shard beside it, which leave each rank less; or "
+        "Use cpu_offload=False with more expert_parallel, or additional dp_shard, which leave each rank less; or "
         "expert_parallel=1.",
     ),
     Combination(
@@ -61,7 +61,7 @@ UNSUPPORTED: tuple[Combination, ...] = (
     ),
     Combination(
         ("compile_parameters.async_tensor_parallel", "compile=False"),
-        "it overlaps products of compiled blocks alone",
+        "it only overlaps products of compiled blocks",
         "Set device_parameters.compile=True too, or leave it False.",
     ),
     Combination(
@@ -79,12 +79,12 @@ UNSUPPORTED: tuple[Combination, ...] = (
         for other in ("tensor_parallel", "context_parallel", "expert_parallel", "cpu_offload", "overlap_reduce")
     ),
     Combination(("LocalSGDMixin", "precision=fp16"), "its loss scale is one for all ranks", _LEAVE_ONE),
-    Combination(("LocalSGDMixin", "on_nonfinite"), "a worker would skip a step alone", _LEAVE_ONE),
+    Combination(("LocalSGDMixin", "on_nonfinite"), "a single worker would skip a step", _LEAVE_ONE),
 )
 
 
 def refuse_combinations(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if settings do not go together; those that `settings` lacks are off."""
+    """Raises ConfigError if settings cannot be combined; settings missing in `settings` are off."""
     for names, reason, remedy in UNSUPPORTED:
         wanted = [name.partition("=") for name in names]
         if all(name in settings and _is_on(settings[name], value) for name, _, value in wanted):

@@ -36,27 +36,26 @@ from dream_trainer.screen import is_in_notebook
 
 T = TypeVar("T", bound=BaseTrainerConfig)
 _PACKAGE = Path(__file__).parent.parent
-# Meanings that spelling alone would not find, or not first.
+# Meanings that spelling by itself would not find, or not first.
 _SYNONYMS = {"learning-rate": "lr", "lr": "learning-rate", "batch-size": "train-batch-size"}
 _SYNONYMS |= {"tp": "tensor-parallel", "cp": "context-parallel", "pp": "pipeline-parallel", "ep": "expert-parallel"}
 
 
 def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
-    """Builds a config from command-line arguments; `--help` shows the user's own fields and those that most runs set,
+    """Builds a config from command-line arguments. `--help` shows your own fields and the most common ones,
     `--help-all` every one.
 
     A flag into a section that is None builds it with its defaults, and `--section None` drops it.
-    `--config FILE`, given once or several times, is read first, as by `load_config`; other arguments change what the
-    files set. Callbacks are code and not on the command line: they stay as the given instance, or the class's default,
-    has them.
+    `--config FILE`, given once or several times, is read first, as by `load_config`; other arguments override files.
+    Callbacks are code and not on the command line: they stay as in the given instance, or at the class's default.
 
     Args:
-        config: an instance, whose values are the defaults, or a class, whose fields without default are then required.
-        args: the arguments; `sys.argv[1:]` if None, and none in a notebook, where those are the kernel's. Then a
-            ConfigError that nobody catches later on ends the script with one line on stderr, too, and exit code 2.
+        config: An instance, whose values are the defaults, or a class, whose fields without default are then required.
+        args: The arguments. None takes `sys.argv[1:]`, or none in a notebook, whose arguments are the kernel's. With
+            None, an uncaught ConfigError later also ends the script with one line on stderr and exit code 2.
 
     Raises:
-        SystemExit: with code 2 after a message on stderr, if an argument is unknown or a value cannot work; with code 0
+        SystemExit: With code 2 after a message on stderr, if an argument is unknown or a value is invalid; with code 0
             after `--help` or `--help-all`.
     """
     if args is None and is_in_notebook():
@@ -211,7 +210,7 @@ def _with_sections(config: T, args: Sequence[str], opened: list[Field[Any]]) -> 
 
 
 def _about_unknown(config: Any, word: str) -> str:
-    """What to do about the first word that tyro had no use for."""
+    """Advice about the first argument that tyro did not accept."""
     if not word.startswith("--"):
         return f"{word!r} belongs to no flag. Write --FIELD VALUE, or --FIELD and --no-FIELD for a boolean."
     first, inside, rest = _spelled(word).removeprefix("--").partition(".")

@@ -22,7 +22,7 @@ from dream_trainer.errors import ConfigError
 
 T = TypeVar("T", bound=BaseTrainerConfig)
 SAVED_NAME = "config.json"
-RECORD_NAME = "run.json"  # lies beside it in a run's directory
+RECORD_NAME = "run.json"  # in the same run directory
 _NAMES = ("project", "group", "experiment")
 # Fields of a saved config that only concern its own run: its place and start, and the record of what is code.
 _OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks", "given_objects")
@@ -37,19 +37,19 @@ class _Set(NamedTuple):
 
 
 def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
-    """Builds a config from files, merged in order: each says what it changes, and the last word counts.
+    """Builds a config from files, merged in order: each lists changes, and later files win.
 
-    What no file names stays as `config` has it. A run's directory, or a copy of the `config.json` in it, is taken
-    without what it says of that run: its three names, `runs_dir`, what it resumed, and its callbacks.
+    Fields that are in no file keep the value of `config`. A run's directory, or a copy of its `config.json`, is read
+    without its run-specific fields: its three names, `runs_dir`, its resume settings, and its callbacks.
 
     Args:
-        config: What the files change; of a class, what has no default must be in a file.
+        config: Instance that the files change, or a class, whose fields without default must be in a file.
         *files: Paths that end in .yaml, .yml, .toml or .json, or directories of runs.
-        **given: Fields that count over all files, as the config's constructor takes them.
+        **given: Fields that override all files, as the config's constructor takes them.
 
     Raises:
         ConfigError: A file is missing or cannot be read, a key is unknown (with its place and the nearest name) or
-            stands twice, or a value cannot work; with the file.
+            occurs twice, or a value is invalid; with the file.
     """
     changes: dict[str, _Set] = {}
     for path in map(Path, files):
@@ -64,7 +64,7 @@ def required_fields(cls: Any) -> list[str]:
 
 
 def is_saved(config: dict[str, Any]) -> bool:
-    """Whether a file was saved by a run: it has the record of the run's callbacks, which nobody else can write."""
+    """Whether a file was saved by a run: it has the record of the run's callbacks, which only a run writes."""
     return isinstance(config.get("callbacks"), list) and all(name in config for name in _NAMES)
 
 
@@ -90,8 +90,8 @@ def field_types(cls: type, *, with_limits: bool = False) -> dict[str, Any]:
         return get_type_hints(cls, include_extras=with_limits)
     except NameError as error:
         raise ConfigError(
-            f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and what it "
-            "names at the top of a module, not in a function or under TYPE_CHECKING."
+            f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and the types it "
+            "uses at the top of a module, not in a function or under TYPE_CHECKING."
         ) from None
 
 
@@ -186,7 +186,7 @@ def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], 
         raise ConfigError(f"no file sets {', '.join(missing)}, which {cls.__name__} has no default for.")
     try:
         return cls(**values) if start is cls else replace(start, **values)
-    except Exception as error:  # ours and the user's own validation
+    except Exception as error:  # ours and the user's validation
         problem = str(error) if isinstance(error, ConfigError) else f"the data does not fit {cls.__name__}: {error}"
         leaves = [(name, str(change.file)) for name, change in changes.items() if name.startswith(place)]
         named = [
@@ -221,7 +221,7 @@ def _is_sequence(annotation: Any) -> bool:
     return isinstance(origin, type) and (origin is Sequence or issubclass(origin, list | tuple | set | frozenset))
 
 
-# -- The text of a config file as plain values: YAML, TOML and JSON, in which no key stands twice.
+# -- The text of a config file as plain values: YAML, TOML and JSON without duplicate keys.
 
 
 _TAG = "tag:yaml.org,2002:"

@@ -24,67 +24,67 @@ class DeviceParameters:
     its default; `dataclasses.replace(DeviceParameters.fsdp(), precision="bf16")` sets more.
 
     Raises:
-        ConfigError: a value cannot work on any machine; what does not fit this world is found by `resolve_mesh`.
+        ConfigError: A value is invalid on any machine. `resolve_mesh` checks whether it fits this world.
     """
 
     device: DeviceType = "auto"
-    """Kind of device; "auto" takes the machine's accelerator, else the CPU."""
+    """Kind of device. "auto" takes the machine's accelerator, or the CPU if there is none."""
     precision: Precision = "fp32"
-    """What forward and backward compute in. "fp32": the parameters' own type, so float64 models train in float64;
-    "tf32": the same, with matrix products of float32 on tensor cores where there are any; "bf16" and "fp16": half
-    precision over float32 parameters, fp16 with a loss scale."""
+    """Precision of forward and backward. "fp32": the parameters' own type, so float64 models train in float64. "tf32":
+    the same, with float32 matrix products on tensor cores if there are any. "bf16" and "fp16": half precision over
+    float32 parameters; fp16 uses a loss scale."""
     reduce_dtype: ReduceType | None = None
-    """Type in which gradients cross the data-parallel ranks; None: float32 under bf16 and fp16, else the parameters'
-    own."""
+    """Type of the gradients that data-parallel ranks exchange. None: float32 under bf16 and fp16, otherwise the
+    parameters' type."""
     float8: Float8Recipe = "none"
-    """Whether the linear layers of blocks multiply in float8, beside `precision` for the rest (Float8Mixin): "none",
-    with one scale for each tensor ("tensorwise", the fastest), or for each row and column ("rowwise", more exact)."""
+    """Scaling of the linear layers in blocks that multiply in float8 (Float8Mixin); all else uses `precision`. "none"
+    disables, "tensorwise" has one scale per tensor (fastest), "rowwise" one per row and column (more exact)."""
     overlap_reduce: bool = False
-    """Whether replicas' gradients begin to cross ranks while the backward that computes them still runs, and not in
-    `step`: for devices and links that work at the same time. It takes the memory of another copy of the gradients, and
-    one `backward` per micro-batch and set of optimizers. Shards are always reduced in backward."""
+    """Whether the exchange of replicas' gradients starts while their backward still runs, not in `step`. Helps if
+    devices and links work at the same time. It takes the memory of another copy of the gradients, and allows one
+    `backward` per micro-batch and set of optimizers. Shards are always reduced in backward."""
     pipeline_parallel: PositiveInt = 1
-    """Groups of ranks that each hold some of the model's layers and hand micro-batches on (PipelineParallelMixin); they
-    see the same data."""
+    """Pipeline stages: groups of ranks that each hold some of the model's layers and pass micro-batches to the next
+    (PipelineParallelMixin). They see the same data."""
     dp_replicate: PositiveInt | Literal["auto"] = "auto"
-    """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves; where both are "auto",
-    one for each host."""
+    """Copies of the model, each with its own data. "auto" takes the ranks that sharding leaves; if both are "auto", one
+    copy per host."""
     dp_shard: PositiveInt | Literal["auto"] = "auto"
-    """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without; where both are
-    "auto" on several hosts, those of a host."""
+    """Ranks that share one copy of the model (FSDP). "auto" takes all with FSDPMixin, and one without. If both are
+    "auto" on several hosts, the ranks of a host."""
     context_parallel: PositiveInt = 1
-    """Ranks that share the positions of each sequence (ContextParallelMixin); they see parts of the same samples. Where
-    parameters are sharded, they are over these ranks too."""
+    """Ranks that share the positions of each sequence (ContextParallelMixin). They see parts of the same samples.
+    Sharded parameters are sharded over these ranks too."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of each mixture (ExpertParallelMixin): neighbours among the data-parallel ranks, so
-    that sizes multiply to the number of processes without it."""
+    """Ranks that share the experts of each mixture (ExpertParallelMixin). They are neighbours among the data-parallel
+    ranks, so this size is not a factor of the number of processes."""
     tensor_parallel: PositiveInt = 1
-    """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
+    """Ranks that share the work of each layer (TensorParallelMixin). They see the same data."""
     cpu_offload: bool = False
-    """Whether parameters, gradients and optimizer state lie in the host's memory and visit the device block by block,
-    which FSDP2 does from two ranks on."""
+    """Whether parameters, gradients and optimizer state stay in host memory and visit the device block by block. Needs
+    FSDP2 and at least two ranks."""
     compile: bool = False
     """Whether blocks are compiled (CompileMixin)."""
     activation_checkpointing: Recomputation = "none"
-    """What blocks compute again in backward instead of keeping it (ActivationCheckpointingMixin): nothing, everything,
-    all but what is dear to compute, or each block what keeps them within a budget of memory."""
+    """Activations that blocks recompute in backward (ActivationCheckpointingMixin): none, all, all
+    except expensive operations, or those that a block cannot keep within a memory budget."""
     verify: bool = True
-    """Whether the first training step verifies that ranks which share layers, sequences, experts or stages compute what
-    one process does: block outputs and parameter gradients in evaluation mode. If they differ, all ranks raise
+    """Whether the first training step verifies that ranks which share layers, sequences, experts or stages compute the
+    same as one process: block outputs and parameter gradients in evaluation mode. If they differ, all ranks raise
     StepError. This takes the memory of one more forward and backward of whole sequences (in a pipeline, of one
-    micro-batch through the whole model), with the weights of one block; forward hooks see these forwards. Without
+    micro-batch through the whole model), with the weights of one block. Forward hooks see these forwards. Has no
     effect under `float8`, and under `pipeline_parallel` with `context_parallel`."""
     start_timeout_seconds: PositiveFloat = 1800.0
-    """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
+    """Seconds a collective may take from launch to the end of the first step. Compiling and loading are slow."""
     step_timeout_seconds: PositiveFloat = 600.0
-    """Seconds a collective may take after the first step; longer means that a rank is gone."""
+    """Seconds a collective may take after the first step. A longer wait means that a rank is lost."""
     host_timeout_seconds: PositiveFloat | None = 10.0
-    """Seconds of silence after which a host counts as lost and the job ends, where it has several, and six times as
-    long until the first step is done; None: as any lost rank, after a collective's time-out. A shorter silence costs
-    nothing."""
+    """On several hosts, seconds of silence after which a host counts as lost and the job ends; six times longer until
+    the first step is done. None treats a lost host like any lost rank, after a collective's time-out. Shorter values
+    cost nothing."""
     hang_timeout_seconds: PositiveFloat | Literal["auto"] | None = "auto"
-    """Seconds without a batch after which a rank ends the job, with every rank's stacks in the run directory; None:
-    never. "auto" is 0.9 of `step_timeout_seconds`, so that stacks come before a collective gives up. Until the first
+    """Seconds without a batch after which a rank ends the job, with every rank's stacks in the run directory. None
+    disables. "auto" is 0.9 of `step_timeout_seconds`, so that stacks come before a collective gives up. Until the first
     step is done, and while waiting for a save, it is 0.9 of `start_timeout_seconds` if that is longer."""
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class MeshShape(NamedTuple):
     tp: int
 
     def setting(self, dimension: str) -> str:
-        """A dimension as the config has it, in messages: "tensor_parallel=2"."""
+        """A dimension's config setting, for messages: "tensor_parallel=2"."""
         return f"{_SETTINGS.get(dimension, dimension)}={getattr(self, dimension)}"
 
 
@@ -141,12 +141,12 @@ _SETTINGS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_
 def resolve_mesh(
     parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int | None = None
 ) -> MeshShape:
-    """Divides `world_size` ranks as `parameters` asks; `shard_by_default` if "auto" means sharding (FSDPMixin).
+    """Divides `world_size` ranks as `parameters` says; `shard_by_default` if "auto" means sharding (FSDPMixin).
 
-    With `ranks_per_host`, of several hosts, "auto" for both shards inside of hosts and replicates between them.
+    With `ranks_per_host`, on several hosts, "auto" for both shards within hosts and replicates between them.
 
     Raises:
-        ConfigError: The sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
+        ConfigError: The sizes do not multiply to `world_size`, or the trainer cannot shard.
     """
     data_ranks = world_size
     taken: list[str] = []
@@ -218,14 +218,14 @@ def _what_fits(world_size: int, can_shard: bool) -> str:
 
 
 def parameter_shape(parameters: DeviceParameters, shape: MeshShape, shard_by_default: bool) -> MeshShape:
-    """How parameters lie on the ranks: those that share sequences share shards too, or are replicas like any other."""
+    """Layout of parameters on the ranks: context-parallel ranks also share shards, or are replicas like any other."""
     if shape.dp_shard > 1 or (shard_by_default and parameters.dp_shard == "auto"):
         return shape._replace(dp_shard=shape.dp_shard * shape.cp, cp=1)
     return shape._replace(dp_replicate=shape.dp_replicate * shape.cp, cp=1)
 
 
 def ranks_per_worker(world_size: int, workers: int) -> int:
-    """The ranks of each of `workers` groups that step on their own (LocalSGDMixin)."""
+    """The ranks of each of `workers` groups that step independently (LocalSGDMixin)."""
     refuse(
         world_size % workers,
         f"workers={workers} does not divide world_size={world_size}. Use {spell(divisors(world_size))}.",
@@ -234,7 +234,7 @@ def ranks_per_worker(world_size: int, workers: int) -> int:
 
 
 def refuse_split_copies(shape: MeshShape, workers: int) -> None:
-    """Raises ConfigError if a group of ranks that steps on its own (LocalSGDMixin) would not hold one whole copy."""
+    """Raises ConfigError if a group of ranks that steps independently (LocalSGDMixin) would not hold a whole copy."""
     if workers == 1:
         return
     refuse(
@@ -256,4 +256,4 @@ def refuse_split_copies(shape: MeshShape, workers: int) -> None:
 
 @dataclass(kw_only=True)
 class SetupConfigMixin:
-    """Config of SetupMixin. It has no field of its own: the mesh is in `device_parameters`."""
+    """Config of SetupMixin. It adds no fields: the mesh is in `device_parameters`."""

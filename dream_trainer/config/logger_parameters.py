@@ -1,4 +1,4 @@
-"""Where numbers go and how often, as configured."""
+"""Config of loggers and their intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dream_trainer.config.parameter_class import PositiveInt, parameters
 
 WandbMode = Literal["online", "offline", "disabled"]
 
-# The group of entry points in which packages declare loggers of their own, as `name = "module:Class"`.
+# The group of entry points where packages declare their loggers, as `name = "module:Class"`.
 ENTRY_POINTS = "dream_trainer.loggers"
 BUILT_IN = {
     "console": "dream_trainer.loggers.line_files:ConsoleLogger",
@@ -27,7 +27,7 @@ BUILT_IN = {
 
 
 def logger_entry(name: str) -> EntryPoint:
-    """Where the class of the logger called `name` is."""
+    """The entry point of the class of logger `name`."""
     if name in BUILT_IN:
         return EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
@@ -35,7 +35,7 @@ def logger_entry(name: str) -> EntryPoint:
     return installed[name]
 
 
-# Arguments of `wandb.init` and `trackio.init` that are given already, and by what.
+# Arguments of `wandb.init` and `trackio.init` that are already set, and their source.
 _OF_THE_TRAINER = {
     "project": "the config's project",
     "group": "the config's group",
@@ -46,27 +46,27 @@ _OF_WANDB = {
     **_OF_THE_TRAINER,
     **{name: f"WandbParameters.{name}" for name in ("entity", "name", "tags", "mode")},
     "dir": "the run directory",
-    "id": "kept in checkpoints, so that a resumed run goes on as the same one",
+    "id": "kept in checkpoints, so that a resumed run continues as the same one",
     "reinit": "the trainer's",
 }
 
 
 @parameters
 class WandbParameters:
-    """What Weights & Biases shows a run as. Project and group are the run's own."""
+    """How Weights & Biases shows a run. Project and group come from the config."""
 
     entity: str | None = None
-    """User or team that the run belongs to; None for the account's default."""
+    """User or team that the run belongs to. None for the account's default."""
     name: str | None = None
-    """Name of the run; None for the experiment's."""
+    """Name of the run. None for the experiment's."""
     tags: Annotated[tuple[str, ...], partial(check_names, example="baseline")] = ()
     """Tags of the run."""
     mode: WandbMode | None = None
-    """Where the run is written to: "online", "offline" (files for `wandb sync`) or "disabled" (nowhere). None leaves it
-    to the environment variable WANDB_MODE, and is online without it."""
+    """Where the run is written: "online", "offline" (files for `wandb sync`) or "disabled" (nowhere). None uses the
+    environment variable WANDB_MODE, or "online" without it."""
     init_arguments: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `wandb.init` by name, such as notes, job_type, save_code or settings (a dict). Not those
-    that are fields here, nor those that are the trainer's: project, group, config, dir, id, resume and reinit."""
+    """Further arguments of `wandb.init`, such as notes, job_type, save_code or settings (a dict). Not the fields here,
+    nor arguments that the trainer sets: project, group, config, dir, id, resume and reinit."""
 
     def __post_init__(self) -> None:
         _refuse_with_place(self.init_arguments, _OF_WANDB)
@@ -74,28 +74,28 @@ class WandbParameters:
 
 @parameters
 class MLflowParameters:
-    """Where MLflow keeps a run, and what it shows it as."""
+    """Where MLflow keeps a run, and how it shows it."""
 
     tracking_uri: str | None = None
-    """The store: `sqlite:///runs/mlflow.db`, or a server's address. None leaves it to MLflow: the environment variable
-    MLFLOW_TRACKING_URI, else mlflow.db in the working directory."""
+    """The store: `sqlite:///runs/mlflow.db`, or a server's address. None uses the environment variable
+    MLFLOW_TRACKING_URI, or mlflow.db in the working directory without it."""
     experiment: str | None = None
-    """MLflow's experiment, which holds many runs; None for the config's project."""
+    """MLflow's experiment, which holds many runs. None for the config's project."""
     name: str | None = None
-    """Name of the run; None for the config's group/experiment."""
+    """Name of the run. None for the config's group/experiment."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Tags of the run by name; the config's group is one anyway."""
+    """Tags of the run, as names and values. The config's group is always added."""
 
 
 @parameters
 class TrackioParameters:
-    """What Trackio shows a run as. Project and group are the run's own."""
+    """How Trackio shows a run. Project and group come from the config."""
 
     name: str | None = None
-    """Name of the run; None for the config's group/experiment."""
+    """Name of the run. None for the config's group/experiment."""
     init_arguments: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `trackio.init` by name, such as space_id, private or auto_log_cpu. Not name, which is a
-    field here, nor those that are the trainer's: project, group, config and resume."""
+    """Further arguments of `trackio.init`, such as space_id, private or auto_log_cpu. Not name, which is a field here,
+    nor arguments that the trainer sets: project, group, config and resume."""
 
     def __post_init__(self) -> None:
         _refuse_with_place(self.init_arguments, {"name": "TrackioParameters.name", **_OF_THE_TRAINER})
@@ -103,30 +103,30 @@ class TrackioParameters:
 
 @parameters
 class LoggerParameters:
-    """Where numbers go and how often."""
+    """Loggers and their intervals."""
 
     loggers: Annotated[tuple[str, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
-    """Loggers to write to: "console" is a progress bar on a terminal and prints lines elsewhere; the others write in
-    the run directory: "jsonl" metrics.jsonl, "csv" metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases,
-    "images" image files in media/. "mlflow" and "trackio" write where those keep all runs. Other packages add names by
-    the entry points `dream_trainer.loggers`."""
+    """Loggers to write to. "console" is a progress bar on a terminal and prints lines elsewhere. These write to the run
+    directory: "jsonl" metrics.jsonl, "csv" metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images"
+    image files in media/. "mlflow" and "trackio" write to their own store of all runs. Other packages add names through
+    `dream_trainer.loggers` entry points."""
     log_every_n_steps: PositiveInt = 10
-    """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
+    """Optimizer steps between flushes. A flush waits for the device once; 10 hides that."""
     history_lines: PositiveInt | None = 10_000
-    """Lines that `trainer.history` keeps in memory, the newest; None keeps all. metrics.jsonl has every line."""
+    """Number of newest lines that `trainer.history` keeps in memory. None keeps all. metrics.jsonl has every line."""
     straggler_factor: Annotated[float, partial(check_between, low=1.0, below=True)] | None = 1.3
-    """A rank that is busy so many times as long as the median one in a step, and at least 20 ms longer, is slow: rank 0
-    warns of it once, by its host and by what it is slow in (data or work). None: nobody looks."""
+    """A rank is slow if it is busy this many times longer than the median rank in a step, and at least 20 ms longer.
+    Rank 0 then warns once, with its host and the slow part (data or work). None disables."""
     straggler_lines: PositiveInt = 5
-    """For how many lines of the log in a row it has to be slow."""
+    """Number of consecutive log lines that a rank must be slow for."""
     strict: bool = False
-    """Whether a logger that fails ends the run. False: it is reported once, and training goes on."""
+    """Whether a failing logger ends the run. False reports it once and continues training."""
     wandb: WandbParameters = field(default_factory=WandbParameters)
-    """What Weights & Biases shows the run as."""
+    """How Weights & Biases shows the run."""
     mlflow: MLflowParameters = field(default_factory=MLflowParameters)
-    """Where MLflow keeps the run, and what it shows it as."""
+    """Where MLflow keeps the run, and how it shows it."""
     trackio: TrackioParameters = field(default_factory=TrackioParameters)
-    """What Trackio shows the run as."""
+    """How Trackio shows the run."""
 
     def __post_init__(self) -> None:
         for name in self.loggers:
@@ -150,4 +150,4 @@ class LoggerConfigMixin:
     """Config of LoggerMixin."""
 
     logger_parameters: LoggerParameters = field(default_factory=LoggerParameters)
-    """Where numbers go and how often."""
+    """Loggers and their intervals."""

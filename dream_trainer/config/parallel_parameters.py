@@ -23,23 +23,23 @@ class FSDPParameters:
     """How models are sharded."""
 
     min_group_mib: Annotated[float, partial(check_between, low=0)] = 256
-    """Models with fewer MiB of parameters are sharded as one group, which is gathered for whole steps: inside a step
-    their parameters are whole, plain tensors. Larger ones are gathered block by block, as are all models with 0, and
+    """Models with fewer MiB of parameters are sharded as one group, which is gathered for whole steps: within a step
+    their parameters are whole, plain tensors. Larger models are gathered block by block, as are all models with 0, and
     with tensor, pipeline or expert parallelism, float8, `cpu_offload` or the options below."""
 
     reshard_after_forward: bool | int = True
-    """Whether blocks give their gathered parameters back after forward: True saves memory, False saves a second gather
-    in backward, an int keeps them sharded over that many ranks of a host."""
+    """Whether blocks free their gathered parameters after forward. True saves memory, False saves a second gather in
+    backward, an int keeps them sharded over that many ranks of a host."""
 
     separate_reduce_group: bool = False
-    """Whether shards of gradients cross ranks in a process group of their own, so that on GPUs they and the parameters
-    that are gathered meanwhile need not wait for each other, at the price of another communicator's memory. From
-    PyTorch 2.13 on, where it is experimental."""
+    """Whether gradients are reduced in a separate process group, so that on GPUs they do not wait for the all-gather of
+    parameters, nor it for them. It costs another communicator's memory. Needs PyTorch 2.13, which calls it
+    experimental."""
 
     symmetric_memory: bool = False
     """Whether gathered parameters lie in memory that GPUs read from each other, for NCCL's copy engines and symmetric
-    kernels (`FSDPModule.set_symm_mem_for_comm`). From PyTorch 2.13 on, where it is experimental; refused by name on
-    devices that have no such memory."""
+    kernels (`FSDPModule.set_symm_mem_for_comm`). Needs PyTorch 2.13, which calls it experimental; raises an error on
+    devices without such memory."""
 
     def __post_init__(self) -> None:
         newer = {"separate_reduce_group": self.separate_reduce_group, "symmetric_memory": self.symmetric_memory}
@@ -65,20 +65,20 @@ class FSDPConfigMixin:
 
 @parameters
 class PipelineParallelParameters:
-    """How a batch goes through the stages; `device_parameters.pipeline_parallel` says how many there are."""
+    """How a batch passes through the stages; `device_parameters.pipeline_parallel` is their number."""
 
     schedule: PipelineSchedule = "1F1B"
-    """"1F1B": each stage goes back through a micro-batch as soon as it can, so that it keeps the activations of at most
-    as many as there are stages (PipeDream-Flush; Narayanan et al., 2021, arXiv:2006.09503). "GPipe": all forwards come
-    first, and a stage keeps the activations of all micro-batches (Huang et al., 2019, arXiv:1811.06965). The others
-    have several stages on each rank and wait less, for which more is sent: "Interleaved1F1B" (Narayanan et al.); with
-    gradients of weights computed where a stage would wait, "InterleavedZeroBubble" and, there and back over the ranks,
-    "ZBVZeroBubble" (Qi et al., 2023, arXiv:2401.10241) and "DualPipeV" (DeepSeek-AI, 2024, arXiv:2412.19437)."""
+    """Order of work in the stages. "1F1B": each stage runs backward of a micro-batch as soon as possible, and keeps at
+    most one micro-batch's activations per stage of the pipeline (PipeDream-Flush; Narayanan et al., 2021,
+    arXiv:2006.09503). "GPipe": all forwards come first, and a stage keeps the activations of all micro-batches (Huang
+    et al., 2019, arXiv:1811.06965). The others have several stages per rank: they wait less and send more.
+    "Interleaved1F1B" (Narayanan et al.). "InterleavedZeroBubble" also computes weight gradients during waits, like the
+    V-shaped "ZBVZeroBubble" (Qi et al., 2023, arXiv:2401.10241), "DualPipeV" (DeepSeek-AI, 2024, arXiv:2412.19437)."""
     stages_per_rank: PositiveInt | None = None
-    """Stages of each rank under an interleaved schedule, 2 or more; None: 2. The V-shaped have 2, the first two 1."""
+    """Stages per rank of an interleaved schedule, at least 2. None is 2. V-shaped schedules have 2, the first two 1."""
     microbatches: PositiveInt | None = None
-    """Into how many equal parts `forward_backward` cuts each batch, at least one for each stage; None: two for each. A
-    stage waits (stages - 1) / (microbatches + stages - 1) of the time."""
+    """Equal parts that `forward_backward` cuts each batch into, at least one per stage. None is two per stage. A stage
+    waits (stages - 1) / (microbatches + stages - 1) of the time."""
 
     def __post_init__(self) -> None:
         given, usual = self.stages_per_rank, self._usual_stages
@@ -95,7 +95,7 @@ class PipelineParallelParameters:
 
     @property
     def computes_weights_apart(self) -> bool:
-        """Whether gradients of weights are computed apart from those that the stage before waits for."""
+        """Whether gradients of weights are computed apart from those that the previous stage waits for."""
         return self.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
     @property
@@ -108,18 +108,18 @@ class PipelineParallelConfigMixin:
     """Config of PipelineParallelMixin."""
 
     pipeline_parallel_parameters: PipelineParallelParameters = field(default_factory=PipelineParallelParameters)
-    """In which order micro-batches go through the stages of a model."""
+    """Order of micro-batches in the stages of a model."""
 
 
 @parameters
 class ContextParallelParameters:
-    """How attention sees the whole sequence; `device_parameters.context_parallel` says how many ranks share it."""
+    """How attention sees the whole sequence; `device_parameters.context_parallel` ranks share it."""
 
     attention: ContextAttention = "gathered"
-    """"gathered": each rank gathers all keys and values, and attends with its own queries, which lie so that causal
-    work is equal (Llama 3, 2024, arXiv:2407.21783); lengths are multiples of twice `context_parallel`. "ulysses": each
-    rank attends with its share of the heads over all positions (Jacobs et al., 2023, arXiv:2309.14509);
-    `context_parallel` divides lengths and both numbers of heads."""
+    """"gathered": each rank gathers all keys and values, and attends with its own queries, laid out for equal causal
+    work (Llama 3, 2024, arXiv:2407.21783). Lengths must be multiples of twice `context_parallel`. "ulysses": each rank
+    attends with its share of the heads over all positions (Jacobs et al., 2023, arXiv:2309.14509). `context_parallel`
+    must divide lengths and both numbers of heads."""
 
 
 @dataclass(kw_only=True)
@@ -132,14 +132,14 @@ class ContextParallelConfigMixin:
 
 @parameters
 class TensorParallelParameters:
-    """What a plan may ask for beside splitting layers; `apply_tensor_parallel` reads it."""
+    """Options of a tensor-parallel plan in addition to splitting layers; `apply_tensor_parallel` reads them."""
 
     sequence_parallel: bool = True
-    """Whether the plan shall split norms and residuals along the sequence, whose length `tensor_parallel` must then
-    divide (Korthikanti et al., 2022, arXiv:2205.05198)."""
+    """Whether the plan should split norms and residuals along the sequence. `tensor_parallel` must then divide its
+    length (Korthikanti et al., 2022, arXiv:2205.05198)."""
     loss_parallel: bool = False
-    """Whether logits stay split over the vocabulary: `training_step` and `validation_step` then run inside PyTorch's
-    `loss_parallel`, where `cross_entropy` takes them as they are."""
+    """Whether logits stay split over the vocabulary. `training_step` and `validation_step` then run inside PyTorch's
+    `loss_parallel`, so `cross_entropy` takes them as they are."""
 
 
 @dataclass(kw_only=True)
@@ -147,23 +147,23 @@ class TensorParallelConfigMixin:
     """Config of TensorParallelMixin."""
 
     tensor_parallel_parameters: TensorParallelParameters = field(default_factory=TensorParallelParameters)
-    """What the plan may ask for."""
+    """Options of the tensor-parallel plan."""
 
 
 @parameters
 class LocalSGDParameters:
-    """How groups of ranks (workers) train on their own, and how they become one model again."""
+    """How groups of ranks (workers) train independently, and how their models are combined."""
 
     every_n_steps: PositiveInt = 100
-    """Optimizer steps of a round, at whose end the workers' parameters are averaged: where `global_step` is a multiple
-    of it."""
+    """Optimizer steps of a round. The workers' parameters are averaged at its end: when `global_step` is a multiple of
+    this."""
     workers: PositiveInt | Literal["hosts"] = "hosts"
-    """Number of workers, groups of neighbouring ranks; "hosts": each host is one."""
+    """Number of workers (groups of neighbouring ranks). "hosts" makes each host a worker."""
     outer: Literal["sgd"] | None = None
-    """What is done with the average. None: it is the model (Local SGD). "sgd": the parameters of the round's beginning
-    less the average are a gradient, by which SGD moves the former (DiLoCo)."""
+    """Use of the average. None: it becomes the model (Local SGD). "sgd": the parameters at the start of the round minus
+    the average are a gradient, and SGD applies it to the former (DiLoCo)."""
     outer_lr: PositiveFloat = 0.7
-    """Learning rate of `outer="sgd"`; this and the next are those of the DiLoCo paper."""
+    """Learning rate of `outer="sgd"`. This and the next default come from the DiLoCo paper."""
     outer_momentum: Annotated[float, partial(check_between, low=0.0, high=1.0, below=True)] = 0.9
     """Momentum of `outer="sgd"`, from 0 to below 1."""
     nesterov: bool = True
@@ -181,23 +181,23 @@ class LocalSGDConfigMixin:
     """Config of LocalSGDMixin."""
 
     local_sgd_parameters: LocalSGDParameters = field(default_factory=LocalSGDParameters)
-    """How groups of ranks train on their own, and how they become one model again."""
+    """How groups of ranks train independently, and how their models are combined."""
 
 
 @parameters
 class Float8Parameters:
-    """Which layers, and how; `device_parameters.float8` switches it."""
+    """Which layers compute in float8, and how; `device_parameters.float8` enables it."""
 
     skip: Annotated[tuple[str, ...], partial(check_names, example="router$")] = ("router$",)
-    """Regular expressions, searched for in a layer's name: those that one finds stay as they are, as does all outside
-    of `model_blocks`, such as the head. `"wk$"` finds `layers.0.attention.wk`. Default: routers of mixtures, as small
+    """Regular expressions searched for in a layer's name. Matching layers are not converted, nor is anything outside
+    `model_blocks`, such as the head. `"wk$"` finds `layers.0.attention.wk`. Default: routers of mixtures, since small
     differences make them choose other experts."""
     all_gather: bool = False
-    """Whether shards cross ranks in float8 when blocks are gathered, a quarter of float32's bytes; with
-    `float8="tensorwise"`. Nothing changes where parameters are not sharded."""
+    """Whether the all-gather of blocks sends shards in float8, a quarter of float32's bytes. Needs
+    `float8="tensorwise"`. No effect if parameters are not sharded."""
     emulate: bool = False
-    """Whether products are computed in float32 from operands that were rounded to float8: on any device, slowly, to see
-    what float8 does to a training."""
+    """Whether products are computed in float32 from operands rounded to float8. Works on any device, slowly, to see the
+    effect of float8 on training."""
 
     def __post_init__(self) -> None:
         for pattern in self.skip:
@@ -214,13 +214,13 @@ class Float8ConfigMixin:
 
 @parameters
 class ActivationCheckpointingParameters:
-    """What is kept."""
+    """Which activations are kept."""
 
     keep: Annotated[tuple[str, ...], partial(check_names, example="aten.mm.default")] = EXPENSIVE_OPERATIONS
     """Under "selective": operations whose outputs are kept, by PyTorch's names such as "aten.mm.default".
     Default: matrix products, convolutions, attention and collectives."""
     every_n_blocks: PositiveInt = 1
-    """Every n-th block recomputes; 1: all of them."""
+    """Every n-th block recomputes. 1 is all of them."""
 
     def __post_init__(self) -> None:
         refuse(not self.keep, 'keep=() keeps nothing. Use activation_checkpointing="full" for that.')
@@ -238,7 +238,7 @@ class ActivationCheckpointingConfigMixin:
     activation_checkpointing_parameters: ActivationCheckpointingParameters = field(
         default_factory=ActivationCheckpointingParameters
     )
-    """What is kept."""
+    """Which activations are kept."""
 
 
 @parameters
@@ -250,13 +250,13 @@ class CompileParameters:
     fullgraph: bool = False
     """Whether a graph break is an error."""
     dynamic: bool | None = None
-    """Whether shapes are compiled as variable: True, False, or None for those that turn out to vary. With
-    `tensor_parallel` each shape is compiled by itself: None is False there, and True an error."""
+    """Whether shapes are compiled as variable: True, False, or None for shapes that turn out to vary. With
+    `tensor_parallel` each shape is compiled separately: None becomes False, and True raises an error."""
     mode: str | None = None
     """Mode of inductor, such as "max-autotune-no-cudagraphs"."""
     async_tensor_parallel: bool = False
-    """With `tensor_parallel`, whether matrix products run in pieces beside the collectives of sequence parallelism that
-    bring their input or take their result. It needs inductor, and GPUs that read each other's memory."""
+    """With `tensor_parallel`, whether matrix products run in pieces that overlap the collectives of sequence
+    parallelism before or after them. Needs inductor, and GPUs that read each other's memory."""
 
     def __post_init__(self) -> None:
         refuse(

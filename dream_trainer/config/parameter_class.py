@@ -75,13 +75,13 @@ def check_fields(instance: object, cls: type) -> None:
 
 
 def with_new_names(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with fields by the names of today, where the class lists others in `_renamed`."""
+    """`given` with current field names instead of the old ones in the class's `_renamed`."""
     renamed: Mapping[str, str] = vars(cls).get("_renamed", {})
     named: dict[str, Any] = {}
     for name, value in given.items():
         new = renamed.get(name, name)
         if new in named or (new != name and new in given):
-            raise ConfigError(f"{name} is another name of {new}, and both are set. Set {new} alone.")
+            raise ConfigError(f"{name} is another name of {new}, and both are set. Only set {new}.")
         named[new] = value
     return named
 

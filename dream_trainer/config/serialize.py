@@ -1,4 +1,4 @@
-"""Configs as plain dicts and back: what checkpoints and loggers record, and how two runs' configs differ."""
+"""Configs as plain dicts and back, for checkpoints and loggers, and differences between two runs' configs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Builds a config of class `cls` from what `to_dict` gave; keys that are missing keep their defaults.
+    """Builds a config of class `cls` from a result of `to_dict`; missing keys keep their defaults.
 
-    Callbacks hold code and stay at the class's default. What does not fit is a ConfigError.
+    Callbacks hold code and stay at the class's default. Values that do not fit raise ConfigError.
     """
     if issubclass(cls, BaseTrainerConfig):
         data = {key: value for key, value in data.items() if key != "callbacks"}
@@ -62,7 +62,7 @@ def structure(data: Any, annotation: Any, place: str) -> Any:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed between two results of `to_dict`, one line a field: `training_parameters.n_epochs: 3 -> 5`."""
+    """Changes between two results of `to_dict`, one line per field: `training_parameters.n_epochs: 3 -> 5`."""
     before, after = ({name: repr(value) for name, value in leaves(data)} for data in (old, new))
     return [
         f"{name}: {before.get(name, _ABSENT)} -> {after.get(name, _ABSENT)}"
@@ -72,7 +72,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """`saved`, which an earlier version gave, with the defaults of our later fields; a user's stay absent."""
+    """`saved`, from an earlier version, with the defaults of our later fields; a user's stay absent."""
     filled = with_new_names(type(config), saved)
     for field in fields(config):
         value = getattr(config, field.name)
@@ -86,7 +86,7 @@ def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a result of `to_dict`; callbacks go by class and order: `callbacks.EMA 2.decay`."""
+    """Dotted names and values of a result of `to_dict`; callbacks are numbered per class: `callbacks.EMA 2.decay`."""
     for key, value in data.items():
         if isinstance(value, list | tuple) and value and all(isinstance(element, Mapping) for element in value):
             value = _named(value)
@@ -97,7 +97,7 @@ def leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _named(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Records of a list by name: callbacks by class and number, so that one more shifts no other; else by position."""
+    """Names records of a list: callbacks by class and number, so that one more shifts no other; others by position."""
     counts: Counter[str] = Counter()
     named: dict[str, Mapping[str, Any]] = {}
     for position, record in enumerate(records):
@@ -180,7 +180,7 @@ def _dtype(value: Any, _: Any) -> torch.dtype:
 
 
 def _describe(error: BaseException, expected: type | None) -> str:
-    """One problem in words; cattrs knows the place and adds it."""
+    """Describes one problem; cattrs knows the place and adds it."""
     from cattrs.errors import ForbiddenExtraKeysError
     from cattrs.v import format_exception
 

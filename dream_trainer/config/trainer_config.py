@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def script_name() -> str:
-    """The name of the program that runs, without its ending: "train" of `train.py`, "notebook" where none was named."""
+    """The name of the running program without its ending: "train" for `train.py`, "notebook" without a file."""
     file = vars(sys.modules["__main__"]).get("__file__")
     if file is None:
         return "notebook"
@@ -52,24 +52,24 @@ def script_name() -> str:
 
 @dataclass(kw_only=True)
 class BaseTrainerConfig:
-    """What a run is called, how long it trains, where, watched by whom, from which seed.
+    """A run's name, length, devices, callbacks and seed.
 
-    Inherit it, together with the config mixins of the trainer's mixins, in a dataclass of your own::
+    Inherit it, together with the config mixins of the trainer's mixins, in your own dataclass::
 
         @dataclass
         class MyConfig(BaseTrainerConfig, SetupConfigMixin):
             learning_rate: float = 1e-3
 
     Raises:
-        ConfigError: a value cannot work.
+        ConfigError: A value is invalid.
     """
 
     project: DirectoryName = field(default_factory=script_name)
-    """First part of the run directory: what the work is about; by default the script's name."""
+    """First part of the run directory: the topic of the work. Default: the script's name."""
     group: DirectoryName = "default"
     """Second part of the run directory: runs that are compared with each other."""
     experiment: DirectoryName
-    """Third part of the run directory: this run. Started again under the same name, it resumes."""
+    """Third part of the run directory: this run. A start with the same name resumes it."""
     training_parameters: TrainingParameters = field(default_factory=TrainingParameters)
     """Limits, batch sizes, clipping and the validation schedule."""
     device_parameters: DeviceParameters = field(default_factory=DeviceParameters)
@@ -78,11 +78,11 @@ class BaseTrainerConfig:
         callbacks: _Callbacks = _Callbacks()
     else:
         callbacks: CallbackCollection = field(default_factory=CallbackCollection)
-    """Watchers of the run, in order; a list becomes a CallbackCollection. Set in code, not on the command line."""
+    """Callbacks of the run, in order. A list becomes a CallbackCollection. Set in code, not on the command line."""
     seed: Annotated[int, _check_seed] = 42
-    """Decides initial weights, sample order and random layers; any integer from 0 on."""
+    """Seed of initial weights, sample order and random layers. Any integer from 0 on."""
     runs_dir: Directory | None = None
-    """Directory under which all runs lie; None: what `DREAM_TRAINER_RUNS` says in the environment, else "runs"."""
+    """Directory of all runs. None uses the environment variable `DREAM_TRAINER_RUNS`, or "runs" without it."""
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         refuse_unknown_fields(cls, fields)
@@ -106,23 +106,23 @@ class BaseTrainerConfig:
         return {name: value for name, value in vars(self).items() if name != _USERS}  # no trainer uses a copy
 
     def validate(self) -> None:
-        """Raises ConfigError if a field of this class cannot work. An override calls `super().validate()`."""
+        """Raises ConfigError if a field of this class is invalid. An override calls `super().validate()`."""
         _check_base(self)
 
     @property
     def run_dir(self) -> Path:
-        """Where the run keeps its files: `<runs_dir>/<project>/<group>/<experiment>`."""
+        """Directory of the run's files: `<runs_dir>/<project>/<group>/<experiment>`."""
         runs = runs_directory() if self.runs_dir is None else Path(self.runs_dir).expanduser()
         return runs / self.project / self.group / self.experiment
 
 
 def runs_directory() -> Path:
-    """Where runs lie that name no `runs_dir`: `DREAM_TRAINER_RUNS` in the environment, else "runs"."""
+    """Default directory of runs: `DREAM_TRAINER_RUNS` in the environment, or "runs" without it."""
     return Path(os.environ.get(RUNS_VARIABLE) or "runs").expanduser()
 
 
 def hold(config: BaseTrainerConfig, trainer: object) -> None:
-    """`trainer` has read `config`: until `let_go` our fields of it cannot be assigned; those of the user's own can."""
+    """`trainer` has read `config`: until `let_go` our fields of it cannot be assigned; those of the user's can."""
     vars(config).setdefault(_USERS, WeakSet()).add(trainer)
 
 
@@ -169,7 +169,7 @@ def _check_base(config: BaseTrainerConfig) -> None:
 
 
 def _check_class(cls: type) -> None:
-    """Finds what would be a field if the class were decorated by `@dataclass`."""
+    """Finds names that would be fields if the class were decorated by `@dataclass`."""
     annotations = own_annotations(cls)
     refuse(
         annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig),
@@ -185,7 +185,7 @@ def _check_class(cls: type) -> None:
 
 
 def _check_complete(config: BaseTrainerConfig) -> None:
-    """Every nested parameter class is really there, of its own type."""
+    """Raises unless every nested parameter class is present and of the right type."""
     for f in fields(config):
         refuse(
             f.name not in vars(config),

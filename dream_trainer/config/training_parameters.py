@@ -1,4 +1,4 @@
-"""How long to train, on how much at a time, and what to do when a gradient is not finite."""
+"""How long to train, in which batch sizes, and the policy for non-finite gradients."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _check_duration(name: str, value: object, *, hint: str) -> None:
 class TrainingParameters:
     """Limits, batch sizes, clipping and the validation schedule of one run.
 
-    Training stops at the first limit that is reached. Zero is a value, not "unset": `max_steps=0` trains nothing.
+    Training stops at the first limit it reaches. Zero is a value, not "unset": `max_steps=0` trains nothing.
 
     Raises:
-        ConfigError: a value cannot work, alone or with another one.
+        ConfigError: A value is invalid, by itself or with another one.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -38,63 +38,62 @@ class TrainingParameters:
     }
 
     n_epochs: NonNegativeInt | None = None
-    """Passes over the training data, also called `max_epochs`; None sets no limit, but a run without any limit stops
+    """Passes over the training data, also called `max_epochs`. None sets no limit, but a run without any limit stops
     after one epoch."""
     if TYPE_CHECKING:
         max_epochs: NonNegativeInt | None = None
     else:
         max_epochs = property(lambda self: self.n_epochs)
     max_steps: NonNegativeInt | None = None
-    """Optimizer steps over the whole run; None sets no limit."""
+    """Optimizer steps over the whole run. None sets no limit."""
     max_time: Annotated[timedelta, _check_duration] | None = None
-    """Wall-clock time of training, that before a resume included; None sets no limit."""
+    """Wall-clock time of training, including time before a resume. None sets no limit."""
     max_samples: NonNegativeInt | None = None
-    """Samples consumed by all ranks over the whole run; None sets no limit."""
+    """Samples consumed by all ranks over the whole run. None sets no limit."""
     max_tokens: NonNegativeInt | None = None
-    """Tokens consumed by all ranks over the whole run, as the trainer's `batch_tokens` counts them; None sets no
-    limit. The last step may go beyond it."""
+    """Tokens consumed by all ranks over the whole run, as counted by the trainer's `batch_tokens`. The last step may
+    exceed it. None sets no limit."""
     train_batch_size: PositiveInt = 32
-    """Samples of one rank's micro-batch in training, at most: `trainer.micro_batch_size` is what loaders take."""
+    """Maximum samples of one rank's micro-batch in training. Loaders use `trainer.micro_batch_size`."""
     val_batch_size: PositiveInt = 32
-    """Samples of one rank's batch in validation; 32 fits small machines."""
+    """Samples of one rank's batch in validation. 32 fits small machines."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Micro-batches per optimizer step on each rank; 1 steps after every batch."""
+    """Micro-batches per optimizer step on each rank. 1 steps after every batch."""
     global_batch_size: PositiveInt | None = None
-    """Samples per optimizer step over all ranks, from which accumulation is derived; None derives nothing."""
+    """Samples per optimizer step over all ranks; sets the gradient accumulation. None disables."""
     gradient_clip_norm: PositiveFloat | None = None
-    """Largest global gradient norm, to which longer gradients are scaled down; None does not clip."""
+    """Largest global gradient norm; larger gradients are scaled down. None does not clip."""
     gradient_clip_value: PositiveFloat | None = None
-    """Largest absolute value of a gradient's element; None does not clip."""
+    """Largest absolute value of a gradient's element. None does not clip."""
     train_steps_per_epoch: NonNegativeInt | None = None
-    """Optimizer steps after which an epoch ends early; None uses all data."""
+    """Optimizer steps after which an epoch ends early. None uses all data."""
     val_steps_per_epoch: NonNegativeInt | None = None
-    """Batches per rank of one validation; None uses all data, 0 validates nothing."""
+    """Batches per rank of one validation. None uses all data, 0 validates nothing."""
     val_every_n_steps: PositiveInt | None = None
-    """Optimizer steps between validations; None does not count steps."""
+    """Optimizer steps between validations. None disables."""
     val_every_n_epochs: PositiveInt | Literal["auto"] | None = "auto"
-    """Epochs between validations; "auto" is 1 unless steps or minutes between them are set, None does not count
-    epochs."""
+    """Epochs between validations. "auto" is 1 unless steps or minutes between them are set. None disables."""
     val_every_minutes: PositiveFloat | None = None
-    """Minutes of wall-clock time between validations; None does not look at the clock."""
+    """Minutes between validations. None disables."""
     num_sanity_val_steps: NonNegativeInt = 0
-    """Batches per rank of a validation before the trainer's first training, to find its errors early; 0 has none."""
+    """Batches per rank of a validation before the trainer's first training, to find its errors early. 0 disables."""
     sync_policy: SyncPolicy = "no_sync"
-    """When gradients of an accumulation window are reduced: once, at its end, keeping full gradients until then
-    ("no_sync"); each micro-batch, keeping only shards ("reduce_scatter_each"); or scattered each micro-batch and summed
-    over replicas once ("defer_all_reduce", for HSDP). The numbers are the same, memory and traffic are not. Replicas
-    without shards keep whole gradients and cross once under each."""
+    """When gradients of an accumulation window are reduced. "no_sync": once, at its end, keeping full gradients until
+    then. "reduce_scatter_each": in each micro-batch, keeping only shards. "defer_all_reduce" (for HSDP): scattered in
+    each micro-batch and summed over replicas once. Results are equal; memory and traffic differ. Replicas without
+    shards keep whole gradients and are reduced once under each."""
     on_nonfinite: NonFinitePolicy = "raise"
-    """What a NaN or infinite gradient norm does: raise an error, skip that step, or retry its window. "raise" comes in
-    the step itself on a CPU, and up to 50 steps later on an accelerator, where no step after the bad one changes
-    anything."""
+    """Policy for a NaN or infinite gradient norm: "raise" an error, "skip" that step, or "retry" its window. On a CPU
+    "raise" comes in the step itself. On an accelerator it comes up to 50 steps later, and no step after the bad one
+    changes anything."""
     max_nonfinite: NonNegativeInt = 10
-    """Non-finite steps in a row that "skip" and "retry" put up with; one more raises, since the run is lost by then."""
+    """Consecutive non-finite steps that "skip" and "retry" tolerate. One more raises, since the run is lost by then."""
     fast_dev_run: bool = False
-    """Train on one accumulation window, validate on one batch, write no checkpoint: does the code run at all?"""
+    """Smoke test: train on one accumulation window, validate on one batch, write no checkpoint."""
     overfit_batches: NonNegativeInt = 0
-    """Train on the same first batches of each rank again and again, as a test of the model; 0 uses all data."""
+    """Train on this many first batches of each rank again and again, to test the model. 0 uses all data."""
     deterministic: bool = False
-    """Ask PyTorch for deterministic algorithms, which are slower and raise an error where there is none."""
+    """Use PyTorch's deterministic algorithms. They are slower, and operations without one raise an error."""
 
     def __post_init__(self) -> None:
         refuse(
@@ -129,11 +128,11 @@ class TrainingParameters:
 
 @parameters
 class EvalParameters:
-    """What to remember of validations."""
+    """Which results of validations to keep."""
 
     best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
-    """Metrics whose best value is kept in `trainer.best`, each with whether lower ("min") or higher ("max") is
-    better. One that a validation does not give is warned of, but for the default's."""
+    """Metrics whose best value is kept in `trainer.best`, each with "min" if lower or "max" if higher is better. A
+    metric that a validation does not give causes a warning, except for the default."""
 
 
 @dataclass(kw_only=True)
@@ -141,13 +140,13 @@ class EvalConfigMixin:
     """Config of EvalMixin."""
 
     eval_parameters: EvalParameters = field(default_factory=EvalParameters)
-    """What to remember of validations."""
+    """Which results of validations to keep."""
 
 
 def micro_batch_size(parameters: TrainingParameters, dp_size: int) -> int:
-    """`train_batch_size`, or if `global_batch_size` leaves a rank no whole number of those, the largest that it does.
+    """`train_batch_size`, or the largest smaller size that divides a rank's share of `global_batch_size`.
 
-    Where it cannot be shared equally among `dp_size` ranks at all, `accumulation_steps` says so of the loader.
+    If `dp_size` ranks cannot share it equally, `accumulation_steps` raises the error later, with the loader's size.
     """
     size, total = parameters.train_batch_size, parameters.global_batch_size
     if total is None or total % dp_size:
@@ -156,7 +155,7 @@ def micro_batch_size(parameters: TrainingParameters, dp_size: int) -> int:
 
 
 def accumulation_steps(parameters: TrainingParameters, batch_size: int, dp_size: int) -> int:
-    """Micro-batches that each rank processes per optimizer step; `batch_size` is what the loader really yields.
+    """Micro-batches that each rank processes per optimizer step; `batch_size` is the loader's actual one.
 
     Raises:
         ConfigError: `global_batch_size` is not a whole number of micro-batches on every rank.

@@ -1,5 +1,5 @@
-"""The windows a rank trains, in step with the other ranks. A window is loaded whole before it is trained, and a loader
-that may end on one rank first is read one window ahead, so no rank waits for data inside a collective of the model."""
+"""The windows a rank trains, in step with the other ranks. A window is loaded whole before it is trained. A loader that
+may end on one rank first is read one window ahead, so no rank waits for data inside a collective of the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
 
-# As PyTorch has it, where a process receives tensors and has no room for their files.
+# PyTorch's text when a process receives tensors and cannot open their files.
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
 class WindowFeed:
-    """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`."""
+    """One rank's windows, of all ranks' common length: `fetch`, `agree` if some rank `is_short`, `take`, `trained`."""
 
     def __init__(self, stream: TrainStream, world: Ranks, accumulation: int) -> None:
         self._stream = stream
@@ -63,7 +63,7 @@ class WindowFeed:
             self.seek(position, None, is_pass_over=True, state=None)
 
     def fetch(self) -> None:
-        """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
+        """Loads the next window, and the one after it if the end of the pass is unknown otherwise; no communication."""
         started = time.perf_counter()
         if self._sought is not None:
             position, rank_state, is_pass_over, state = self._sought
@@ -83,7 +83,7 @@ class WindowFeed:
         return _size(self.window) < self._accumulation or _size(self._ahead) < self._accumulation
 
     def agree(self) -> None:
-        """Cuts what was fetched to the shortest rank's; a collective."""
+        """Cuts the fetched window to the shortest rank's; a collective."""
         sizes = torch.tensor([_size(self.window), _size(self._ahead)])
         now, ahead = self._world.all_gather(sizes).unbind(1)
         if now.min() < self._accumulation:
@@ -150,7 +150,7 @@ class WindowFeed:
         return window
 
     def _refuse_open_files(self, error: OSError | RuntimeError) -> None:
-        """Says why a window needs so many open files: workers send each tensor as one, until the window is trained."""
+        """Explains too many open files: workers send each tensor as one, open until the window is trained."""
         is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
         if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
             return
@@ -169,7 +169,7 @@ class WindowFeed:
         left_over = int(cut.sum() - cut.min() * len(cut)) + (0 if dropped is None else int(dropped.sum()))
         if left_over and self._world.is_main:
             logger.warning(
-                "The data of some ranks ended first: what the others have left, at least %s, is not trained in this "
+                "The data of some ranks ended first: the rest of the others' data, at least %s, is not trained in this "
                 "pass.",
                 "1 batch" if left_over == 1 else f"{left_over} batches",
             )
@@ -205,7 +205,7 @@ class ConnectedData:
         self.stream, self.loader, self.is_even = stream, loader, stream.is_even
 
     def open_feed(self, world: Ranks, accumulation: int, device: torch.device) -> None:
-        """Makes the feed over the stream that is connected, and what its batches are copied on."""
+        """Makes the feed over the connected stream, and the device stream that copies its batches."""
         assert self.stream is not None  # connected before
         self.feed = WindowFeed(self.stream, world, accumulation)
         self.copy_stream = copy_stream(device)
@@ -225,7 +225,7 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
             yield move(batch, device)
         return
     waiting = iter(batches)
-    # The window's first has nothing to go beside: its memory may be that of a batch that is still computed with.
+    # The window's first copy overlaps nothing: its memory may belong to a batch that is still in use.
     current = move(next(waiting), device)
     for batch in waiting:
         aside.wait_stream(torch.accelerator.current_stream(device))

@@ -40,7 +40,7 @@ class StatefulLoader(Protocol):
 
 @runtime_checkable
 class EpochAware(Protocol):
-    """A sampler, dataset or loader whose order depends on an epoch it has to be told, e.g. `DistributedSampler`."""
+    """A sampler, dataset or loader whose order depends on the epoch passed to it, e.g. `DistributedSampler`."""
 
     def set_epoch(self, epoch: int, /) -> Any: ...
 
@@ -76,8 +76,8 @@ def take(iterator: Iterator[Any], number: int) -> list[Any]:
 
 
 class SeededPass(Iterator[Any]):
-    """One pass over a loader that may draw from the global generators: torch's is seeded for every batch, python's and
-    numpy's for those that follow their first draw in a pass, unless a batch is known to draw nothing."""
+    """One pass over a loader that may draw from the global generators. Torch's is seeded for every batch, python's and
+    numpy's for batches after their first draw in a pass, unless a batch is known to draw nothing."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class SeededPass(Iterator[Any]):
         base = hash_seed(b"workers", seed, epoch, dp_rank)
         with workers_outlive_signals(self._loader), seeds_of_workers(self._loader, base):
             self._iterator = iter(self._loader)
-        # A loader that its own state put into the middle of a pass draws that order again, and needs the pass's stream,
-        # or only what belongs to the batch: what it drew before tells which.
+        # If its own state moved a loader into the middle of a pass, it redraws either the whole order, which needs the
+        # pass's stream, or only the batch's values. Its earlier draws tell which.
         if self._first > 0 and self.draws:
             self._notice()
             self._start.seed({"python", "numpy"} - self._drawn)
@@ -207,7 +207,7 @@ def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
 
 
 def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
-    """Whether a loader with a state of its own comes back by it to where it was, random draws included."""
+    """Whether the loader's own state restores its position exactly, random draws included."""
     if draws is None:
         return False
     if isinstance(loader, DataLoader):

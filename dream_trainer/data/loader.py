@@ -40,27 +40,27 @@ class DistributedDataLoader:
     """A `DataLoader` over a map-style dataset that serves each rank its own part and resumes at any sample.
 
     The same samples with the same augmentation make up each optimizer step at any world size, accumulation and number
-    of workers. The trainer tells it rank and seed; iterated by itself it yields the first epoch as a single process
+    of workers. The trainer passes it rank and seed; without a trainer it yields the first epoch as a single process
     sees it.
 
     Args:
         dataset: Map-style: `__getitem__` and `__len__`. An OrderedDataset, such as a Mixture, decides its order.
         batch_size: Samples in one micro-batch of one rank.
-        shuffle: Whether each epoch has a random order of its own, from the trainer's seed. Validation is always in the
+        shuffle: Whether each epoch has a different random order, from the trainer's seed. Validation is always in the
             dataset's order.
         drop_last: Whether training drops the samples at an epoch's end that do not fill a global batch. With False they
             are split evenly over the ranks, to sizes differing by at most one; pass `weight=` to `backward` then, so
             that each sample counts the same. Validation never drops any.
         num_workers: Processes that load ahead; 0 loads in the training process.
         collate_fn: Turns a list of samples into a batch.
-        pin_memory: Whether batches are copied to page-locked memory, from which they reach a GPU asynchronously.
+        pin_memory: Whether batches are copied to page-locked memory, for asynchronous copies to a GPU.
         seed_samples: Whether `random`, numpy and torch are seeded before each sample, from (seed, epoch, index). With
             False random augmentation depends on workers and world size, and draws from the training process's
             generators if there are no workers.
         persistent_workers: Whether workers outlive an epoch.
         prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
-        timeout: Seconds to wait for a batch from a worker; 0 is for ever.
+        timeout: Seconds to wait for a batch from a worker; 0 waits forever.
         worker_init_fn: Called with the worker's number when it starts.
 
     Raises:
@@ -153,8 +153,8 @@ class ShardReader:
         self.seed = seed
         self.loader = loader
         self.sampler = RankBatchSampler(len(loader.dataset), sharding, seed=seed, shuffle=shuffle)
-        # DataLoader draws its workers' base seed from the global generator unless it has one of its own, and so would
-        # move the training process's random stream at each epoch (and at each resume).
+        # Without its own generator, DataLoader draws its workers' base seed from the global one, and so would move the
+        # training process's random stream at each epoch (and at each resume).
         self.generator = torch.Generator(device="cpu")
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -163,7 +163,7 @@ class ShardReader:
         self.begin(0, None)
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
-        """Has an OrderedDataset begin pass `epoch`, or with `state` go on in it. What was loaded ahead is dropped."""
+        """Makes an OrderedDataset begin pass `epoch`, or resume in it from `state`. Prefetched samples are dropped."""
         if self.ordered is not None:
             self.ordered.begin(self.seed, state)
             self.ordered.set_epoch(epoch)
@@ -199,7 +199,7 @@ class ShardReader:
         return KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
 
     def dataset_changed(self) -> None:
-        """Has the next pass read the dataset as it is now: persistent workers hold it as it was."""
+        """Makes the next pass read the dataset as it is now: persistent workers hold an earlier copy."""
         self.sampler.length = len(self.loader.dataset)
         if self.loader.persistent_workers:
             self.close()
@@ -227,7 +227,7 @@ class ShardReader:
 
 
 def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
-    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's own."""
+    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's."""
     if not isinstance(loader, DataLoader) or _own_methods(loader):
         return None
     batches = loader.batch_sampler
@@ -251,7 +251,7 @@ def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader 
 
 
 def loader_batch_size(loader: object) -> int | None:
-    """Samples in one of the loader's batches, where it says so and they are alike; of a group in all of them."""
+    """Samples in one of the loader's batches, if it has a fixed batch size; for a group, the sum over its loaders."""
     if isinstance(loader, PerRankLoader):
         return loader_batch_size(loader.loader)
     if isinstance(loader, Mapping) and loader:
@@ -313,7 +313,7 @@ def _no_samples(name: str, dataset: Any) -> DataError:
 
 
 def _own_methods(loader: DataLoader[Any]) -> list[str]:
-    """What a subclass defines beside its constructor, which only sets options: any of it may decide the batches."""
+    """Names that a subclass defines except its constructor, which only sets options: any may decide the batches."""
     own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
     kinds = (FunctionType, classmethod, staticmethod, property)
     found = [name for cls in own for name, value in vars(cls).items() if isinstance(value, kinds)]
@@ -343,7 +343,7 @@ def _shuffles(sampler: Any, length: int) -> bool | None:
 
 def _describe(loader: object) -> str:
     if isinstance(loader, DataLoader) and (methods := _own_methods(loader)):
-        return f"A {type(loader).__name__}, a DataLoader with methods of its own ({', '.join(methods)}),"
+        return f"A {type(loader).__name__}, a DataLoader with additional methods ({', '.join(methods)}),"
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         return f"A {type(loader).__name__} with batch_size=None, of ready batches from {type(loader.dataset).__name__},"
     if isinstance(loader, DataLoader):

@@ -21,11 +21,11 @@ class LoadingTime(NamedTuple):
 
 
 class OrderedDataset(Dataset[Any], ABC):
-    """A map-style dataset whose samples are numbered in the order in which they are consumed.
+    """A map-style dataset whose samples are numbered in the order of consumption.
 
-    Give it to a `DistributedDataLoader` with `shuffle=False`. Within a pass (all positions of one length) a sample is a
-    pure function of what `begin` and `set_epoch` were told and of its position: any process may ask for any of them, in
-    any order; rising positions are to be cheap.
+    Give it to a `DistributedDataLoader` with `shuffle=False`. Within a pass (all positions of one length) a sample must
+    be a pure function of its position and the arguments of `begin` and `set_epoch`. Any process may request any
+    position, in any order. Rising positions should be cheap.
     """
 
     @abstractmethod
@@ -38,60 +38,60 @@ class OrderedDataset(Dataset[Any], ABC):
 
     @abstractmethod
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
-        """Told before anything is read, at the start of each pass (`state` None) and before going on in its middle.
+        """Called before anything is read, at the start of each pass (`state` None) and before a resume in its middle.
 
-        `state` is what `state_at` gave for the position to go on at; of other data it raises DataError. Without it, a
-        change of the running program (a mixture's weights) stays.
+        `state` is the result of `state_at` for the position to resume at; raises DataError if it belongs to other data.
+        Without `state`, a change made by the running program (a mixture's weights) stays.
         """
 
     @abstractmethod
     def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
-        """What `begin` needs to go on at `position` of this pass, as plain data, and what was drawn until there.
+        """Plain data that `begin` needs to resume at `position` of this pass, and the counts of drawn samples.
 
         Called when a checkpoint is written, on any rank. `mark` is the newest that this rank had loaded before.
         """
 
     def set_epoch(self, epoch: int) -> None:  # most have nothing to do
-        """Told the number of the pass, from 0, after `begin`. A dataset that reads another one tells it to that."""
+        """Receives the number of the pass, from 0, after `begin`. A dataset that reads another one passes it on."""
 
     def mark(self) -> Any:
-        """A small plain value about what was loaded last; it is sent from the worker with its batch. None: nothing."""
+        """A small plain value about the last loaded sample; workers send it with their batch. None if unused."""
         return None
 
     def loading_time(self, mark: Any) -> LoadingTime | None:
-        """What a mark tells of the time that sources take; None: nothing."""
+        """The time that sources take, from a mark; None if unknown."""
         return None
 
     @property
     def first_position(self) -> int:
-        """The earliest position of this pass that can be asked for: behind 0 where a run went on with other data."""
+        """The earliest available position of this pass: above 0 if a run resumed with other data."""
         return 0
 
     @property
     def may_change(self) -> bool:
-        """Whether `changes_at` is to be asked, before a window: a look that costs nothing."""
+        """Whether to call `changes_at` before a window; this check must be cheap."""
         return True
 
     def changes_at(self, position: int, mark: Any = None) -> bool:
-        """Whether the order from `position` on has changed, asked between two windows; all ranks say the same. What
-        was loaded ahead is then dropped, and `begin` called with the state at `position`."""
+        """Whether the order from `position` on has changed. Asked between two windows; all ranks return the same. After
+        a change, prefetched samples are dropped and `begin` is called with the state at `position`."""
         return False
 
     def change_begins_at(self, position: int, mark: Any = None) -> int:
-        """The position from which a change counts that `changes_at` has just told of; arguments as there."""
+        """The position where a change just reported by `changes_at` takes effect; the same arguments."""
         return position
 
     def stages_within(self, first: int, last: int) -> list[int]:
-        """Positions between `first` and `last`, both left out, from which samples come by other weights; rising."""
+        """Rising positions between `first` and `last`, both excluded, where the weights of samples change."""
         return []
 
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
-        """What to log at `position`, by name; arguments as of `state_at`."""
+        """Named numbers to log at `position`; arguments as in `state_at`."""
         return {}
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the sources that `loading_time` speaks of."""
+        """Names of the sources that `loading_time` measures."""
         return []
 
     @property
@@ -162,7 +162,7 @@ class MarkedBatches:
 
 
 def say_when_it_begins(dataset: OrderedDataset, position: int, marked: MarkedBatches, global_batch_size: int) -> None:
-    """Warns where a change that `changes_at` has just told of counts later than from `position` on."""
+    """Warns if a change just reported by `changes_at` takes effect later than at `position`."""
     rows = dataset.change_begins_at(position, marked.newest(position)) - position
     if rows > 0:
         logger.warning(

@@ -1,5 +1,5 @@
-"""A few samples of a dataset, compared between ranks. A dataset that each rank has split or shuffled already would be
-split twice or trained in part, which looks right on every rank alone."""
+"""A few samples of a dataset, compared between ranks. If each rank has already split or shuffled its dataset, it would
+be split twice or trained in part, which looks right on any single rank."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Samples(Dataset[Summary]):
 
 
 def summary(sample: Any) -> Summary:
-    """What of a sample can be compared between ranks: tensors, arrays, numbers and strings in nested containers."""
+    """The parts of a sample that ranks can compare: tensors, arrays, numbers and strings in nested containers."""
     values: Summary = {}
     _collect("sample", sample, values)
     return values

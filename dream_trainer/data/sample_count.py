@@ -1,4 +1,4 @@
-"""How many samples a batch holds whose loader does not know: the user's own count, otherwise a guess."""
+"""How many samples a batch holds whose loader does not know: the user's count, otherwise a guess."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GraphBatch(Protocol):
 
 
 class SampleCount:
-    """Counts the samples of batches that come from a loader of the user's own."""
+    """Counts the samples of batches that come from a loader of the user's."""
 
     def __init__(self, own: Callable[[Any], int] | None = None, warn: Callable[[str], None] | None = None) -> None:
         self.own = own
@@ -53,15 +53,15 @@ class SampleCount:
             more = ", ..." if len(shapes) > 4 else ""
             warn(
                 f"a batch of type {type(batch).__name__} with tensors of shapes {', '.join(shapes[:4])}{more} is "
-                f"counted as {count} samples, the first tensor's first dimension, and could hold another number: means "
-                f"and samples_seen would be wrong. {_REMEDY}"
+                f"counted as {count} samples, the first tensor's first dimension. If it holds another number, means "
+                f"and samples_seen are wrong. {_REMEDY}"
             )
         self._former = counts
         return count
 
 
 def _counts(batch: Any) -> tuple[list[int], list[list[Any]]]:
-    """First dimensions of its tensors, or the number of its graphs or packed sequences alone; and its lists."""
+    """First dimensions of its tensors, or only the number of its graphs or packed sequences; and its lists."""
     counts: list[int] = []
     lists: list[list[Any]] = []
     pending = [batch]
@@ -117,7 +117,7 @@ IGNORED = -100
 
 
 def count_tokens(batch: Any) -> int | None:
-    """Tokens of a batch without padding; None if it does not tell, or only by waiting for a device."""
+    """Tokens of a batch without padding; None if unknown without waiting for a device."""
     if isinstance(batch, Mapping):
         for key, count in _COUNTS.items():
             values = batch.get(key)

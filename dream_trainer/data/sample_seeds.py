@@ -60,7 +60,7 @@ class KeyedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, key: BatchKey) -> Any:
-        """What `load` gives, and with an OrderedDataset its mark; `DataLoader` calls this method."""
+        """Result of `load`, with an OrderedDataset's mark; `DataLoader` calls this method."""
         batch = self.load(key)
         return (batch, self.dataset.mark()) if self.is_ordered else batch
 

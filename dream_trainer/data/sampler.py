@@ -54,7 +54,7 @@ class RankBatchSampler(Sampler[BatchKey]):
         self._next_pass = (epoch, first, end)
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
-        """This rank's batches of those positions; what the next iterator yields stays."""
+        """This rank's batches of those positions; does not change the next iterator."""
         return [indices for _, indices in self._batches(epoch, first, end)]
 
     def __iter__(self) -> Iterator[BatchKey]:
@@ -74,7 +74,7 @@ class RankBatchSampler(Sampler[BatchKey]):
             return
         order = epoch_order(self.seed, epoch, self.length, self.shuffle)
         full = order[first:last].view(num_full, sharding.dp_size, sharding.batch_size)[:, sharding.dp_rank]
-        for block in range(0, num_full, 64):  # many at a time, since a tensor slice costs as much as a small batch
+        for block in range(0, num_full, 64):  # many at a time, since a tensor slice costs like a small batch
             for indices in full[block : block + 64].tolist():
                 yield epoch, indices
         if size:

@@ -1,4 +1,4 @@
-"""What the training loop pulls from: one accumulation window after the other, each with the position that follows it. A
+"""The source of the training loop: one accumulation window after the other, each with the position that follows it. A
 window never straddles two passes over the data, and a pass pulls no batch that it does not train."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _END = object()
 
 
 class ForeignStream(TrainStream):
-    """A loader that is not ours. Windows are fetched whole, since only that tells where its end cuts one short."""
+    """A foreign loader. Windows are fetched whole, since its end may cut one short."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class ForeignStream(TrainStream):
         self._draws: bool | None = None
         self._drawn: Iterable[str] = ()
         self._is_exhausted = False
-        # Whether the state of a finished pass was loaded: for some loaders that is where the next pass begins, others
-        # have to be read to their end, where they are, before they begin again.
+        # Whether the state of a finished pass was loaded. Some loaders begin the next pass from that state; others
+        # must be read to their end before they begin again.
         self._holds_end = False
         self._was_read = False
 
@@ -89,7 +89,7 @@ class ForeignStream(TrainStream):
         if self._was_read and isinstance(self._source, Iterator):
             raise DataError(
                 f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "
-                "cannot go back. Give an object whose `__iter__` begins again."
+                "cannot be restarted. Give an object whose `__iter__` begins again."
             )
         if self._was_read and self._stateful is not None and not self._keeps_state:
             raise DataError(
@@ -136,8 +136,8 @@ class ForeignStream(TrainStream):
     def end_pass(self) -> None:
         if self._position.batches:
             if self._iterator is None and not self._is_exhausted:
-                # A state was loaded and nothing read since. It may be of a pass whose end had not been looked for yet,
-                # and a loader keeps it until it is read: the next pass would begin at this one's end.
+                # A state was loaded and nothing read since. It may be from a pass whose end was not reached yet. The
+                # loader keeps the state until it is read, so the next pass would begin at this one's end.
                 with preserved_random_state():
                     next(self._open(self._position.batches), None)
             self._begin_pass(self._position.epoch + 1)
@@ -164,7 +164,7 @@ class ForeignStream(TrainStream):
             epoch=epoch,
             dp_rank=self._dp_rank,
             first=first,
-            draws=True if self._stateful is None else self._draws,  # True also if nobody wants to know
+            draws=True if self._stateful is None else self._draws,  # also True if the answer is not needed
             drawn=self._drawn if first else (),
         )
 
@@ -179,8 +179,8 @@ class ForeignStream(TrainStream):
         if self._stateful is not None and self._keeps_state:
             if isinstance(self._iterator, SeededPass):
                 self._draws, self._drawn = self._iterator.draws, self._iterator.drawn
-            # A copy: what is handed out may be what the loader goes on with, and the next window is read ahead.
-            # An exhausted loader's own state means "begin the next pass", which is not where a short last window ends.
+            # A copy: the loader may keep changing the returned state, and the next window is read ahead.
+            # An exhausted loader's own state means "begin the next pass", which is not the end of a short last window.
             loader = copy.deepcopy(self._stateful.state_dict())
             state |= {"loader": loader, "draws": self._draws, "drawn": self._drawn}
         return state
@@ -233,7 +233,7 @@ class ForeignStream(TrainStream):
         share, rest = divmod(position.samples, self._dp_size)
         if rest:
             raise DataError(
-                f"The run goes on in the middle of a pass, after {position.samples} samples of all ranks, which "
+                f"The run resumes in the middle of a pass, after {position.samples} samples of all ranks, which "
                 f"dp_size={self._dp_size} data-parallel ranks cannot divide evenly, and only "
                 f"{type(self._source).__name__} knows which they were. Resume on the former number of ranks, or use a "
                 "DistributedDataLoader."
@@ -262,12 +262,12 @@ class ForeignStream(TrainStream):
         name = type(self._source).__name__
         if batch is _END or self._count is None:
             return DataError(
-                f"The run goes on after {samples} samples of this pass, and the training loader ({name}) ended after "
+                f"The run resumes after {samples} samples of this pass, and the training loader ({name}) ended after "
                 f"{self._samples}: its data changed. Give it the data it had, or start another experiment."
             )
         last = self._count(batch, self._batch_size)
         return DataError(
-            f"The run goes on after {samples} samples of this pass, and the training loader ({name}) has no batch that "
+            f"The run resumes after {samples} samples of this pass, and the training loader ({name}) has no batch that "
             f"begins there: it yielded a batch of {last} after {self._samples - last}. Use the batch size it had, or "
             "a DistributedDataLoader, which starts at any sample."
         )
@@ -494,7 +494,7 @@ class ShardStream(TrainStream):
         """Looks how long the dataset is in this pass, before anything of it is read: it may change between two."""
         position, dataset = self._position, self._loader.dataset
         before = self.reader.sampler.length
-        if isinstance(dataset, OrderedDataset):  # says itself whether it can go on there
+        if isinstance(dataset, OrderedDataset):  # checks itself whether it can resume there
             self.reader.begin(position.epoch, self._state)
             self._length = len(dataset)
         else:
@@ -503,11 +503,11 @@ class ShardStream(TrainStream):
             self._length = len(dataset)
             if position.samples and position.length not in (None, self._length):
                 raise DataError(
-                    f"The run goes on in the middle of a pass over {position.length} training samples, and the dataset "
-                    f"has {self._length} now, whose order is another one. Give it the {position.length} it had, or "
-                    "resume from a checkpoint at the end of a pass. A dataset that changes from pass to pass does so "
-                    "in its `set_epoch`, or in `pre_epoch` from `current_epoch`, so that a resumed run finds it as it "
-                    "was."
+                    f"The run resumes in the middle of a pass over {position.length} training samples, and the dataset "
+                    f"now has {self._length}, in another order. Give it the {position.length} it had, or "
+                    "resume from a checkpoint at the end of a pass. A dataset that changes from pass to pass must do "
+                    "so in its `set_epoch`, or in `pre_epoch` from `current_epoch`, so that a resumed run finds it as "
+                    "it was."
                 )
             if self._length != before or isinstance(dataset, EpochAware):
                 self.reader.dataset_changed()
@@ -520,13 +520,13 @@ class ShardStream(TrainStream):
         refuse_state_of_group(state)
         if is_ordered and state is None and position.samples:
             raise DataError(
-                f"The run goes on in the middle of a pass, and the checkpoint has no state of the dataset ({name}): it "
-                "read another one then. Give it that, or start a run of its own from the checkpoint's weights."
+                f"The run resumes in the middle of a pass, and the checkpoint has no state of the dataset ({name}): it "
+                "read another one then. Give it that, or start a new run from the checkpoint's weights."
             )
         if not is_ordered and state is not None:
             raise DataError(
                 f"The checkpoint is of a run over a dataset that decides its order itself, and {name} does not. Give "
-                "it the dataset it had, or start a run of its own from the checkpoint's weights."
+                "it the dataset it had, or start a new run from the checkpoint's weights."
             )
 
     def _pass_end(self, consumed: int) -> int:

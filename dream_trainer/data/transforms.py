@@ -1,5 +1,5 @@
-"""What is done to samples, in order: map, filter, batch, unbatch, shuffle. On streams they work on blocks that carry
-nothing over, so a place is the source's state at a block's start and a number of samples; a TransformedDataset reaches
+"""Transforms of samples, in order: map, filter, batch, unbatch, shuffle. On streams they work on blocks that carry
+nothing over, so a place is the source's state at a block's start and a number of samples. A TransformedDataset reads
 its samples by number."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Item:
 
 
 class Transform(ABC):
-    """One step of what is done to samples."""
+    """One transform of samples."""
 
     block = 1  # a block of samples is a multiple of this
 
@@ -44,7 +44,7 @@ class Transform(ABC):
 
 @dataclass(frozen=True)
 class Map(Transform):
-    """Replaces each sample by `function(sample)`. What it draws from `random`, NumPy and torch is seeded by sample."""
+    """Replaces each sample by `function(sample)`. Its draws from `random`, NumPy and torch are seeded by sample."""
 
     function: Callable[[Any], Any]
 
@@ -57,7 +57,7 @@ class Map(Transform):
 
 @dataclass(frozen=True)
 class Filter(Transform):
-    """Keeps the samples for which `function(sample)` is true."""
+    """Keeps the samples if `function(sample)` is true."""
 
     function: Callable[[Any], Any]
 
@@ -91,7 +91,7 @@ class Batch(Transform):
 
 @dataclass(frozen=True)
 class Unbatch(Transform):
-    """Makes each item of a list a sample of its own, e.g. of what a tokenizer made of a `Batch`."""
+    """Makes each item of a list a separate sample, e.g. of a tokenizer's result for a `Batch`."""
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         for item in items:
@@ -171,14 +171,14 @@ class StageCalls:
 
 
 def description(transform: Transform) -> str:
-    """A transform and its plain options, which decide what samples come; functions are not told apart."""
+    """A transform and its plain options, which decide the samples; functions are not distinguished."""
     options: dict[str, Any] = vars(transform) if is_dataclass(transform) else {}
     told = [f"{name}={value!r}" for name, value in options.items() if value is None or isinstance(value, int | str)]
     return f"{type(transform).__name__}({', '.join(told)})"
 
 
 def block_size(transforms: Sequence[Transform]) -> int:
-    """Samples in a block: a multiple of what each transform takes at once."""
+    """Samples in a block: a multiple of the number that each transform takes at once."""
     together = math.lcm(*(transform.block for transform in transforms))
     return together * -(-_SMALLEST_BLOCK // together)
 
@@ -195,7 +195,7 @@ def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
 
 
 def refuse_to_skip(what: str, error: Exception, count: int, limit: int, where: str) -> None:
-    """Raises unless `limit` samples or more may be left out, of which a broken one is number `count`."""
+    """Raises if the broken sample, number `count`, exceeds the `limit` of skipped samples."""
     if limit == 0:
         raise DataError(
             f'{what}. Mend or leave out the sample, or skip such ones by on_error="skip" and max_skipped.'
@@ -215,11 +215,11 @@ class TransformedDataset(Dataset[Any]):
 
     Args:
         dataset: Map-style.
-        transforms: What is done, in this order.
-        on_error: What to do with a sample that cannot be loaded or for which a function raises: "raise", or "skip":
-            the next sample that can be loaded comes in its place, and it is counted and logged.
+        transforms: Applied in this order.
+        on_error: Policy for a sample that cannot be loaded or whose function raises: "raise", or "skip": the next
+            loadable sample replaces it, and it is counted and logged.
         max_skipped: With "skip", how many different samples may be skipped in one process (each worker is one).
-        seed: Of the windows' orders, and of what filters draw.
+        seed: Seed of the windows' orders, and of random draws in filters.
 
     Attributes:
         skipped: Numbers of samples that this process skipped.
@@ -306,7 +306,7 @@ class TransformedDataset(Dataset[Any]):
         return self._called(transform.function, sample, stage, index) if isinstance(transform, Map) else sample
 
     def _called(self, function: Callable[[Any], Any], argument: Any, stage: int, index: int) -> Any:
-        """The function's result; what it raises is of the sample, in the user's dataset, that this one is made of."""
+        """The function's result; its errors name the sample of the user's dataset that this one is made of."""
         try:
             return function(argument)
         except Exception as error:
@@ -315,7 +315,7 @@ class TransformedDataset(Dataset[Any]):
             raise BrokenSampleError(index, error) from error
 
     def _place_before(self, stage: int, index: int) -> int:
-        """What sample `index` behind the first `stage` transforms is before the last of them; of several the first."""
+        """Index, before transform number `stage`, of sample `index` after it; the first of several."""
         before, transform = stage - 1, self._transforms[stage - 1]
         if isinstance(transform, Filter):
             return self._kept[before][index]

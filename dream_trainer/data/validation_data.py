@@ -16,7 +16,7 @@ from dream_trainer.errors import DataError
 def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int) -> ValidationBatches:
     """The validation batches of one rank from any loader that a user may return from `configure_dataloaders`.
 
-    Ours and plain loaders are read whole and in the dataset's order, whatever their `shuffle` and `drop_last` say.
+    Our and plain loaders are read whole and in the dataset's order, regardless of their `shuffle` and `drop_last`.
     Ranks may differ by a sample in their last batch, and some have one batch less, or none.
     """
     distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")

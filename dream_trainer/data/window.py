@@ -13,7 +13,7 @@ SavedState = dict[str, Any] | None  # plain data of a checkpoint, if there is an
 
 @dataclass(slots=True)  # not frozen: in each step that would cost 1 us
 class DataPosition:
-    """Where training is in the data. Made anew for each window, never changed."""
+    """The position of training in the data. Made for each window, never changed."""
 
     epoch: int  # number of the pass over the data, from 0
     samples: int  # of this pass, consumed by all ranks; 0 if the loader is not ours: the trainer counts those
@@ -27,19 +27,19 @@ class Window:
 
     size: int  # number of micro-batches
     batches: Iterable[Any]  # `size` of them; ours load as they are iterated, which ends before the next window is
-    samples: int | None  # of all ranks together, or None where only counting them would tell
+    samples: int | None  # of all ranks together, or None if unknown without counting
     end: DataPosition  # the position after this window
     rank_state: dict[str, Any] | None  # for `TrainStream.seek`: of a loader that keeps its own, after this window
     is_uneven: bool  # whether ranks or micro-batches hold different numbers of samples, and need `weight=`
-    is_last: bool | None  # of its pass; None where only looking for the next one would tell
-    sizes: list[int] | None = None  # samples in each micro-batch of this rank; None if nobody counts them
+    is_last: bool | None  # of its pass; None if unknown without fetching the next one
+    sizes: list[int] | None = None  # samples in each micro-batch of this rank; None if not counted
 
 
 class TrainStream(ABC):
     """The training data of one rank, window by window."""
 
     steps_per_epoch: int | None  # windows in one whole pass; None if the loader does not know its length
-    is_even: bool  # whether every rank gets equally many windows of as many micro-batches, by construction
+    is_even: bool  # whether ranks have equal numbers of windows and of micro-batches, by construction
     reader: Any = None  # the ShardReader that loads the samples that are dealt to ranks; None of a loader not ours
     global_batch_size: Any = None  # samples of a whole window over all ranks; None of a loader not ours
     resumes_from_all_ranks: bool = False  # whether, in another layout, `united` makes this state from all ranks'
@@ -51,7 +51,7 @@ class TrainStream(ABC):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What of the data has to be the same on all ranks, beside what `reader` says."""
+        """Facts about the data that must be equal on all ranks, in addition to `reader`."""
         return {}
 
     def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -60,12 +60,12 @@ class TrainStream(ABC):
 
     @property
     def parts(self) -> Mapping[str, TrainStream]:
-        """The streams of a group of loaders, by name; of one loader itself, named ""."""
+        """Maps loader names of a group to their streams; a single loader's name is ""."""
         return {"": self}
 
     @property
     def seconds_by_loader(self) -> Mapping[str, float]:
-        """Seconds this process has spent waiting for each loader of a group, by name."""
+        """Seconds this process has spent waiting for each loader of a group, keyed by loader."""
         return {}
 
     @property
@@ -83,11 +83,11 @@ class TrainStream(ABC):
         """
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
-        """What `seek` needs besides the position on every rank: of a dataset that decides its order itself."""
+        """State that `seek` needs on every rank besides the position, for a dataset that decides its own order."""
         return None
 
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
-        """What to log of the data at `position`, by name; which position, as of `state_at`."""
+        """Named numbers to log about the data at `position`; positions as in `state_at`."""
         return {}
 
     @abstractmethod
@@ -100,7 +100,7 @@ class TrainStream(ABC):
 
     @abstractmethod
     def end_pass(self) -> None:
-        """Leaves out what is left of this pass; no effect between passes."""
+        """Skips the rest of this pass; no effect between passes."""
 
     @abstractmethod
     def close(self) -> None:

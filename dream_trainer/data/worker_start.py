@@ -27,7 +27,7 @@ _OPTIONS = ("num_workers", "pin_memory", "prefetch_factor", "multiprocessing_con
 
 
 def worker_options(loader: Any) -> dict[str, Any]:
-    """What a loader says of its workers, as arguments of a DataLoader."""
+    """A loader's worker options, as arguments of a DataLoader."""
     return {name: getattr(loader, name) for name in _OPTIONS}
 
 
@@ -71,7 +71,7 @@ class WorkerInit:
 
 
 def _end_with_parent() -> None:
-    """Ends this process as soon as its parent ends; PyTorch's workers alone would look every 5 s."""
+    """Ends this process as soon as its parent ends; PyTorch's workers by themselves would check every 5 s."""
     parent = parent_process()
     if parent is not None and wait([parent.sentinel]):
         os._exit(1)

@@ -47,7 +47,7 @@ def leave_lost_job(store: Store | None, rank: int) -> None:
         why = f"because of rank {int(store.get('failed'))}"
     except RuntimeError:
         why = "because the process that hosted the job's store is gone"
-    with contextlib.suppress(RuntimeError):  # this rank was in the midst of a line of its own
+    with contextlib.suppress(RuntimeError):  # this rank was writing a line itself
         if not _told:
             sys.stderr.write(f"[rank {rank}] stops {why}.\n")
         sys.stderr.flush()
@@ -67,20 +67,20 @@ def _is_gone(store: Store | None) -> bool:
 
 
 def _dead(exc: BaseException, store: Store | None, world_size: int) -> int | None:
-    """The rank that died, if this one failed for that; says so, since a dead process cannot."""
+    """The rank that died, if this one failed because of it; announces it, since a dead process cannot."""
     if store is None or not is_lost_connection(exc):
         return None
     dead = dead_ranks(store, world_size)
     for rank, process in dead.items():
         sys.stderr.write(
-            f"[rank {rank}] died, the job ends: {process} is gone. The system or somebody killed it (out of memory?), "
+            f"[rank {rank}] died, the job ends: {process} is gone. The system or a user killed it (out of memory?), "
             "or native code ended it.\n"
         )
     return next(iter(dead), None)
 
 
 def describe(exc: BaseException) -> str:
-    """What to tell of an exception: itself, the place in the user's code, and the calls from there on."""
+    """Describes an exception: itself, the place in the user's code, and the calls from there on."""
     lines = [f"{type(exc).__name__}: {exc}"]
     frames = traceback.extract_tb(exc.__traceback__)
     outside_package = [index for index, frame in enumerate(frames) if not Path(frame.filename).is_relative_to(PACKAGE)]
@@ -96,7 +96,7 @@ def describe(exc: BaseException) -> str:
 
 
 def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> None:
-    """Says on standard error that this rank failed; only the first to fail prints `report` and tells torchrun."""
+    """Writes to standard error that this rank failed; only the first to fail prints `report` and notifies torchrun."""
     global _told
     reason = shorten(f"{type(exc).__name__}: {exc}".split("\n")[0], 200, placeholder=" ...")
     if first == rank:
@@ -135,7 +135,7 @@ def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None]
         return rank
 
 
-# -- Which rank died, where all that a rank knows is that a connection closed: each has left its process number.
+# -- Which rank died, when a rank only knows that a connection closed: each rank has recorded its process number.
 
 
 LOOK_FOR_SECONDS = 2.0  # how long to look: the system ends a killed process some time after its connections
@@ -146,7 +146,7 @@ _LOST = re.compile(
 
 
 class LostHostError(RuntimeError):
-    """What ends the others where a host of the job is gone, or cannot be reached. Nobody catches it."""
+    """Ends the other ranks when a host of the job is gone, or cannot be reached. It must not be caught."""
 
 
 def announce(store: Store, rank: int) -> None:
@@ -161,7 +161,7 @@ def is_lost_connection(exc: BaseException) -> bool:
 
 
 def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
-    """The ranks of this host whose processes are gone, with the process in words; looks until one is found."""
+    """The dead ranks of this host, with descriptions of their processes; looks until one is found."""
     this_host = socket.gethostname()
     deadline = time.monotonic() + LOOK_FOR_SECONDS
     processes = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in range(world_size)}
@@ -177,7 +177,7 @@ def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
 
 
 def is_running(number: int) -> bool:
-    """Whether a process runs; one that has ended, and that nobody has waited for yet, does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):
@@ -191,7 +191,7 @@ def is_running(number: int) -> bool:
 
 
 def _state(number: int) -> str | None:
-    """What Linux says that a process does: a letter, T where it is stopped; None elsewhere, or where it is gone."""
+    """Linux's state letter of a process, such as T for stopped; None on other systems, or if it is gone."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,6 +1,6 @@
-"""The hosts of a job: which this one is among them, and what has to be the same on all, compared before they connect.
+"""The hosts of a job: this host's place, and facts that must be equal on all, compared before they connect.
 
-They meet in the job's store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take."""
+They meet in the job's store, which every host reaches by `MASTER_ADDR`, independent of gloo's interface."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every ran
 
 
 class HostPlace(NamedTuple):
-    """Where this process is among its job's hosts; host 0 has rank 0, and the first of `ranks` speaks for a host."""
+    """This process's place among its job's hosts; host 0 has rank 0, and the first of `ranks` represents a host."""
 
     number: int  # this host, 0-based
     n_hosts: int
@@ -61,12 +61,12 @@ class HostPlace(NamedTuple):
 
 
 def host_name(number: int, name: str) -> str:
-    """How messages name a host; names alone may be the same on several."""
+    """A host's name in messages, with its number, since several hosts may have the same name."""
     return f"host {number} ({name})"
 
 
 def place_among_hosts(meeting: int) -> HostPlace | None:
-    """This process's place, as torchrun sets it; None where the job has one host, or nobody says how many it has."""
+    """This process's place, as torchrun sets it; None if the job has one host, or an unknown number."""
     world_size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not 0 < local < world_size:
         return None
@@ -78,7 +78,7 @@ def place_among_hosts(meeting: int) -> HostPlace | None:
 
 
 def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_seconds: float) -> None:
-    """Compares the hosts and picks the address by which they reach one another; every rank calls it."""
+    """Compares the hosts and picks the address where they reach one another; every rank calls it."""
     problem = None
     try:
         take_reachable_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -115,7 +115,7 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
 
 
 def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | None:
-    """Waits for the hosts; what to say of those that do not come."""
+    """Waits for the hosts; returns an error about the missing ones."""
     keys = [_key(place, number) for number in range(place.n_hosts)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
@@ -129,7 +129,7 @@ def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigEr
 
 
 def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError | None:
-    """What keeps the hosts, who have all come, from running as one job."""
+    """An error if the hosts, which are all present, cannot run as one job."""
     hosts = [json.loads(value) for value in store.multi_get([_key(place, number) for number in range(place.n_hosts)])]
     names = [host_name(number, host["name"]) for number, host in enumerate(hosts)]
     problems = [f"{name}: {host['problem']}" for name, host in zip(names, hosts, strict=True) if host["problem"]]
@@ -138,7 +138,7 @@ def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError |
     ranks = "; ".join(_differences(names, [host["ranks"] for host in hosts]))
     if ranks:
         return RanksDifferError(
-            f"not every host of this job has as many ranks, by which it is known which of them share a host: {ranks}. "
+            f"not every host of this job has the same number of ranks, which tells the ranks of a host: {ranks}. "
             "Start each with the same --nproc-per-node."
         )
     versions = "; ".join(_differences(names, [host["versions"] for host in hosts]))
@@ -155,7 +155,7 @@ def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError |
 
 
 def _differences(names: Sequence[str], facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """What all hosts have and not all have the same of, in words."""
+    """Describes the facts that all hosts have and that differ."""
     for key in facts[0]:
         values = [own[key] for own in facts if key in own]
         if len(values) == len(facts) and len(set(values)) > 1:
@@ -168,7 +168,7 @@ def _versions() -> dict[str, str]:
 
 
 def _code() -> dict[str, str]:
-    """Digests of the job's own code by module: the package, and what was imported that nobody installed."""
+    """Digests of the job's code by module: the package, and imported modules that are not installed."""
     package = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
     own = {name: digest for name, (_, digest) in own_code().items()}
     return {"dream_trainer": digest_of_code(b"".join(package))} | own
@@ -182,14 +182,14 @@ def _key(place: HostPlace, what: int | str) -> str:
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-# -- By which address the other hosts reach this one: found, or refused, before a process group waits for it in vain.
+# -- The address where other hosts reach this one: found, or refused, before a process group waits for it in vain.
 #
-# Gloo takes the address of `GLOO_SOCKET_IFNAME`, else the one that this host's name resolves to, which on many systems
-# is the loopback. Between hosts that ends in time-outs, minutes later on some ranks than on others.
+# Gloo takes the address of `GLOO_SOCKET_IFNAME`. Without it, it takes the one that this host's name resolves to, which
+# is the loopback on many systems. Between hosts that ends in time-outs, minutes later on some ranks than on others.
 
 
 def take_reachable_interface(master_address: str, master_port: int) -> None:
-    """Sets `GLOO_SOCKET_IFNAME` to what other hosts reach where gloo's own choice is the loopback."""
+    """Sets `GLOO_SOCKET_IFNAME` to an interface that other hosts reach, if gloo would take the loopback."""
     if not sys.platform.startswith("linux"):
         return
     addresses = interface_addresses()
@@ -208,7 +208,7 @@ def take_reachable_interface(master_address: str, master_port: int) -> None:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """The addresses of this host's network interfaces, by name; of IPv4 the first of each (Linux)."""
+    """Maps this host's network interfaces to their addresses; only the first IPv4 address of each (Linux)."""
     import fcntl
 
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
@@ -246,7 +246,7 @@ def _refuse_unreachable(variable: str, addresses: dict[str, list[str]], master: 
 
 
 def _interface_towards(master: str, port: int, addresses: dict[str, list[str]]) -> str | None:
-    """The interface by which this host reaches `master`; where that is this host itself, the only one there is."""
+    """The interface that reaches `master`; if that is this host itself, its only interface."""
     try:
         family, _, _, _, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -262,7 +262,7 @@ def _interface_towards(master: str, port: int, addresses: dict[str, list[str]]) 
 
 
 def _address_of_own_name() -> str:
-    """What this host's name resolves to, as far as a socket can be bound there, which is what gloo asks."""
+    """Addresses that this host's name resolves to and that a socket can be bound to, as gloo checks."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -287,11 +287,11 @@ def _spelled(addresses: dict[str, list[str]]) -> str:
 
 class CodeFile(NamedTuple):
     path: Path
-    digest: str  # of what is in it now
+    digest: str  # of its present content
 
 
 def own_code() -> dict[str, CodeFile]:
-    """By module, without those of this package, the standard library and whatever pip installed."""
+    """By module, without this package, the standard library and installed packages."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     elsewhere = tuple(place + os.sep for place in (*installed, str(PACKAGE)))
     found = {}
@@ -347,7 +347,7 @@ class Heartbeat:
         return self
 
     def close(self) -> None:
-        """Ends it, and tells the others that this host's silence means nothing from now on. Safe to call twice."""
+        """Ends it, and tells the others to ignore this host's silence from now on. Safe to call twice."""
         if self._closing.is_set():
             return
         with suppress(RuntimeError):  # the store has left with its rank
@@ -356,7 +356,7 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
 
-    # -- the thread that speaks with the store
+    # -- the thread that uses the store
 
     def _beat(self) -> None:
         next_host = (self.place.number + 1) % self.place.n_hosts
@@ -375,7 +375,7 @@ class Heartbeat:
                 elif now - since > self.limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
                     self._end_all(self._lost(next_host, now - since))
                 stopped = self._look_at_neighbours(stopped, now)
-            except RuntimeError:  # the store went with its rank; whoever talks to that one fails by itself
+            except RuntimeError:  # the store is gone with its rank; ranks that talk to it fail by themselves
                 continue
 
     def _lost(self, number: int, seconds: float) -> str:
@@ -411,7 +411,7 @@ class Heartbeat:
         pause = min(0.5, self._period)
         answered, woke, silent = self._answered, time.monotonic(), 0.0
         while not self._closing.wait(pause):
-            # A long time between two looks is one in which this process did not run, and so could hear no answer.
+            # In a long time between two looks this process did not run, so it could not receive an answer.
             slept, woke = time.monotonic() - woke, time.monotonic()
             silent = silent + min(slept, 2 * pause) if self._answered == answered else 0.0
             answered = self._answered
@@ -441,6 +441,6 @@ class Heartbeat:
 
 
 _ADVICE = (
-    "Start the job again when the host is back, or without it; it goes on from its newest checkpoint. How long silence "
-    "is borne: host_timeout_seconds in DeviceParameters."
+    "Start the job again when the host is back, or without it; it resumes from its newest checkpoint. "
+    "host_timeout_seconds in DeviceParameters sets the tolerated silence."
 )

@@ -1,7 +1,7 @@
-"""The job's store: where ranks leave notes for one another beside all collectives.
+"""The job's store: where ranks leave notes for one another outside all collectives.
 
-Each attempt has keys under a name that its ranks agree on, since a restart must not find the last one's and the number
-of restarts stays as it is when hosts join or leave."""
+Each attempt has keys under a name that its ranks agree on. A restart must not find the last attempt's keys, and the
+number of restarts does not change when hosts join or leave."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.screen import logger
 
 _store: Store | None = None
-_attempt = ""  # what the keys of this attempt begin with
+_attempt = ""  # prefix of this attempt's keys
 
 _LOOK_SECONDS = 0.02
-SAYS_SO_AFTER_SECONDS = 10.0  # how long a rank that leaves waits for the others before it says so
+SAYS_SO_AFTER_SECONDS = 10.0  # how long a leaving rank waits for the others before it logs that
 
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -39,7 +39,7 @@ def job_store() -> Store | None:
 
 
 def job_store_for_thread() -> Store | None:
-    """The same over a connection of its own, since one serves one thread at a time."""
+    """The same over a separate connection, since a connection serves one thread at a time."""
     if _store is None:
         return None
     return PrefixStore(_attempt, connect_again(_store))
@@ -80,7 +80,7 @@ def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, wai
 
 
 def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
-    """Says that this rank leaves a process group, and waits until all have or the time is up; else it only warns."""
+    """Announces that this rank leaves a process group, and waits for the others. After the time-out it only warns."""
     if _store is None:
         return
     key = f"{_attempt}/{number}/leaving"
@@ -135,8 +135,8 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, boo
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
-            f"MASTER_PORT={port!r} is no port that ranks could meet at (with 0 each would wait at one of its own). Use "
-            "the same free one on all ranks, from 1024 to 65535, such as 29500, or torchrun, which finds one."
+            f"MASTER_PORT={port!r} is no port that ranks could meet at (with 0 each would wait at a different one). "
+            "Use the same free one on all ranks, from 1024 to 65535, such as 29500, or torchrun, which finds one."
         )
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(

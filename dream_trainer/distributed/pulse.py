@@ -1,4 +1,4 @@
-"""The pulse: what one rank knows becomes what all know, before each window and each validation batch, and at ends.
+"""The pulse: ranks share their flags before each window and each validation batch, and at ends.
 
 Flags and sums are all-reduced on their own CPU group, before a rank enters any collective of the model's."""
 
@@ -14,7 +14,7 @@ from dream_trainer.distributed.world import World
 
 
 class Flags(NamedTuple):
-    """What one rank says, and, summed over the ranks, what all of them know."""
+    """One rank's flags; summed over the ranks, they are known to all."""
 
     stop: int = 0  # ranks on which a stop was requested
     terminate: int = 0  # SIGTERM or SIGHUP
@@ -24,12 +24,12 @@ class Flags(NamedTuple):
     saving: int = 0  # the last checkpoint is still being written
     save_failed: int = 0
     validate: int = 0  # a validation is due by rank 0's clock
-    waiting: int = 0  # ranks that speak from within their wait for data, and will once more when they have it
+    waiting: int = 0  # ranks that exchange while waiting for data, and will exchange again when they have it
     short: int = 0  # ranks that cannot fill a window, or have no validation batch left
     clocks: int = 0  # a bit for each callback that is due by rank 0's clock; from rank 0 only
-    samples: int = 0  # of a rank's part of the next window, where not every rank knows those of all
+    samples: int = 0  # of a rank's part of the next window, if not known to every rank
     tokens: int = 0
-    order: int = 0  # what tells the collectives of sharded models, in their order
+    order: int = 0  # identifies the order of the collectives of sharded models
     order_squared: int = 0  # the sums of both tell whether all ranks said the same
 
 
@@ -41,7 +41,7 @@ class Pulse:
         self._sums = torch.zeros(len(Flags._fields), dtype=torch.int64)
 
     def exchange(self, mine: Flags) -> Flags:
-        """The sums over all ranks of what each says; waits for every rank to call it."""
+        """The sums of all ranks' flags; waits for every rank to call it."""
         if self._world.world_size == 1:
             return mine
         self._sums.copy_(torch.tensor(mine))
@@ -51,7 +51,7 @@ class Pulse:
 
 @dataclass(slots=True)
 class Requests:
-    """What this rank was asked for, a stop or a save, until all ranks have heard of it."""
+    """Requests on this rank, to stop or to save, until all ranks have heard of them."""
 
     stop_reason: str | None = None
     terminated: bool = False
@@ -76,7 +76,7 @@ class Requests:
         return owed
 
     def why_stopped(self, flags: Flags) -> str:
-        """Why training ends before its limits, in words; `flags` are those of all ranks."""
+        """Describes why training ends before its limits; `flags` are those of all ranks."""
         if flags.terminate or flags.interrupt:
             return ("SIGHUP" if self.hung_up else "SIGTERM") if flags.terminate else "Ctrl-C"
         if flags.stop:
@@ -84,5 +84,5 @@ class Requests:
         return "max_time has passed"
 
     def forget_signals(self) -> None:
-        """What signals asked for so far is done."""
+        """Forgets the requests of signals so far, which are done."""
         self.terminated = self.hung_up = self.interrupted = self.save_signalled = False

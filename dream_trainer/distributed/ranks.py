@@ -1,4 +1,4 @@
-"""Ranks: the processes of one job, how they speak beside the step path, come to one outcome, and are compared."""
+"""Ranks: the processes of a job, how they communicate outside the step path, agree, and are compared."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dream_trainer.errors import CheckpointError, DamagedCheckpointError, RanksD
 class Ranks:
     """This process's place among the ranks, and collectives over all of them; every rank calls each.
 
-    At world size 1 nothing is sent: every collective answers from this rank alone.
+    At world size 1 nothing is sent: every collective returns this rank's value.
     """
 
     rank: int  # 0-based
     world_size: int
-    cpu_group: dist.ProcessGroup | None  # for agreement beside the step path; None at world size 1
+    cpu_group: dist.ProcessGroup | None  # for agreement outside the step path; None at world size 1
     _: KW_ONLY
     data_copies: int = 1  # how many neighbouring ranks see the same data (tp)
     sample_copies: int = 1  # how many see the same samples, or parts of them (cp x tp)
-    stages: int = 1  # into how many groups of neighbouring ranks they fall that see the same data (pp)
-    forbidden: str | None = field(default=None, init=False)  # code that runs on one rank only, where collectives raise
+    stages: int = 1  # number of groups of neighbouring ranks that see the same data (pp)
+    forbidden: str | None = field(default=None, init=False)  # code running on one rank only, so collectives raise
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -40,7 +40,7 @@ class Ranks:
 
     @classmethod
     def of_default_group(cls) -> Ranks:
-        """The ranks of PyTorch's default process group; this process alone if there is none."""
+        """The ranks of PyTorch's default process group; only this process without one."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks.alone()
         return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
@@ -56,19 +56,19 @@ class Ranks:
 
     @property
     def counts_data(self) -> bool:
-        """Whether this rank is the one of those that see the same data by which each token is counted once."""
+        """Whether this rank counts its tokens, so that ranks with the same data count each token once."""
         return self.rank % self.data_copies == 0 and self._is_of_last_stages
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank is the one of those that see parts of the same samples by which each is counted once."""
+        """Whether this rank counts its samples, so that ranks with parts of the same samples count each once."""
         return self.stages == self.sample_copies == 1 or (
             self.rank % self.sample_copies == 0 and self._is_of_last_stages
         )
 
     @property
     def _is_of_last_stages(self) -> bool:
-        """They have the outputs, and so what a loss function logs."""
+        """They have the outputs, and so the loss function's logs."""
         return self.rank >= self.world_size - self.world_size // self.stages
 
     def barrier(self) -> None:
@@ -126,7 +126,7 @@ class Ranks:
         if values.device.type != "cpu" or (values.requires_grad and torch.is_grad_enabled()):
             raise ValueError(
                 f"all_gather was given values on {values.device}{', with gradients' if values.requires_grad else ''}: "
-                "it takes CPU tensors, and gradients do not go through it. For what a loss needs of all ranks write "
+                "it takes CPU tensors, and does not pass gradients. For values that a loss needs from all ranks write "
                 "world.all_gather_with_gradient(values); for numbers give values.detach().cpu()."
             )
         if not self._may_communicate():
@@ -152,9 +152,9 @@ T = TypeVar("T")
 
 
 class _Failure(NamedTuple):
-    message: str  # what one rank tells the others of an error
+    message: str  # the error's text for the other ranks
     is_damage: bool
-    traceback: str  # empty where the message says it all
+    traceback: str  # empty if the message is enough
 
 
 def on_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> T:
@@ -178,7 +178,7 @@ def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
 
 
 def to_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> list[T] | None:
-    """As `from_all_ranks`, but only rank 0 gets the results; None on the others, where they may be many and large."""
+    """Like `from_all_ranks`, but only rank 0 gets the results, which may be many and large; None on the others."""
     result, failure, cause = _attempt(function)
     _raise_failures(world, task, world.all_gather_object(failure), cause)
     return world.gather_object(result)
@@ -219,7 +219,7 @@ def _raise_failures(world: Ranks, task: str, told: Sequence[_Failure | None], ca
     raise raised from cause
 
 
-# -- What has to be the same on all ranks, compared before it trains something wrong or hangs.
+# -- Facts that must be equal on all ranks, compared before the run trains something wrong or hangs.
 
 
 _ABSENT = "none"
@@ -232,7 +232,7 @@ def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, a
 
 
 def differing_facts(ranks: Ranks, facts: Mapping[str, Any], *, among: int = 0) -> list[dict[int, dict[str, str]]]:
-    """What ranks say that do not all say the same, by rank, for each group of them; a collective."""
+    """The facts that differ within a group of ranks, by rank, for each group; a collective."""
     if ranks.world_size == 1:
         return []
     spelled_facts = {name: value if isinstance(value, str) else repr(value) for name, value in facts.items()}
@@ -278,7 +278,7 @@ def _spelled_ranks(ranks: list[int]) -> str:
 
 
 def plain_facts(name: str, value: Any) -> dict[str, str]:
-    """The numbers, strings and such in a nested value, each under its own name; what is none of these is left out."""
+    """The plain values in a nested value (numbers, strings), each under its own name; others are left out."""
     if isinstance(value, str | bool | int | float | timedelta | None):
         return {name: repr(value)}
     if isinstance(value, Mapping):

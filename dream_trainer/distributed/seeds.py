@@ -61,8 +61,8 @@ def _next_of_numpy() -> list[int] | None:
 
 
 class WatchedSeeds:
-    """Seeds the global CPU generators, and sees which of them are drawn from afterwards: torch's by its state, the
-    others' by their next 128 bits, since reading their states takes ten times as long."""
+    """Seeds the global CPU generators, and detects which of them are drawn from afterwards: torch's by its state, the
+    others' by their next 128 bits, since reading their states takes ten times longer."""
 
     def __init__(self, seed: int, generators: Collection[str] = GENERATORS) -> None:
         self._seed, self._generators = seed, generators
@@ -101,7 +101,7 @@ States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator, 
 
 
 class Outside:
-    """The training process's own streams, while others are drawn from: what the outermost block puts back."""
+    """The training process's own streams while others are in use; the outermost block restores them."""
 
     __slots__ = ("depth", "states")
 
@@ -142,7 +142,7 @@ def put_back(states: States) -> None:
 
 
 class preserved_random_state(AbstractContextManager[None]):
-    """Puts the global generators back when the block ends (20 us), but for half a pair of numpy's legacy `randn`."""
+    """Restores the global generators when the block ends (20 us), except half a pair of numpy's legacy `randn`."""
 
     __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_state")
 
@@ -188,7 +188,7 @@ _PREFIX = "random."
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The global generators' states for typed JSON, and as byte tensors by name, read without drawing."""
+    """The global generators' states for typed JSON, and as named byte tensors, read without drawing."""
     import numpy as np
 
     torch_state, python_state, numpy_state = undisturbed_cpu_state()
@@ -198,7 +198,7 @@ def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the global generators to what `random_state` returned, or raises if it is of another kind of device."""
+    """Restores the result of `random_state`, or raises if it is of another kind of device."""
     generators = _generators(device)
     saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)}
     if saved != set(generators):

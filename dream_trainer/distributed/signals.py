@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)  # save and end the run; a closed terminal or ssh session sends the second
 
-STOPPING = (*TERMINATING, signal.SIGINT)  # those, and Ctrl-C; SIGUSR1 saves and goes on
+STOPPING = (*TERMINATING, signal.SIGINT)  # those, and Ctrl-C; SIGUSR1 saves and continues
 
 
 # Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
@@ -35,7 +35,7 @@ _starts_workers = False
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """What is forked inside is a loader's worker, which has this process's handler until it sets its own."""
+    """Processes forked inside are loader workers, which have this process's handler until they set their own."""
     global _starts_workers
     _starts_workers = True
     try:
@@ -75,7 +75,7 @@ class Signals:
         self._ends = False
         self._before: dict[int, Any] = {}
         self._error: Exception | None = None
-        self.broke_a_wait = False  # what was being loaded is lost
+        self.broke_a_wait = False  # the data being loaded is lost
         self.relayed: set[int] = set()  # sent by this process to itself, since another rank had got them
 
     @contextmanager
@@ -167,7 +167,7 @@ class Signals:
         self._waits_since = since
 
     def _answered(self, answer: Callable[[], bool]) -> bool:
-        """Whether to wait on. What `answer` raises is kept for `wait_for_data`: here a data set would catch it."""
+        """Whether to keep waiting. Errors of `answer` are kept for `wait_for_data`: here a dataset would catch them."""
         try:
             return answer()
         except Exception as error:
@@ -176,7 +176,7 @@ class Signals:
 
 
 def is_interactive() -> bool:
-    """Whether somebody types at a prompt or in a notebook, and will go on after an interruption."""
+    """Whether this is a prompt or a notebook, which continues after an interruption."""
     return "ps1" in vars(sys) or bool(sys.flags.interactive) or "__IPYTHON__" in vars(builtins)
 
 

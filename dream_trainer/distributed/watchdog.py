@@ -111,7 +111,7 @@ class Watchdog:
 
     @contextmanager
     def _backstop_file(self) -> Iterator[IO[str]]:
-        """What the backstop writes into: this rank's file, gone afterwards if it is empty; else standard error."""
+        """The backstop's output: this rank's file, removed afterwards if empty, or standard error if that fails."""
         try:
             self._path.parent.mkdir(exist_ok=True)  # without its parents: a run that keeps no files shall have none
             file = self._path.open("a")
@@ -134,7 +134,7 @@ class Watchdog:
             return None
         try:
             return self.store.get("hang").decode() if self.store.check(["hang"]) else None
-        except RuntimeError:  # the store went away with its rank; whoever talks to that rank fails by itself
+        except RuntimeError:  # the store is gone with its rank; ranks that talk to it fail by themselves
             return None
 
     def _end_job(self, reason: str, where: str) -> NoReturn:

@@ -91,7 +91,7 @@ class World(Ranks):
     Attributes:
         local_rank: Rank on this host.
         device: Where this rank computes.
-        parameter_device: Where its parameters, gradients and optimizer state lie.
+        parameter_device: Device of its parameters, gradients and optimizer state.
         mesh: Device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp; None at world size 1.
         mesh_shape: Sizes of those dimensions.
         parameter_mesh: The mesh that parameters lie on: cp is 1 there, and its ranks are more shards, or more replicas.
@@ -100,13 +100,13 @@ class World(Ranks):
         dp_size: Number of data-parallel ranks.
         data_rank: This rank's index among those that see different data (dp_replicate x dp_shard x cp): of other
             samples, or of other positions in them.
-        data_size: Their number.
-        data_group: They, this one among them; None where that is all ranks.
+        data_group: The process group of those ranks; None if it is all ranks.
+        workers: Number of groups of neighbouring ranks that step independently (LocalSGDMixin). 1: all step together.
         workers: Number of groups of neighbouring ranks that step on their own (LocalSGDMixin); 1: all step together.
         worker: The group of this rank, 0-based.
-        step_size: Ranks of a group, over which each step averages gradients.
-        step_group: Those of this rank's group; None where that is all of them.
-        across_workers: The ranks that have this one's place in their groups; None where there is no other.
+        step_size: Ranks of a group whose gradients each step averages.
+        step_group: The process group of this rank's group; None if it is all of those ranks.
+        across_workers: The ranks with the same place as this one in their groups; None if there is no other.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class World(Ranks):
         return torch.device("cpu")
 
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """Ranks over which gradients of plain parameters are averaged; None if there are no others."""
+        """Ranks that average gradients of plain parameters; None if there are no others."""
         if self.data_size == 1 or self.step_size == 1:
             return None
         return self.step_group or self.data_group or dist.group.WORLD
@@ -174,7 +174,7 @@ class World(Ranks):
 
     @property
     def divided_samples(self) -> str:
-        """The setting by which ranks have parts of the same samples, and so different numbers of labels; "" without."""
+        """The setting that gives ranks parts of the same samples, and so different numbers of labels; "" without."""
         return self.mesh_shape.setting("cp") if self.mesh_shape.cp > 1 else ""
 
     def stage_group(self) -> dist.ProcessGroup | None:
@@ -184,9 +184,9 @@ class World(Ranks):
     def all_gather_with_gradient(self, values: Tensor) -> Tensor:
         """The rows of all data-parallel ranks, with gradients: for losses that compare samples, as contrastive ones do.
 
-        Backward, each rank gets the sum over ranks of the gradients of its rows, so where every rank's loss is the mean
+        In backward, each rank gets the sum over ranks of the gradients of its rows. If every rank's loss is the mean
         over its own samples, the step's mean over ranks is the gradient of the mean over all (docs/collectives.md).
-        Called by every rank as often, and so is the backward.
+        Every rank must call this equally often, and run the backward equally often.
 
         Args:
             values: `[n, ...]` on `device`; n may differ between ranks.
@@ -267,7 +267,7 @@ class World(Ranks):
             _heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit).start()
 
     def tell_where(self, where: Callable[[], str]) -> None:
-        """Has the message that names a lost host say where training was; `where` is called from a thread."""
+        """Adds the position of training to the message about a lost host; `where` is called from a thread."""
         if _heartbeat is not None:
             _heartbeat.where, _heartbeat.is_training = where, False
 
@@ -294,7 +294,7 @@ class World(Ranks):
             set_group_timeout(group, self._time_out)
 
     def connect_to_store(self) -> Store | None:
-        """A connection of its own to the job's store, for a thread; None at world size 1."""
+        """A separate connection to the job's store, for a thread; None at world size 1."""
         return None if self.world_size == 1 else job_store.job_store_for_thread()
 
     @property
@@ -311,12 +311,12 @@ class World(Ranks):
 
     @property
     def host(self) -> str:
-        """What messages call this rank's host."""
+        """Name of this rank's host in messages."""
         name = socket.gethostname()
         return host_name(self.host_number, name) if self.n_hosts > 1 else name
 
     def links(self, ranks: Sequence[int]) -> str:
-        """Over which links `ranks` speak to one another, in words."""
+        """Describes the links between `ranks`."""
         n_hosts = len(set(map(self.host_of, ranks)))
         return "inside the host" if n_hosts == 1 else f"between {n_hosts} hosts"
 
@@ -345,7 +345,7 @@ class World(Ranks):
         end_job(exc, job_store.job_store(), rank=self.rank, world_size=self.world_size)
 
     def fail_unless_all_do(self, exc: Exception) -> None:
-        """Ends this rank after an exception that it has alone: caught further out, it would meet others elsewhere."""
+        """Ends this rank if only it has the exception: if caught, its collectives would not match the others'."""
         if self._open and not job_store.all_say(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
             self.fail(exc)
 
@@ -393,7 +393,7 @@ class World(Ranks):
 
 
 def close_at_exit(world: World) -> None:
-    """Closes `world` when the interpreter ends, if nobody did before."""
+    """Closes `world` when the interpreter ends, unless it is closed already."""
     if world.world_size == 1:
         return
 
@@ -410,10 +410,10 @@ def close_at_exit(world: World) -> None:
     atexit.register(leave)
 
 
-# -- A gather that gradients go through: for losses that compare the samples of all ranks.
+# -- A gather that passes gradients: for losses that compare the samples of all ranks.
 #
-# Forward every rank's rows come to every rank; backward each rank gets the sum of what all ranks' losses say of its
-# rows. Both are one collective on the device, and each is the other's backward, so second gradients are exact too.
+# In forward every rank gets every rank's rows. In backward each rank gets the sum of all ranks' gradients of its rows.
+# Both are one collective on the device, and each is the other's backward, so second gradients are exact too.
 
 
 class _Linear(torch.autograd.Function):
@@ -466,8 +466,8 @@ def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tenso
 
 
 def make_groups(world_size: int, shape: MeshShape, workers: int) -> tuple[dist.ProcessGroup | None, ...]:
-    """The ranks that see different data, of this rank's stages; those over which a step averages gradients;
-    and those that have this one's place in their groups that step on their own. None where that is all or one."""
+    """Three groups: this rank's stage's ranks that see different data; ranks whose gradients a step averages; ranks
+    with this one's place in groups that step independently. None if a group is all ranks or a single one."""
     ranks = list(range(world_size))
     of_stage = world_size // shape.pp
     stages = [ranks[first : first + of_stage] for first in range(0, world_size, of_stage)]

@@ -1,1 +1,1 @@
-"""What watches a run: callbacks, and the events they hear."""
+"""Callbacks, which watch a run, and the events they receive."""

@@ -1,4 +1,4 @@
-"""Callback: what is called at the trainer's events."""
+"""Callback: the object called at the trainer's events."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """A watcher that training code never mentions.
+    """Code that runs at events of a trainer, without a mention in training code.
 
     Override any event below; only overridden ones are ever dispatched. Callbacks run after the trainer's own method of
     the same name, by `order`, then by their position in the collection.
 
     Attributes:
         order: Lower runs earlier among callbacks. Default 0.
-        main_process_only: Run on rank 0 alone. Collectives of `trainer.world` raise inside such a callback, because the
+        main_process_only: Only run on rank 0. Collectives of `trainer.world` raise inside such a callback, because the
             other ranks would never join them.
-        needs_whole_models: It looks at all layers of the models, of which a rank has some where these are cut into
-            stages; refused there.
-        sees_shards: Outside of steps it gets sharded models as shards. Default False: small models (see
+        needs_whole_models: It needs all layers of the models. Setup refuses it if models are cut into stages, since a
+            rank then only has some layers.
+        sees_shards: Outside steps it gets sharded models as shards. Default False: small models (see
             `FSDPParameters.min_group_mib`) are whole in its events, as in those of your trainer. Callbacks that keep
             tensors for each parameter set it. With `main_process_only` models stay shards in any case.
     """
@@ -44,24 +44,24 @@ class Callback:
     sees_shards: ClassVar[bool] = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback needs back after a resume: numbers, strings, containers of them. Default: nothing."""
+        """State to restore after a resume: numbers, strings, containers of them. Default: nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
 
     def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
-        """After `load_state_dict`, where the run begins from another run's checkpoint: forget what was only that run's.
+        """Called after `load_state_dict` if the run begins from another run's checkpoint: reset state of that run only.
 
-        Default: nothing, so that all of the state goes along.
+        Default: nothing, so that all state is kept.
 
         Args:
-            new_counters: Whether the run begins at step 0, so that counts of steps and best values should begin anew.
-            new_data: Whether the data begin anew, in the middle of an epoch for instance.
+            new_counters: Whether the run begins at step 0, so that counts of steps and best values should restart.
+            new_data: Whether the data restart, for instance in the middle of an epoch.
         """
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Tensors to keep with the checkpoint, by name: DTensors, or plain and equal on all ranks. Default: none.
+        """Named tensors to keep in the checkpoint: DTensors, or plain and equal on all ranks. Default: none.
 
         They are written as they are and loaded in place, so they must exist from `post_setup` on. Loading them comes
         before `load_state_dict`, which is not called where a checkpoint lacks one of them.
@@ -94,7 +94,7 @@ class Callback:
         """Everything is ready and resumed; training starts."""
 
     def pre_epoch(self, trainer: AbstractTrainer) -> None:
-        """An epoch starts, or goes on. In the middle of an epoch, saved state wins over what you set here."""
+        """An epoch starts or resumes. In the middle of an epoch, saved state wins over what you set here."""
 
     def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
         """Before `training_step`; the batch is on the device."""
@@ -129,8 +129,8 @@ class Callback:
     def post_fit(self, trainer: AbstractTrainer) -> None:
         """Training is over, whether by its limits or by a stop request.
 
-        The last checkpoint has been saved: what is changed here is in none, unless `trainer.save_checkpoint()`
-        follows.
+        The last checkpoint has been saved. Changes made here are in no checkpoint, unless you call
+        `trainer.save_checkpoint()` afterwards.
         """
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
@@ -146,11 +146,11 @@ class Callback:
         """The checkpoint at `path` has been loaded."""
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        """Metrics were reduced over all ranks and passed to the loggers. `step` is theirs: training metrics come a step
         later."""
 
     def teardown(self, trainer: AbstractTrainer) -> None:
-        """The trainer closes; release what was opened."""
+        """The trainer closes; release resources."""
 
 
 class TimedCallback(Callback):
@@ -183,10 +183,10 @@ class TimedCallback(Callback):
 
 
 class LoggingCallback(Callback):
-    """A callback that logs metrics of its own: an interface. A class with an `__init__` of its own calls this one.
+    """A callback that logs its own metrics: an interface. A subclass with an `__init__` calls this one.
 
     Args:
-        name: What the metrics' names begin with; no two callbacks of a run may have the same, since what is logged
+        name: First part of the metrics' names; no two callbacks of a run may have the same, since what is logged
             under one name is reduced together.
 
     Raises:
@@ -234,7 +234,7 @@ class AveragingCallback(Callback):
 
 
 def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) -> AbstractContextManager[None]:
-    """Inside, `model` has the averages called `weights`, such as "ema", instead of its own."""
+    """Inside, `model` has the averages called `weights`, such as "ema", instead of its weights."""
     callback_of_name: dict[str, AveragingCallback] = {}
     counts: Counter[str] = Counter()
     averaging = [callback for callback in callbacks if isinstance(callback, AveragingCallback) and callback.export_name]
@@ -245,8 +245,8 @@ def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) 
         counts[name] += 1
     if weights not in callback_of_name:
         raise CheckpointError(
-            f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback, of which '
-            f"the trainer has {list(callback_of_name) or 'none'}."
+            f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback. The '
+            f"trainer has {list(callback_of_name) or 'none'}."
         )
     callback_of_name[weights].averaged(model)  # raises where it averages others only
     return callback_of_name[weights].averaged_weights()

@@ -14,11 +14,11 @@ C = TypeVar("C", bound=Callback)
 
 
 class CallbackCollection:
-    """The callbacks of a run, in order. Several of one class are fine; if they log, under names of their own.
+    """The callbacks of a run, in order. Several of one class are fine; if they log, they need different names.
 
     Args:
         callbacks: The callbacks.
-        defaults: What runs besides, without being asked for, and keeps no state: checkpoints, the record of the config,
+        defaults: Callbacks that also run, by default, and keep no state: checkpoints, the record of the config,
             `len` and iteration leave it out. Default: `[SanityChecks()]`; `[]` for nothing.
 
     Raises:
@@ -64,7 +64,7 @@ class CallbackCollection:
         raise KeyError(f"no {cls.__name__} among the callbacks ({names}).")
 
     def add_default(self, callback: Callback) -> None:
-        """Adds what runs besides, for a trainer that is being built."""
+        """Adds the default callbacks, for a trainer that is being built."""
         self._defaults.append(callback)
 
     def in_order(self) -> list[Callback]:
@@ -80,7 +80,7 @@ def _refuse_one_name(callbacks: Iterable[Callback]) -> None:
             refuse(not name, f"{kind} has no name. Call super().__init__(name) in its __init__.")
             if name in named:
                 raise ConfigError(
-                    f"{named[name]} and {kind} would both log under name={name!r}, where their values would mix. "
-                    f"Give one of them a name of its own: {kind}(name='{name}_2')."
+                    f"{named[name]} and {kind} would both log under name={name!r}, and their values would mix. "
+                    f"Give one of them another name: {kind}(name='{name}_2')."
                 )
             named[name] = kind

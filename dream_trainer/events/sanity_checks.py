@@ -1,4 +1,4 @@
-"""SanityChecks: what is said of a run that trains nothing, not all or some twice, or whose schedules stand still."""
+"""SanityChecks: warnings about runs that train nothing, not all, or some twice, or whose schedules stand still."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ BATCHES_WITHOUT_STEP: Final = 10_000
 class SanityChecks(Callback):
     """Warns of runs that look right and train nothing; every run has it unless its collection leaves it out.
 
-    Once each: models in eval mode that an optimizer trains, parameters in no optimizer or in two, `training_step`
-    without `self.step(...)`, steps without a gradient, and schedulers that are never stepped, stepped twice, or stepped
-    more often than their optimizer. All of it may be meant, so these are warnings. A run that would never end, because
-    its only limit is a number of steps and none is counted, is an error.
+    It warns once each about models in eval mode that an optimizer trains, parameters in no optimizer or in two,
+    `training_step` without `self.step(...)`, and steps without a gradient. It also warns about schedulers that are
+    never stepped, stepped twice, or stepped more often than their optimizer. All of it may be intended. A run that
+    would never end, because its only limit is a number of steps and none is counted, is an error.
 
     Raises:
         StepError: While training: only a number of steps ends the run, and none will ever be counted.
@@ -88,7 +88,7 @@ class SanityChecks(Callback):
 
     @override
     def on_interrupt(self, trainer: AbstractTrainer) -> None:
-        self._is_on = False  # what happens once an epoch may not have had its turn
+        self._is_on = False  # events of an epoch may not have happened yet
 
     @override
     def post_fit(self, trainer: AbstractTrainer) -> None:
@@ -120,13 +120,13 @@ class SanityChecks(Callback):
         )
 
     def _refuse_to_go_on_for_ever(self, trainer: AbstractTrainer) -> None:
-        """A first step may come late, when a replay buffer is full, so a run that leaves its weights alone has time."""
+        """Refuses runs without weight changes after a while; a first step may come late, e.g. for a full buffer."""
         trains = self._weights_moved(trainer) or any(p.grad is not None for p in _optimized(trainer))
         if trains or trainer.local_batches >= BATCHES_WITHOUT_STEP:
             count = "1 batch was" if trainer.local_batches == 1 else f"{trainer.local_batches} batches were"
             raise StepError(
                 f"max_steps={trainer.config.training_parameters.max_steps} never comes: {count} trained, and "
-                "training_step has not called self.step(...), which alone counts a step. Call self.backward(loss) "
+                "training_step has not called self.step(...), and only that counts a step. Call self.backward(loss) "
                 "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(); or set "
                 "n_epochs."
             )
@@ -142,8 +142,8 @@ class SanityChecks(Callback):
             if steps > times > 0:
                 trainer.warn_once(
                     f"stepped twice {name}",
-                    f"self.{name} is handed to step() and stepped by hand as well: it has gone {steps} steps in "
-                    f"{times}. step() steps what it is handed; leave out self.{name}.step(), or do not hand it over.",
+                    f"self.{name} is passed to step() and stepped by hand as well: it has gone {steps} steps in "
+                    f"{times}. step() steps schedulers that it gets: leave out self.{name}.step(), or do not pass it.",
                 )
             of_optimizer = trainer.times_stepped(scheduler.optimizer)
             if handed_over > of_optimizer:
@@ -154,7 +154,7 @@ class SanityChecks(Callback):
                 )
 
     def _warn_of_idle_schedulers(self, trainer: AbstractTrainer) -> None:
-        """Of one optimizer's schedulers one is enough: others may be its parts, or have their turn later."""
+        """One active scheduler per optimizer is enough: others may be its parts, or step later."""
         for optimizer_name, optimizer in trainer.named_optimizers().items():
             schedulers = {name: s for name, s in trainer.named_schedulers().items() if s.optimizer is optimizer}
             is_idle = schedulers and not any(self._has_moved(scheduler) for scheduler in schedulers.values())
@@ -168,7 +168,7 @@ class SanityChecks(Callback):
                 )
 
     def _has_moved(self, scheduler: Any) -> bool:
-        """Or went on a way of its own, as by fractions of an epoch."""
+        """Whether it stepped, or changed its rates in another way, such as by fractions of an epoch."""
         before = self._before.get(id(scheduler))
         return steps_taken(scheduler) > 0 or (before is not None and _rates_of(scheduler) != before[2])
 
@@ -198,7 +198,7 @@ def _warn_of_left_out_parameters(trainer: AbstractTrainer) -> None:
 
 
 def _warn_of_shared_parameters(trainer: AbstractTrainer) -> None:
-    """It may be meant, as for an encoder that two losses train in turns, each with a learning rate of its own."""
+    """It may be intended, e.g. for an encoder that two losses train alternately, each with its own learning rate."""
     names = {id(parameter): name for name, parameter in _named_parameters(trainer)}
     owners: dict[int, str] = {}
     for owner, optimizer in trainer.named_optimizers().items():

@@ -1,4 +1,4 @@
-"""Where numbers and media go: the loggers. Names load on first use."""
+"""The loggers, for numbers and media. Names load on first use."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ class Total(NamedTuple):
 
 _NOTHING = Total(0.0, 0.0)
 _OF_RANK = "of each rank"
-# Bytes of the widest scalar. What lies in a larger storage is part of a larger tensor.
+# Bytes of the widest scalar. A larger storage means that the value is part of a larger tensor.
 _WIDEST = 8
 
 
 class Flight(NamedTuple):
     reductions: dict[str, str]
-    totals: dict[str, Total]  # what was reduced before
+    totals: dict[str, Total]  # reduced before
     values: list[tuple[str, Scalar, Scalar]]  # names, values and weights
     numbers: Callable[[], list[float]]  # what the tensors among them hold; waits for the device until that is there
 
@@ -58,27 +58,27 @@ class Flight(NamedTuple):
 
 
 class MetricBuffer:
-    """Collects scalars by name and reduces them over time and ranks.
+    """Collects named scalars and reduces them over time and ranks.
 
     - "mean" is `sum(weight * value) / sum(weight)` over everything added on all ranks.
     - "sum", "min" and "max" are over every value whose weight is not zero; the weight does not scale them.
     - "last" is the value added last on the highest rank that added one.
 
-    Of ranks that see the same data (tp, cp) the first counts, except for "min" and "max", which take all. A value of
-    weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
+    Only the first of several ranks with the same data (tp, cp) counts, except for "min" and "max", which take all. Any
+    value of weight zero counts for nothing. A key without any weight is left out. NaN stays NaN.
     """
 
     def __init__(self) -> None:
         self._values: list[tuple[str, Scalar, Scalar]] = []  # with their weights, since the last `begin`
         self._mark = 0
-        self._totals: dict[str, Total] = {}  # what was reduced already, and is not taken out
-        self._reductions: dict[str, str] = {}  # of every key that was added, in the order in which they came
+        self._totals: dict[str, Total] = {}  # reduced values that are not taken out yet
+        self._reductions: dict[str, str] = {}  # of every added key, in order of arrival
         # Reductions of all keys that ever crossed ranks, in an order that is the same on all of them.
         self._agreed: dict[str, str] = {}
         self.of_ranks: dict[str, list[float]] = {}  # of `add_of_rank`, as the last `finish` brought it: in rank order
 
     def add_of_rank(self, name: str, value: float) -> None:
-        """Adds what every rank is to know of this one, and nobody logs; just before `begin`, on all ranks."""
+        """Adds an unlogged value that every rank needs from this one; call it just before `begin`, on all ranks."""
         self._reductions.setdefault(name, _OF_RANK)
         self._values.append((name, value, 1.0))
 
@@ -119,11 +119,11 @@ class MetricBuffer:
         return bool(self._values)
 
     def mark(self) -> None:
-        """Remembers this point, to which `rewind` goes back."""
+        """Remembers this point for `rewind`."""
         self._mark = len(self._values)
 
     def rewind(self) -> None:
-        """Forgets what was added since the last `mark` or `begin`."""
+        """Forgets values added since the last `mark` or `begin`."""
         del self._values[self._mark :]
 
     def reduce(self, world: Ranks) -> dict[str, float]:
@@ -138,7 +138,7 @@ class MetricBuffer:
         return Flight(self._reductions, totals, values, start_copy(tensors))
 
     def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
-        """Reduces what `begin` took out, over time and ranks, to values that are equal on all ranks.
+        """Reduces the values taken by `begin`, over time and ranks, to values that are equal on all ranks.
 
         Every rank calls it: one collective, and a second one for keys that were never reduced before.
         """
@@ -159,14 +159,14 @@ class MetricBuffer:
         }
 
     def state_dict(self, world: Ranks) -> dict[str, Any]:
-        """What was added since the last `begin`, of all ranks. Every rank must call it."""
+        """All ranks' values since the last `begin`. Every rank must call it."""
         landed = self.begin().land()
         self._totals = {name: total for name, (_, total) in landed.items()}
         local_totals = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
         return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies * world.stages}
 
     def load_state_dict(self, state: dict[str, Any], world: Ranks) -> None:
-        """Puts back what `state_dict` gave. If the ranks share data in another way, rank 0 holds it all."""
+        """Restores the result of `state_dict`. If the ranks share data in another way, rank 0 holds it all."""
         ranks = state["ranks"]
         if len(ranks) == world.world_size and state.get("copies") == world.data_copies * world.stages:
             ranks = [ranks[world.rank]]
@@ -205,7 +205,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def keep(name: str, value: Any) -> Scalar:
-    """`value` as it is now, free of its graph: a float, or a 0-dim tensor that nobody will change."""
+    """`value` as it is now, free of its graph: a float, or a 0-dim tensor that will not change."""
     if not isinstance(value, Tensor):
         if not isinstance(value, Real):
             is_metric = any(cls.__module__.startswith("torchmetrics") for cls in type(value).__mro__)
@@ -248,7 +248,7 @@ def is_sharded(value: object) -> TypeIs[DTensor]:
 
 
 def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:
-    """What this rank adds to the totals over all ranks: where another counts the same data, extremes and its own."""
+    """This rank's part of all ranks' totals; if another counts the same data, only extremes and per-rank values."""
     if world.counts_data:
         return mine
     everybodys = ("min", "max", _OF_RANK)

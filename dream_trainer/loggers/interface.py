@@ -1,4 +1,4 @@
-"""Logger: a place that numbers, and what else was logged, are written to."""
+"""Logger: a destination of numbers and other logged values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Stamp(NamedTuple):
-    """Where in a run a set of metrics belongs."""
+    """The place of a set of metrics in a run."""
 
     step: int  # optimizer steps completed; the one axis of both training and validation
     epoch: int  # epochs completed, which is the 0-based number of the running one
@@ -43,7 +43,7 @@ class Logger(ABC):
 
     @classmethod  # noqa: B027 (most loggers have no parameters)
     def check(cls, parameters: LoggerParameters) -> None:
-        """Raises ConfigError if it cannot work with these parameters; called when the trainer is built."""
+        """Raises ConfigError if it does not support these parameters; called when the trainer is built."""
 
     @abstractmethod
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -55,7 +55,7 @@ class Logger(ABC):
 
     @abstractmethod
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        """Writes `metrics`, which are means (or what was asked for) over all that was logged since the last call."""
+        """Writes `metrics`, means (or the requested reductions) over all values since the last call."""
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
         """Writes an image, video, sound, table, histogram or text, one of the classes in `dream_trainer.loggers.media`.
@@ -65,14 +65,14 @@ class Logger(ABC):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this logger, even before `open`: numbers, strings, containers of them."""
+        """This logger's state for checkpoints, even before `open`: numbers, strings, containers of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most loggers keep nothing)
-        """Takes back what `state_dict` gave, before `open`. Another run's checkpoint gives nothing."""
+        """Restores the result of `state_dict`, before `open`. Another run's checkpoint gives nothing."""
 
     def close(self) -> None:  # noqa: B027 (most loggers have nothing to release)
-        """Releases what `open` took. Default: nothing."""
+        """Releases resources of `open`. Default: nothing."""
 
     def _opened(self, what: T | None) -> T:
         if what is None:

@@ -25,7 +25,7 @@ _in_json = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # `js
 
 
 class LineFile:
-    """JSON objects that have a `step`, one a line; what is not finite is written as a string."""
+    """JSON objects that have a `step`, one per line; non-finite numbers are written as strings."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         self._path = path
@@ -42,7 +42,7 @@ class LineFile:
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         try:
             line = _in_json(record)
-        except ValueError:  # rare, and looking for it in each line costs as much as the line
+        except ValueError:  # rare, and a search in each line would double its cost
             line = _in_json(json_ready(record))
         self._file.write(line + "\n")
 
@@ -96,7 +96,7 @@ def json_ready(value: Any) -> Any:
 
 
 class ConsoleLogger(Logger):
-    """One line for each set of metrics, without control codes, on `sys.stdout`; none beside a bar that shows them."""
+    """One line for each set of metrics, without control codes, on `sys.stdout`; none next to a bar that shows them."""
 
     is_beside_bar = False
 
@@ -114,12 +114,12 @@ class ConsoleLogger(Logger):
 class JSONLLogger(Logger):
     """Appends to `metrics.jsonl` in the run directory.
 
-    Each line is one object: `step`, `epoch`, `samples`, `time` (seconds since 1970), then the metrics by name. JSON has
-    no NaN: what is not finite is one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`; `read_jsonl` gives floats
-    back. Texts, tables and histograms go to `media.jsonl`: the stamp, `name`, `kind` and the fields of that kind.
+    Each line is one object: `step`, `epoch`, `samples`, `time` (seconds since 1970), then the metrics. JSON has no NaN,
+    so non-finite numbers become one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`; `read_jsonl` turns them into
+    floats. Texts, tables and histograms go to `media.jsonl`: the stamp, `name`, `kind` and the fields of that kind.
 
     When a run resumes at a step, the lines of later steps are dropped in one atomic replacement, since they will come
-    again. A run that starts from nothing where there is a file keeps that as `metrics.1.jsonl` (2, 3, ...).
+    again. A run that starts from scratch keeps an existing file as `metrics.1.jsonl` (2, 3, ...).
 
     Args:
         filename: Name of the file in the run directory.

@@ -1,4 +1,4 @@
-"""What can be logged besides numbers: checked, gathered, and on the host. Making one of a tensor waits for the
+"""Logged values other than numbers: checked, gathered, and on the host. Making one of a tensor waits for the
 device."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Media = Images | Video | Audio | Table | Histogram | Text
 
 
 class MediaLog:
-    """Makes media of what is logged and adds them to the current record, on rank 0. Every rank gathers and checks."""
+    """Makes media of logged values and adds them to the current record, on rank 0. Every rank gathers and checks."""
 
     def __init__(self, records: Records, world: Ranks, warn_once: Callable[[str, str], None]) -> None:
         self._records, self.world, self._warn_once = records, world, warn_once
@@ -146,7 +146,7 @@ class MediaLog:
 
 
 def gathered(name: str, value: Any) -> Tensor:
-    """`value` as a plain tensor without gradient, where it lies. A DTensor is gathered, by all ranks."""
+    """`value` as a plain tensor without gradient, on its device. A DTensor is gathered, by all ranks."""
     if isinstance(value, Tensor):
         return whole(value.detach())
     pillow = sys.modules.get("PIL.Image")
@@ -186,7 +186,7 @@ def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
 
 
 def grid(name: str, images: Sequence[Tensor], columns: int | None = None, padding: int = 2) -> Tensor:
-    """Images beside and below each other, on black."""
+    """A grid of images, on black."""
     channels, height, width = (max(sizes) for sizes in zip(*(image.shape for image in images), strict=True))
     if channels == 4 and any(len(image) != 4 for image in images):
         raise ValueError(f"{name!r} has images with an alpha channel and without. Log image[:3] of those with one.")

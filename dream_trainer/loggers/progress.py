@@ -1,4 +1,4 @@
-"""Progress: how far the run is, how fast it goes and when it ends; a live bar in a terminal or a notebook, and
+"""Progress: a run's position, speed and remaining time; a live bar in a terminal or a notebook, and
 plain lines elsewhere."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from dream_trainer.events.collection import CallbackCollection
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-# Steps that tell nothing of the pace: compilation, allocation, first touches of the data.
+# Steps that do not show the pace: compilation, allocation, first touches of the data.
 WARM_UP_STEPS = 3
 # Share of the time spent waiting for data that is worth telling.
 NOTABLE_WAIT = 0.1
 
 
 class Pace:
-    """Rate of training alone over the last looks, and time left with validations and checkpoints included."""
+    """Rate of training only, over the last measurements, and time left including validations and checkpoints."""
 
     def __init__(self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0) -> None:
         self._first_step = step
@@ -52,7 +52,7 @@ class Pace:
         self._looks.append((now - idle, step, samples, tokens, waiting))
 
     def rates(self) -> tuple[float, float, float]:
-        """Steps, samples and tokens per second; zeros as long as there is nothing to tell."""
+        """Steps, samples and tokens per second; zeros while unknown."""
         (before, *first, _), (now, *last, _) = self._looks[0], self._looks[-1]
         seconds = now - before
         if seconds <= 0:
@@ -61,14 +61,14 @@ class Pace:
         return steps / seconds, samples / seconds, tokens / seconds
 
     def share_waiting(self) -> float:
-        """Share of the time of training, after warm-up, in which it waited for data."""
+        """Share of training time, after warm-up, spent waiting for data."""
         (before, *_, first), (now, *_, waiting) = self._looks[0], self._looks[-1]
         return (waiting - first) / (now - before) if now > before and not self.is_warming_up else 0.0
 
     def seconds_left(
         self, total_steps: int | None, step: int, now: float, max_tokens: int | None = None
     ) -> float | None:
-        """Seconds until the first of these limits; None as long as nobody can tell."""
+        """Seconds until the first of these limits; None while unknown."""
         if self._origin is None:
             return None
         since, first_step, first_tokens = self._origin
@@ -86,12 +86,12 @@ class Pace:
 class Progress(Callback):
     """Shows epoch, step, chosen metrics, rates and the time left, on rank 0; validations, saves and resumes, too.
 
-    Where training waits for data for a tenth of its time or more, the share is shown.
+    If training waits for data for a tenth of its time or more, the share is shown.
 
-    In a terminal it is a live bar, in a notebook one output of the cell that is replaced in place; into pipes, files
-    and CI logs go plain lines without control codes. Metrics appear as LoggerMixin flushes them: this callback never
-    waits for the device. A step costs it a look at the clock. The logger "console" is such a bar where
-    there is a terminal or a notebook; a Progress of your own takes its place there.
+    In a terminal it is a live bar, in a notebook an output that is replaced in place. Pipes, files and CI logs get
+    plain lines without control codes. Metrics appear when LoggerMixin flushes them: this callback never waits for the
+    device. A step only costs it a look at the clock. The logger "console" is such a bar in a terminal or a notebook;
+    your own Progress replaces it there.
 
     Args:
         metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.
@@ -103,7 +103,7 @@ class Progress(Callback):
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if another Progress prints to the same place.
+        ConfigError: A value is invalid; at the end of setup, also if another Progress prints to the same place.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -190,10 +190,10 @@ class Progress(Callback):
     def teardown(self, trainer: AbstractTrainer) -> None:
         self._stop_bar()
 
-    # -- what is shown
+    # -- display
 
     def status(self, trainer: AbstractTrainer, now: float) -> str:
-        """The numbers beside the bar: step, metrics, rates, time left."""
+        """The numbers next to the bar: step, metrics, rates, time left."""
         steps, samples, tokens = self._pace.rates()
         total = "" if trainer.total_steps is None else f"/{trainer.total_steps}"
         parts = [f"step {trainer.global_step}{total}"]
@@ -230,7 +230,7 @@ class Progress(Callback):
         self._pace.look(trainer.global_step, trainer.samples_seen, now, idle, waiting, trainer.tokens_seen)
 
     def _idle(self, trainer: AbstractTrainer, now: float) -> float:
-        """Seconds until now that validations took, and what saves held training up."""
+        """Seconds until now spent on validations, and on waits for saves."""
         saving = trainer.seconds_saving
         running = max((now - saving - began for began in self._running.values()), default=0.0)
         return saving + self._validating + running
@@ -305,7 +305,7 @@ class TerminalBar:
             # In a narrow terminal the numbers take a second line rather than lose their end.
             TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=False)),
             console=console,
-            # Refreshed from the steps: no thread beside the training.
+            # Refreshed from the steps, without another thread.
             auto_refresh=False,
         )
         self._task = self._bar.add_task("", total=None, status="")

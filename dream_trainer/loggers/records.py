@@ -17,7 +17,7 @@ from dream_trainer.loggers.interface import Stamp
 if TYPE_CHECKING:
     from dream_trainer.loggers.media import Media, MediaLog
 
-# A name, what was logged under it, and where it belongs if that is known already
+# A name, the value logged under it, and its stamp if that is known already
 Logged = tuple[str, "Media", Stamp | None]
 
 
@@ -41,7 +41,7 @@ class Record:
     def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
         if weight is None and self.needs_weight and reduce == "mean":
             raise HookError(
-                f"log({name!r}) without weight= in a validation under {self.needs_weight}, where ranks have different "
+                f"log({name!r}) without weight= in a validation under {self.needs_weight}, and ranks have different "
                 "numbers of labels in their parts of a sequence. Pass weight=the number of labels."
             )
         self.metrics.add(self._own_name(name), value, self.weight if weight is None else weight, reduce)
@@ -106,7 +106,7 @@ class TrainingRecord(Record):
 
 
 class NoRecord(Record):
-    """Where nothing is logged: numbers are ignored, with a warning."""
+    """A record that logs nothing: numbers are ignored, with a warning."""
 
     def __init__(self, where: str, warn_once: Callable[[str, str], None], media: list[Logged] | None) -> None:
         super().__init__(prefix="val/", media=media)
@@ -114,7 +114,7 @@ class NoRecord(Record):
 
     @override
     def add(self, name: str, value: Tensor | float, weight: Scalar | None, reduce: str) -> None:
-        message = f"log({name!r}) was called in {self._where}, where nothing is logged: ignored."
+        message = f"log({name!r}) was called in {self._where}, which logs nothing: ignored."
         self._warn_once("log outside", message)
 
 

@@ -1,6 +1,6 @@
-"""RunLog: a run's numbers from `log` to its history, its loggers and listeners. A flush every n steps copies once, is
-read a step later and crosses ranks once; a window that runs again counts once, and a checkpoint keeps what was not
-flushed."""
+"""RunLog: a run's numbers on their way from `log` to its history, loggers and listeners. A flush every n steps copies
+once, is read a step later and uses one collective. A window that runs again counts once. Checkpoints keep numbers that
+were not flushed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMED = 8
 
 
 class Stragglers:
-    """What one rank measures, and hears of all; `spent` gives its windows and seconds of work and waiting."""
+    """One rank's and all ranks' measurements; `spent` gives its windows and seconds of work and waiting."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Stragglers:
         advice = (
             "Look at its storage, and at num_workers of its loader."
             if waits_for_data
-            else "Look at what else runs on that host, at its clocks, and at what this rank alone does in a step."
+            else "Look at what else runs on that host, at its clocks, and at work that only this rank does in a step."
         )
         self._warn_once(
             f"slow {slow}",
@@ -155,7 +155,7 @@ class LoggerGroup:
                 stack.callback(self._guarded, each, each.close)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loggers keep in a checkpoint, by class and number within the class."""
+        """The loggers' state for a checkpoint, by class and number within the class."""
         states = {key: self._guarded(each, each.state_dict) for key, each in self._numbered()}
         return {key: state for key, state in states.items() if state and state is not _FAILED}
 
@@ -179,7 +179,7 @@ class LoggerGroup:
                 raise
             self._report(
                 f"logger {id(logger)}",
-                f"{type(logger).__name__} failed and may miss lines; training goes on. {type(exc).__name__}: {exc}",
+                f"{type(logger).__name__} failed and may miss lines; training continues. {type(exc).__name__}: {exc}",
             )
             return _FAILED
 
@@ -255,7 +255,7 @@ class RunLog:
         self._world = Ranks.alone()
         self._loggers = LoggerGroup([], warn_once)  # with some on rank 0; opened when there is something to write
         self.history = History(parameters.history_lines)
-        self._flight: tuple[Flight, Stamp] | None = None  # a flush that nobody has waited for yet
+        self._flight: tuple[Flight, Stamp] | None = None  # a flush that is not read yet
         self._flushed_step = 0
         self._has_ended = False
         self._resumed_step: int | None = None
@@ -311,7 +311,7 @@ class RunLog:
             self._write(self._training.metrics.reduce(self._world), self._stamp())
 
     def _flush_if_due(self, step: int) -> None:
-        """Starts what was logged on its way to the host, stamped with this step; `land` writes it."""
+        """Starts copying logged values to the host, stamped with this step; `land` writes them."""
         if step != self._flushed_step and (self._has_ended or self._cadence.is_due(step)):
             self._training.decide()
             self._flushed_step, metrics = step, self._training.metrics
@@ -322,11 +322,11 @@ class RunLog:
             self._flight = metrics.begin(), self._stamp()
 
     def _pending_is_saved(self, step: int) -> bool:
-        """Whether a checkpoint has what is not yet flushed; the run that resumes there writes it."""
+        """Whether a checkpoint has the values not flushed yet; the run that resumes there writes them."""
         return self._saved_step == step and not self._has_ended
 
     def land(self) -> None:
-        """Writes what is on its way; a collective, between windows."""
+        """Writes values in flight; a collective, between windows."""
         training = self._training
         if self._flight is not None:
             (flight, stamp), self._flight = self._flight, None
@@ -340,7 +340,7 @@ class RunLog:
     # -- a validation, and the end of one or of an epoch
 
     def validation_started(self, *, is_training: bool) -> None:
-        """Forgets the media of an earlier validation that nobody asked for: `evaluate` and `predict` write nothing."""
+        """Forgets the unused media of an earlier validation: `evaluate` and `predict` write nothing."""
         if is_training and self._loggers.waits_early:
             self.open(early=True)
         self._records.validation_media.clear()
@@ -354,7 +354,7 @@ class RunLog:
 
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
-        """What is logged inside is of the validation or epoch that has just ended, and is written at the end."""
+        """Inside, logs belong to the validation or epoch that has just ended, and are written at the end."""
         media = self._training.waiting if counts else None
         record = Record(media=media, media_stamp=self._stamp, is_own_line=counts)
         with self._records.inside(record):
@@ -362,10 +362,10 @@ class RunLog:
             self._write_own_line()
 
     def _write_own_line(self) -> None:
-        """A collective; also before a listener saves, since a resumed run does not go there again."""
+        """A collective; also called before a listener saves, since a resumed run does not repeat it."""
         record = self._records.current
         if record.is_own_line:
-            with self._records.inside(self._training):  # what listeners to on_log log is training's
+            with self._records.inside(self._training):  # logs of on_log listeners belong to training
                 self._write(record.metrics.reduce(self._world), self._stamp())
 
     # -- a line
@@ -392,7 +392,7 @@ class RunLog:
     # -- state
 
     def state(self, step: int, *, is_last: bool, has_failed: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, equal on all ranks; a collective. The last window is written before it."""
+        """State for checkpoints, equal on all ranks; a collective. The last window is written before it."""
         self.land()
         self._write_own_line()
         flushed_before = self._flushed_step
@@ -412,7 +412,7 @@ class RunLog:
             "run": self._run,
             "loggers": self._world.broadcast_object(self._loggers.state_dict()),  # rank 0's
         }
-        self._flushed_step = flushed_before  # what listeners after the saving one log has another line of this step
+        self._flushed_step = flushed_before  # later listeners' logs get another line of this step
         return state
 
     def save_was_lost(self) -> None:
@@ -443,7 +443,7 @@ class RunLog:
     # -- the end
 
     def close(self, step: int, *, has_trained: bool) -> None:
-        """Writes the rest, or warns of what a resumed run will write, and closes the loggers."""
+        """Writes the rest, or warns that a resumed run will write it, and closes the loggers."""
         with followed_by(self._close_loggers):
             if not has_trained:
                 return
@@ -462,7 +462,7 @@ class RunLog:
 
     def _close_loggers(self) -> None:
         ended, self._loggers = self._loggers, LoggerGroup([], self._warn_once)
-        ended.close()  # what is logged from here on goes nowhere
+        ended.close()  # logs from here on are dropped
 
 
 Line = dict[str, float]

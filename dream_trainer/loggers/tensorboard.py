@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """Writes event files to `tensorboard/` in the run directory: `tensorboard --logdir runs`.
 
-    All metrics of a line are one event, and each event is in the operating system's hands when it is logged. When a run
-    resumes at a step, events of later steps are dropped from the earlier files, and a new file tells a TensorBoard that
-    has read them to forget them. A run that starts from nothing where there is a directory keeps that as
-    `tensorboard.1` (2, 3, ...). Tables are shown as text.
+    All metrics of a line are one event, and each event is passed to the operating system when it is logged. When a run
+    resumes at a step, events of later steps are dropped from the earlier files, and a new file makes a TensorBoard that
+    has read them forget them. A new run keeps an existing directory as `tensorboard.1` (2, 3, ...). Tables
+    are shown as text.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("tensorboard", "google_crc32c")
@@ -50,7 +50,7 @@ class TensorBoardLogger(Logger):
         self._file = (directory / name).open("ab")
         self._event = Event
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
-        # What comes before the second start that TensorBoard reads, it forgets from its step on; the first is none.
+        # At a second start event TensorBoard forgets earlier events from its step on; the first start does nothing.
         start = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=now, step=0 if resumed_step is None else resumed_step + 1, session_log=start))
 

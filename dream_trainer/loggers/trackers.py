@@ -96,10 +96,10 @@ class _JournalLogger(Logger):
 
     @abstractmethod
     def _shown_text(self, text: str) -> Any:
-        """What the tracker logs for text."""
+        """The tracker's object for text."""
 
     def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
-        """What the tracker logs for `media`, whose files are in `directory`; both have classes of the same names."""
+        """The tracker's object for `media`, whose files are in `directory`; both have classes of the same names."""
         tracker: Any = import_module(self._package)
         match media:
             case Images():
@@ -130,24 +130,23 @@ class _JournalLogger(Logger):
 class WandbLogger(_JournalLogger):
     """Logs to Weights & Biases, by optimizer steps: each row has its step as "trainer/global_step", W&B's x-axis.
 
-    `wandb.log(...)` of your own goes to the same run, from the first step of training on and on rank 0, unless you have
-    called `wandb.init` yourself: your rows are rows of their own. As long as there are none, W&B's step is the
-    optimizer step.
+    Your own `wandb.log(...)` goes to the same run, from the first step of training on and on rank 0, unless you have
+    called `wandb.init` yourself. Your rows stay separate. As long as there are none, W&B's step is the optimizer step.
 
-    The run's id goes into every checkpoint, so that a restart continues the same run. W&B cannot continue exactly by
-    itself, so the lines are in `wandb/lines.jsonl` in the run directory, too:
+    Every checkpoint keeps the run's id, so that a restart continues the same run. W&B cannot continue exactly by
+    itself, so the lines are also in `wandb/lines.jsonl` in the run directory:
 
-    - Online, it refuses steps before its last. Steps that it has already are passed over; steps before the checkpoint
+    - Online, it refuses steps before its last. Steps that it already has are skipped; steps before the checkpoint
       that a kill kept from it are sent again.
     - Offline, it cannot add to an earlier file. So the newest `wandb/offline-run-*` (also `wandb/latest-run`) has the
       whole curve from the first step, and is the only one to give to `wandb sync`. Media logged before the restart are
       in the earlier ones.
 
     Args:
-        parameters: What W&B shows the run as.
+        parameters: How W&B shows the run.
 
     Attributes:
-        run: The W&B run, from the first line to `close`; for what only W&B has, such as artifacts.
+        run: The W&B run, from the first line to `close`; for features that only W&B has, such as artifacts.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("wandb",)
@@ -161,7 +160,7 @@ class WandbLogger(_JournalLogger):
         self._id = secrets.token_hex(4)
         self._resumed_step = 0
         self._row = self._next_row = self._step = 0  # W&B's step of our last row, and of the next; its optimizer step
-        self._has_others = False  # rows of the user's own
+        self._has_others = False  # rows of the user's
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -181,7 +180,7 @@ class WandbLogger(_JournalLogger):
             mode=options.mode,
             config=config,
             id=self._id,
-            # Without it, what is synced replaces what the server has of this id.
+            # Without it, a sync replaces the server's data of this id.
             resume=None if is_offline else "allow",
             # The user's own run stays the one of `wandb.log`; without one it is this.
             reinit="finish_previous" if wandb.run is None else "create_new",
@@ -200,7 +199,7 @@ class WandbLogger(_JournalLogger):
 
     @override
     def _send(self, values: dict[str, Any], step: int) -> None:
-        """What has the same step becomes one row of W&B, unless there are rows of the user's own."""
+        """Values with the same step become one row of W&B, unless the user adds rows."""
         if self._resumed_step < step <= self._known:
             return  # it has this step from before the restart
         run = self._opened(self.run)
@@ -244,7 +243,7 @@ class TrackioLogger(_JournalLogger):
     the checkpoint is sent again.
 
     Args:
-        parameters: What Trackio shows the run as.
+        parameters: How Trackio shows the run.
 
     Attributes:
         run: The Trackio run, from the first line to `close`.
@@ -257,7 +256,7 @@ class TrackioLogger(_JournalLogger):
     def __init__(self, parameters: TrackioParameters | None = None) -> None:
         self._parameters = parameters or TrackioParameters()
         self._has_begun = False
-        self._stored: Counter[_Row] = Counter()  # what Trackio has already, and is going to get again
+        self._stored: Counter[_Row] = Counter()  # rows that Trackio already has, and would get again
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -307,7 +306,7 @@ class TrackioLogger(_JournalLogger):
 
 
 def _stored_rows(run: Run) -> Counter[_Row]:
-    """What the store on this machine has of a run: how often it has each row."""
+    """Counts of a run's rows in the store on this machine."""
     from trackio.sqlite_storage import SQLiteStorage
 
     rows = SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)
@@ -323,14 +322,14 @@ _STEP_OF_IMAGE = re.compile(r"images/(.+)[+%]step[+%](\d+)[+%]timestamp")
 class MLflowLogger(Logger):
     """Logs to MLflow; its own step is the optimizer step.
 
-    The run's id goes into every checkpoint, so that a restart continues the same run. MLflow cannot forget, so
-    values of steps that it has already are passed over. Every line is in the store when `log` returns. The store is
-    MLflow's default unless `tracking_uri` names another; a store that does not know the run gets a new one.
+    Every checkpoint keeps the run's id, so that a restart continues the same run. MLflow cannot forget, so values of
+    steps that it already has are skipped. Every line is in the store when `log` returns. The store is MLflow's default
+    unless `tracking_uri` sets another; a store that does not know the run gets a new one.
 
-    Letters that MLflow has no place for in a metric's name become `_`. Infinities are the largest finite numbers in it.
+    Characters that MLflow does not allow in a metric's name become `_`. Infinities become its largest finite numbers.
 
     Args:
-        parameters: Where the run is, and what MLflow shows it as.
+        parameters: Where the run is, and how MLflow shows it.
 
     Attributes:
         run_id: Id of the MLflow run; None before the first line.
@@ -342,7 +341,7 @@ class MLflowLogger(Logger):
         self.run_id: str | None = None
         self._parameters = parameters or MLflowParameters()
         self._run: tuple[MlflowClient, str] | None = None  # with the run's id
-        # Of a run that continues: the last step that MLflow has of a metric, and the images that it has.
+        # For a continued run: the last step that MLflow has of a metric, and the images that it has.
         self._continues = False
         self._last_steps: dict[str, int] = {}
         self._images: set[tuple[str, int]] = set()
@@ -408,7 +407,7 @@ class MLflowLogger(Logger):
 
     @override
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        """Logs images by their steps, which MLflow shows beside the metrics; everything else as artifacts."""
+        """Logs images by their steps, which MLflow shows with the metrics; everything else as artifacts."""
         client, run_id = self._opened(self._run)
         if isinstance(media, Images):
             for image, numbered in zip(media.images, _numbered(name, len(media.images)), strict=True):

@@ -1,4 +1,4 @@
-"""What a torch function does to its arguments, told from its name: the tape's only knowledge of PyTorch's surface."""
+"""Effects of torch functions on their arguments, from their names: all that the tape knows of PyTorch's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `init_weights` does when the user writes none; children before parents, on the tape.
+"""The default `init_weights`, if the user defines none; children before parents, on the tape.
 
 1. A module built on meta before the recording, with untouched tensors, gets its `reset_parameters()`.
 2. A module with an `init_weights()` without arguments gets it called, unless it has had it (in `post_init` or
@@ -39,7 +39,7 @@ class HasPostInit(Protocol):  # a model of transformers: its constructor ends wi
 
 
 def default_init(model: nn.Module, tape: Tape) -> None:
-    """Initialises what the constructor of `model`, built by this tape or on meta before it, left to do."""
+    """Initialises parameters left by the constructor of `model`, built by this tape or on meta before it."""
     children_first = [*reversed(list(model.modules()))]
     with torch.no_grad(), tape.recording():
         for module in children_first:
@@ -56,7 +56,7 @@ def default_init(model: nn.Module, tape: Tape) -> None:
 
 
 def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
-    """Whether `init_weights` is not to be called: what it does is done, or cannot be asked for."""
+    """Whether `init_weights` must not be called: its work is done, or it cannot be called."""
     assert isinstance(module, nn.Module)
     if isinstance(module, HasPostInit) or tape.has_initialised(module):
         return True

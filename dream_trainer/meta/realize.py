@@ -1,7 +1,7 @@
 """From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part.
 
-`remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, by owning
-module or by name (a stage may be a copy). No rank talks to another: all replay the same bits."""
+`remember` notes, before sharding, which recorded tensor each one is. `materialize` finds the places again, from the
+owning module or the name (a stage may be a copy). Ranks do not communicate: all replay the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What one tensor on meta is to become, and what it is called in errors."""
+    """The target of one meta tensor, and its name for errors."""
 
     ref: Ref
     name: str
@@ -32,7 +32,7 @@ class _Note:
 
 @dataclass(slots=True)
 class Plan:
-    """What `remember` found: for every meta tensor of the models, how to replay it; and every parameter's name."""
+    """The result of `remember`: how to replay each meta tensor of the models, and every parameter's name."""
 
     tape: Tape
     by_owner: dict[tuple[nn.Module, str], _Note] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
                 if former is not None and id(tensor) not in now:
                     raise InitError(
                         f"{prefix}.{name} holds the parameter {former} a second time, and would "
-                        "go on holding what it was before it was sharded, which is not trained. Keep its name there, "
+                        "keep its state before sharding, which is not trained. Keep its name there, "
                         "and look it up by get_parameter(name) where it is used."
                     )
 
@@ -183,7 +183,7 @@ def _check(place: _Place, full: Tensor, used_uninitialised: bool, tape: Tape) ->
         # A sum is NaN if any element is, and needs no memory; infinities of both signs make it NaN too.
         if tape.history.is_untouched(place.note.ref) or (full.sum().isnan() and full.isnan().any()):
             raise InitError(
-                f"Parameter {name} has values that nobody initialised. Set all of them in its module's constructor or "
+                f"Parameter {name} has uninitialised values. Set all of them in its module's constructor or "
                 "in init_weights()."
             )
     elif tape.history.is_foreign(place.note.ref):
@@ -213,7 +213,7 @@ def fill(tensor: Tensor, full: Tensor) -> None:
 
 
 def _put(place: _Place, real: Tensor) -> None:
-    """Turns a meta tensor into `real`: the same object if PyTorch can, else the same slots."""
+    """Turns a meta tensor into `real`: the same object if PyTorch can, otherwise in the same slots."""
     old = place.tensor
     place.tensor, place.part = real, None  # no second reference to either, or they cannot be swapped
     if isinstance(old, nn.Parameter):

@@ -1,6 +1,6 @@
 """Recorded calls, indexed by the storages they write, and the replay of the few that one tensor depends on.
 
-Calls have references to storages in place of tensors, so views, `nn.Parameter(...)` and `.data` need no record."""
+Calls have references to storages instead of tensors, so views, `nn.Parameter(...)` and `.data` need no record."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class RecordedCalls:
     def replay(
         self, ref: Ref, given: Mapping[int, torch.UntypedStorage] | None = None
     ) -> tuple[torch.UntypedStorage, bool]:
-        """The real storage in CPU memory, and whether uninitialised memory went into the calls that made it."""
+        """The real storage in CPU memory, and whether the calls that made it used uninitialised memory."""
         given = given or {}
         numbers = self.calls_behind(ref.storage, given)
         last_use: dict[int, int] = {ref.storage: len(self.ops)}
@@ -206,7 +206,7 @@ class RecordedCalls:
 
 
 def _uninitialised(count: int, *, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of NaN, so that what nobody initialises is seen; zeros where the dtype has no NaN."""
+    """A flat tensor of NaN, to reveal uninitialised values; zeros if the dtype has no NaN."""
     flat = torch.empty(count, dtype=dtype, device="cpu")
     return flat.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
 

@@ -94,7 +94,7 @@ class Tape:
             return self.tracks(tensor) and self.history.is_drawn(self.history.ref(tensor))
 
     def replay(self, tensor: Tensor) -> Tensor:
-        """The full real CPU tensor that `tensor` stands for, NaN where nobody wrote; a real one as it is."""
+        """The full real CPU tensor that `tensor` stands for, NaN in unwritten places; a real one as it is."""
         with without_torch_function():
             if not tensor.is_meta:
                 return tensor
@@ -102,7 +102,7 @@ class Tape:
             return ref.view(self.history.replay(ref)[0])
 
 
-LARGE = 1 << 20  # elements from which on a filled factory's result is deferred: 4 MB in fp32
+LARGE = 1 << 20  # smallest number of elements of a deferred filled tensor: 4 MB in fp32
 
 
 class Recorder(TorchFunctionMode):
@@ -147,7 +147,7 @@ class Recorder(TorchFunctionMode):
         if name in EMPTY:
             self.history.append_source(result)
             if result.numel() == 0 and not is_asked_for:
-                return func(*args, **kwargs)  # `torch.load` points it to what it has read, which nobody can record
+                return func(*args, **kwargs)  # `torch.load` points it to read data, which cannot be recorded
             return result
         on_cpu = {**kwargs, "device": "cpu"}
         on_cpu.pop("pin_memory", None)
@@ -178,7 +178,7 @@ class Recorder(TorchFunctionMode):
         if name == "backward":
             raise InitError(
                 "backward() cannot run while a model is built on the meta device. Compute gradient-based initial "
-                "values in `load_pretrained`, where parameters are real."
+                "values in `load_pretrained`, when parameters are real."
             )
         if name in METADATA:
             return func(*args, **kwargs)
@@ -345,7 +345,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _initialising() -> Iterator[nn.Module]:
-    """The modules whose `init_weights()` is running: looked up on the stack, since nothing of theirs is replaced."""
+    """The modules whose `init_weights()` is running: looked up on the stack, since their methods are not replaced."""
     frame: FrameType | None = _getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "init_weights" and frame.f_code.co_argcount > 0:
@@ -371,7 +371,7 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 def _is_opaque(tensor: Tensor) -> bool:
-    """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is left alone."""
+    """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is not recorded."""
     cls: Any = type(tensor)
     plain: Any = Tensor
     return cls.__torch_dispatch__ is not plain.__torch_dispatch__

@@ -1,4 +1,4 @@
-"""What is done to modules (sharding, precision, recomputation), and public layers, which load on first use."""
+"""Changes to modules (sharding, precision, recomputation), and public layers, which load on first use."""
 
 from __future__ import annotations
 

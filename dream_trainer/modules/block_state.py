@@ -1,4 +1,4 @@
-"""What a block's forward may change besides gradients, so that a second run of it in a backward changes nothing.
+"""State that a block's forward may change besides gradients, so that its second run in a backward changes nothing.
 
 Each call notes attributes, buffers, lists and dicts, and copies the tensors that a forward writes into.
 """
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from dream_trainer.errors import StepError
 
-# What `nn.Module` keeps for itself; parameters are among it, which a second run takes as they are then.
+# Internals of `nn.Module`, including parameters, which a second run uses as they are then.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 Key = tuple[int, str]  # the place of a module in its block, and the name of an attribute or a buffer
 
 
 class Moves:
-    """What forwards of one block were seen to write into."""
+    """Observed writes of one block's forwards."""
 
     def __init__(self) -> None:
         self.written: set[Key] = set()  # attributes and buffers that hold tensors which a forward writes into
-        self.modes: set[tuple[bool, ...]] = set()  # the modes of the block's modules in which that was looked at
+        self.modes: set[tuple[bool, ...]] = set()  # the observed train/eval modes of the block's modules
         self.versions: dict[Key, int] = {}  # writes to each other one by the end of the last forward
 
 
@@ -75,9 +75,9 @@ class BlockState:
                     moves.written.add(key)
             elif tensor._version != version:
                 raise StepError(
-                    f"{block} wrote into {key[1]!r}, which its first forwards left alone, so activation checkpointing "
-                    "has no copy of what it held. Resume from the last checkpoint, which finds it out again; or write "
-                    "into it in each forward, or leave this block out of activation checkpointing."
+                    f"{block} wrote into {key[1]!r}, but its first forwards did not, so activation checkpointing "
+                    "has no copy of its former content. Resume from the last checkpoint, which detects it again; or "
+                    "write into it in each forward, or leave this block out of activation checkpointing."
                 )
         moves.modes.add(self._modes)
         moves.versions = {key: tensor._version for key, tensor in self._noted if key not in moves.written}

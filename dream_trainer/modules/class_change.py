@@ -14,7 +14,7 @@ import torch.nn as nn
 
 
 class Changed(nn.Module):
-    """Base of what is put before a module's own class."""
+    """Base of classes that are put before a module's own class."""
 
 
 # Equal modules share a class, so that they compile once.

@@ -24,7 +24,7 @@ class Float8(Changed, Float8Layer):  # type: ignore[misc]
 
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type
-        if torch.is_autocast_enabled(device):  # torchao's asks for that of CUDA alone
+        if torch.is_autocast_enabled(device):  # torchao's only checks CUDA's
             input = input.to(torch.get_autocast_dtype(device))
         output: Tensor = super().forward(input)
         return output

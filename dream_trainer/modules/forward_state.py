@@ -1,4 +1,4 @@
-"""What forwards change of modules beside gradients (buffers, plain attributes), and the mode that they run in."""
+"""Changes of modules by forwards, except gradients (buffers, plain attributes), and the mode that they run in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ForwardState:
         self._values = [
             (value, value.detach().clone())
             for value in tensors
-            if isinstance(value, Tensor) and not value.is_inference()  # which nobody writes to
+            if isinstance(value, Tensor) and not value.is_inference()  # these cannot be written to
         ]
         of_modules = [value for _, values in self._attributes for value in values.values()]
         self._lists = [(value, list(value)) for value in of_modules if isinstance(value, list)]
@@ -47,7 +47,7 @@ class ForwardState:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """What is set on it beside what `nn.Module` and its like keep under private names."""
+    """Attributes set on it, except those that `nn.Module` and similar classes keep under private names."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
@@ -66,7 +66,7 @@ def in_evaluation(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def as_before(*models: nn.Module) -> Iterator[None]:
-    """Puts back at the end what forwards inside change."""
+    """Undoes at the end the changes of forwards inside."""
     state = ForwardState(models)
     try:
         yield

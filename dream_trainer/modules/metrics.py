@@ -42,13 +42,13 @@ def _counted(part: Any) -> int:
 
 
 def copied(tree: Any, metrics: Iterable[Any]) -> Any:
-    """A deep copy of `tree`, in which `metrics` or their states are; process groups are the same, as they must be."""
+    """A deep copy of `tree`, which contains `metrics` or their states; process groups are shared, as they must be."""
     groups = (part.process_group for metric in metrics for part in parts(metric))
     return copy.deepcopy(tree, {id(group): group for group in groups if group is not None})
 
 
 class MetricStates:
-    """What metrics and collections have counted by now, to be put back into the same objects."""
+    """The present states of metrics and collections, to be restored into the same objects."""
 
     def __init__(self, metrics: Sequence[Any]) -> None:
         self._metrics = metrics
@@ -74,7 +74,7 @@ def _attributes(module: Any) -> dict[str, Any]:
 
 
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
-    """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it."""
+    """Named results of a metric or collection over the samples of all ranks. Every rank must call it."""
     metric_parts = parts(metric)
     if not any(world.all_gather_object(updates(metric) > 0)):
         return {}
@@ -87,7 +87,7 @@ def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
 
 
 def higher_is_better(metrics: Mapping[str, Any], name: str) -> bool | None:
-    """What the metric behind a validation's value says of itself; None if there is none, or it does not say."""
+    """`higher_is_better` of the metric behind a validation's value; None without a metric, or if it is not set."""
     for own, metric in metrics.items():
         members = (
             metric.items() if isinstance(metric, sys.modules["torchmetrics"].MetricCollection) else [(own, metric)]
@@ -121,7 +121,7 @@ def _exchanged(metrics: Sequence[Any], world: Ranks) -> Iterator[None]:
                 lacking = max(other.length for other in described) - len(state)
                 example = next((other for other in described if other.dtype is not None), None)
                 if lacking and example is not None:
-                    shape = (0, *example.shape[1:])  # joins with the others, where a metric joins its own entries first
+                    shape = (0, *example.shape[1:])  # fits the others if a metric joins its own entries first
                     filler = torch.empty(shape, dtype=example.dtype, device=metric.device)
                     fillers.append(filler)
                     setattr(metric, key, [*state, *[filler] * lacking])

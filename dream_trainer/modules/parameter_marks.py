@@ -1,4 +1,4 @@
-"""What users put on parameters, attributes and hooks on gradients, where a model is cut over ranks.
+"""Users' attributes of parameters and hooks on gradients, if a model is cut over ranks.
 
 The new parameters get the attributes. A hook would need whole gradients, so it is an error.
 """
@@ -23,7 +23,7 @@ class ParameterMarks:
         self._hooked = {name for name, parameter in _parameters(models) if has_hooks(parameter)}
 
     def put_back(self, models: Mapping[str, nn.Module]) -> None:
-        """Gives parameters of these names the attributes that they lack; what they have by now counts from here on."""
+        """Restores missing attributes of parameters with these names, and remembers their present ones."""
         for name, parameter in _parameters(models):
             now = vars(parameter)
             now.update({key: value for key, value in self._attributes.get(name, {}).items() if key not in now})
@@ -42,6 +42,6 @@ class ParameterMarks:
 
 
 def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """With all names, of which a part of a model may have others."""
+    """With all names, which may differ in a part of a model."""
     for name, model in models.items():
         yield from model.named_parameters(f"self.{name}", remove_duplicate=False)

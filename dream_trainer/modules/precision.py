@@ -1,4 +1,4 @@
-"""Precision: what forward and backward compute in, on a plain model and on a sharded one.
+"""Precision of forward and backward, on a plain model and on a sharded one.
 
 bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32, and steps run under `torch.autocast`.
 """
@@ -75,7 +75,7 @@ def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None
 def float32_products(
     parameters: DeviceParameters, device: torch.device, warn_once: Callable[[str, str], None]
 ) -> Iterator[None]:
-    """Inside, float32 matrix products and convolutions may use TF32, if `precision` says so; then as it was."""
+    """Inside, float32 matrix products and convolutions may use TF32 if `precision` allows it; restored afterwards."""
     if parameters.precision != "tf32":
         yield
         return
@@ -96,9 +96,9 @@ _ONE_TYPE_ON_CPU = (nn.LayerNorm, nn.GroupNorm)
 
 # -- Norm layers of a model that gathers its parameters in half precision.
 #
-# Batch norm's running statistics stay float32 beside parameters in half precision, which no kernel takes; nor do those
-# of the CPU for a layer norm whose input an fp32 buffer or table made float32, which autocast mends on other devices.
-# Such layers compute in float32, as autocast has norms do on GPUs.
+# Batch norm's running statistics stay float32 while parameters are in half precision, and no kernel takes both. The
+# CPU's layer norm has the same problem if an fp32 buffer or table made its input float32; autocast fixes that on other
+# devices. Such layers compute in float32, as norms do under autocast on GPUs.
 
 
 class Float32Norm(Changed):

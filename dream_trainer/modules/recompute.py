@@ -62,7 +62,7 @@ class BlockCall:
         self._again: ExitStack | None = None
 
     def contexts(self, own: Callable[[], tuple[Any, Any]] | None) -> tuple[Any, Any]:
-        """What the first run is in, and each second one; `own` makes those of selective checkpointing."""
+        """The contexts of the first and of each second run; `own` makes those of selective checkpointing."""
         first, self._inner = (nullcontext(), nullcontext()) if own is None else own()
         return first, self
 
@@ -122,7 +122,7 @@ _last = _Last()  # the block that was computed again last
 
 
 def mismatch(error: Exception) -> StepError:
-    """What is raised for PyTorch's error that a second run kept something else than the first."""
+    """Our error for PyTorch's, that a second run saved something else than the first."""
     block = None if _last.block is None else _last.block()
     name = "a block" if block is None else named(block)
     return StepError(f"{name} does something else when it is computed again: {str(error).splitlines()[0]} {_REMEDY}")
@@ -134,7 +134,7 @@ def named(block: Recomputed) -> str:
 
 
 def _saves_too_early(block: nn.Module) -> bool:
-    """Whether a second run has to go on to its end: an `nn.RReLU` draws its noise after it has saved it."""
+    """Whether a second run must run to its end: an `nn.RReLU` draws its noise after it has saved it."""
     return any(isinstance(module, nn.RReLU) for module in block.modules())
 
 

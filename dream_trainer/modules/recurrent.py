@@ -1,6 +1,6 @@
 """Recurrent modules (`nn.LSTM`, `nn.GRU`, `nn.RNN`) of a model that `fully_shard` wraps.
 
-On CUDA they move replaced weights into one piece of memory, where the next gather would not find them.
+On CUDA they move replaced weights into one piece of memory, and the next gather would not find them there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizers, parameter groups and learning rate schedules by name: config in, PyTorch's own objects out."""
+"""Named optimizers, parameter groups and learning rate schedules: config in, PyTorch's own objects out."""
 
 from __future__ import annotations
 

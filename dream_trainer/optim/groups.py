@@ -27,7 +27,7 @@ class Described(NamedTuple):
     numel: int
     is_vector: bool  # has fewer than two dimensions or is the weight of a normalisation
     is_embedding: bool
-    block: int  # number of its block, from 1; 0 outside of them
+    block: int  # number of its block, from 1; 0 outside them
 
 
 class WholeParameters(NamedTuple):
@@ -41,7 +41,7 @@ _whole: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
 
 
 def remember_whole(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Notes the parameters of `model`, from which other stages' layers are about to be taken."""
+    """Records the parameters of `model` before other stages' layers are removed from it."""
     parameters, n_blocks = describe(model, blocks)
     _whole[model] = WholeParameters([one._replace(parameter=None) for one in parameters], n_blocks)
 
@@ -71,7 +71,7 @@ def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> Wh
 
 
 def values_in_whole(model: nn.Module) -> int:
-    """How many values the parameters of `model` have, or of what it is a stage of."""
+    """Number of values in the parameters of `model`, or of the whole model if it is a stage."""
     known = _whole[model].parameters if model in _whole else describe(model, ()).parameters
     return sum(one.numel for one in known)
 
@@ -105,10 +105,10 @@ def _owned(model: nn.Module, kinds: Any) -> set[int]:
 
 @parameters
 class GroupParameters:
-    """Parameters, found by name, with a learning rate or weight decay of their own.
+    """Parameters, found by pattern, with a different learning rate or weight decay.
 
     Raises:
-        ConfigError: A value cannot work, or only the pattern is given.
+        ConfigError: A value is invalid, or only the pattern is given.
     """
 
     pattern: str
@@ -135,9 +135,9 @@ class GroupParameters:
 
 @dataclass(frozen=True)
 class Placed:
-    """One trainable parameter and what decides on its group."""
+    """One trainable parameter and the properties that decide its group."""
 
-    names: tuple[str, ...]  # several if it is tied, of which the first is used
+    names: tuple[str, ...]  # several if it is tied; the first one is used
     parameter: nn.Parameter | None  # None if another stage has it
     group: GroupParameters | None  # the first that matches
     decays: bool
@@ -190,13 +190,13 @@ def parameter_groups(
 
     Biases, scalars and weights of normalisation layers do not decay unless `decay_vectors`.
 
-    Of a model that is cut into stages these are the whole model's groups, empty where the stage has none
-    of their parameters.
+    For a model that is cut into stages these are the whole model's groups; they are empty if the stage has none of
+    their parameters.
 
-    With `layer_decay` = d and L blocks, the rate of block l (1 to L, in order) is `lr * d**(L + 1 - l)`, that of
-    embeddings and everything registered before the first block `lr * d**(L + 1)`, that of everything after the last one
-    `lr`: the layer-wise decay of BEiT (Bao et al. 2021, arXiv 2106.08254), after ELECTRA's. What is between two
-    blocks has the rate of the block before it.
+    With `layer_decay` = d and L blocks, the rate of block l (1 to L, in order) is `lr * d**(L + 1 - l)`. That of
+    embeddings and everything registered before the first block is `lr * d**(L + 1)`, and that of everything after the
+    last one `lr`. This is the layer-wise decay of BEiT (Bao et al. 2021, arXiv 2106.08254), after ELECTRA's. Parameters
+    between two blocks have the rate of the block before them.
 
     Args:
         model: The model, sharded or not. Frozen parameters are left out.
@@ -237,7 +237,7 @@ def place(
     decay_embeddings: bool,
     blocks: Sequence[nn.Module] | None,
 ) -> list[Placed]:
-    """What decides on the group of each trainable parameter; arguments and errors of `parameter_groups`."""
+    """The properties that decide the group of each trainable parameter; arguments and errors of `parameter_groups`."""
     whole = whole_parameters(model, blocks)
     trainable = [one for one in whole.parameters if one.is_trained]
     if not trainable:

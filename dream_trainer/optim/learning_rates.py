@@ -36,7 +36,7 @@ _NEEDS_TOTAL = ("cosine", "linear", "wsd")
 
 @parameters
 class ScheduleParameters:
-    """A schedule by name; each value at None has the default that its line names.
+    """A named schedule; each value at None has the default in its description.
 
     With W the warm-up, T the total, m the smallest ratio, and s the step from 0, the factor on each group's rate is
 
@@ -47,36 +47,36 @@ class ScheduleParameters:
       over `x = (s - (T - D)) / D`: "linear" and "cosine" as above, "sqrt" `1 - (1 - m) sqrt(x)` (Haegele et al. 2024,
       arXiv 2405.18392), "exponential" `m**x` (MiniCPM's own form, scaled to end at m);
     - "inverse_sqrt": `max(m, sqrt((W + 1) / (s + 1)))` (Vaswani et al. 2017, arXiv 1706.03762);
-    - from step T on, where there is a decay: m.
+    - from step T on, if there is a decay: m.
 
-    "plateau" is PyTorch's ReduceLROnPlateau, which the user steps with a metric. A warm-up as long as the run or longer
-    is cut off by its end. Rank 0 warns of it, but it is not an error, since short runs try out the config of long ones.
+    "plateau" is PyTorch's ReduceLROnPlateau, which you step with a metric. A warm-up that is not shorter than the run
+    is cut off by its end. Rank 0 only warns about it, since short runs try out the config of long ones.
 
     Raises:
-        ConfigError: a value cannot work, or the named schedule does not take it.
+        ConfigError: A value is invalid, or the named schedule does not take it.
     """
 
     name: ScheduleName = "constant"
     """Form of the schedule."""
     unit: Literal["step", "epoch", "token"] = "step"
-    """What warm-up and decay count and how often the schedule is stepped: "epoch" once in `post_epoch`. With "token"
-    each step's rate is that of the tokens before it."""
+    """Unit of warm-up and decay, and how often the schedule is stepped: "epoch" once in `post_epoch`. With "token"
+    each step's rate follows the number of tokens before it."""
     warmup_steps: int | float = 0
-    """Length of the warm-up in units, or a fraction of the total below 1; 0 has none."""
+    """Length of the warm-up in units, or a fraction of the total below 1. 0 disables."""
     min_lr_ratio: Annotated[float, partial(check_between, low=0, high=1)] | None = None
-    """Smallest factor on the learning rate: cosine, linear, wsd, inverse_sqrt, plateau; None is 0."""
+    """Smallest factor on the learning rate: cosine, linear, wsd, inverse_sqrt, plateau. None is 0."""
     decay_steps: int | float | None = None
-    """Length of wsd's decay in units, or a fraction of the total below 1; None is 0.1, which MiniCPM found enough."""
+    """Length of wsd's decay in units, or a fraction of the total below 1. None is 0.1, which MiniCPM found enough."""
     decay_shape: DecayShape | None = None
-    """Form of wsd's decay; None is "linear"."""
+    """Form of wsd's decay. None is "linear"."""
     mode: Literal["min", "max"] | None = None
-    """Whether plateau's metric should fall or rise; None is "min"."""
+    """Whether plateau's metric should fall or rise. None is "min"."""
     factor: Annotated[float, partial(check_between, low=0, high=1, below=True)] | None = None
-    """What plateau multiplies the rate by; None is 0.1."""
+    """Factor of plateau's reductions of the rate. None is 0.1."""
     patience: NonNegativeInt | None = None
-    """Validations without improvement before plateau reduces the rate; None is 10."""
+    """Validations without improvement before plateau reduces the rate. None is 10."""
     cooldown: NonNegativeInt | None = None
-    """Validations after a reduction that plateau does not count; None is 0."""
+    """Validations after a reduction that plateau does not count. None is 0."""
 
     def __post_init__(self) -> None:
         for name in dict.fromkeys(name for names in _TAKES.values() for name in names):
@@ -104,7 +104,7 @@ class ScheduleParameters:
 
 
 class TokenAxis(NamedTuple):
-    """What a schedule with `unit="token"` follows: tokens before the next step, and of the run, if that is known."""
+    """Token counts for a schedule with `unit="token"`: before the next step, and of the run, if known."""
 
     now: Callable[[], int]  # such as `lambda: self.tokens_before_next_step`
     total: int | None  # such as `max_tokens`
@@ -124,10 +124,10 @@ def build_schedule(
     and for "plateau" `step(metrics[...])` in `post_val_epoch`; both come before the checkpoint of that moment.
 
     Args:
-        parameters: Which schedule, with which numbers.
+        parameters: The schedule and its numbers.
         optimizer: A new one; its groups' rates are those of factor 1.
         total_steps: Optimizer steps of the run, `self.total_steps`; None if that is unknown.
-        steps_per_epoch: Optimizer steps of one epoch; needed for `unit="epoch"` where the total is.
+        steps_per_epoch: Optimizer steps of one epoch; needed for `unit="epoch"` if the total is.
         tokens: How many there were and will be; needed for `unit="token"`.
 
     Raises:

@@ -26,7 +26,7 @@ from dream_trainer.parallel.sharding import local_gradient
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on the ranks."""
+    """A tensor's layout on the ranks."""
 
     shards: ProcessGroup | None  # ranks that hold a part of it each; None if this rank holds all of it
     dim: int  # the dimension that is cut, as `torch.chunk` cuts
@@ -34,7 +34,7 @@ class Layout:
 
 
 def layout_of(tensor: Tensor, replicas: ProcessGroup | None) -> Layout | None:
-    """How `tensor` lies; None if it is cut or copied along several dimensions of its mesh, or strided."""
+    """The layout of `tensor`; None if it is cut or copied along several dimensions of its mesh, or strided."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(tensor, DTensor):
@@ -53,7 +53,7 @@ def layout_of(tensor: Tensor, replicas: ProcessGroup | None) -> Layout | None:
 
 
 def deal(costs: Sequence[float], n_hands: int) -> list[int]:
-    """Who gets which: the costliest first, each to the hand that has the least so far; the same on every rank."""
+    """Owners of matrices: the costliest first, each to the rank with the least work so far; the same on every rank."""
     hands = [(0.0, hand) for hand in range(n_hands)]
     owners = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -118,7 +118,7 @@ class MatrixExchange:
             self._pieces = [views[place :: len(self._owned)] for place in range(len(self._owned))]
 
     def run(self, work: Callable[[int, Tensor], Tensor]) -> None:
-        """Replaces each matrix by what `work` gives for its index and a view of it; every rank calls it."""
+        """Replaces each matrix by the result of `work` for its index and a view of it; every rank calls it."""
         if self.wanted:
             self._work(work)
         if self._layout.replicas is not None and self._results.numel():
@@ -145,7 +145,7 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def _chunk_lengths(length: int, n_ranks: int) -> list[int]:
-    """How much of a dimension each rank has: as `torch.chunk` cuts, and nothing on ranks for which nothing is left."""
+    """Sizes of the ranks' parts of a dimension, as `torch.chunk` cuts; 0 for ranks without a part."""
     longest = -(-length // n_ranks)
     return [max(0, min(longest, length - rank * longest)) for rank in range(n_ranks)]
 
@@ -166,12 +166,12 @@ _ALONE = Layout(None, 0, None)
 class Muon(Optimizer):
     """Momentum, orthogonalised; for matrices inside a network, sharded or not.
 
-    Over ranks, all of them step together, and have gradients for the same parameters: as `fully_shard` and the trainer
-    leave them.
+    With several ranks, all must step together, with gradients for the same parameters, as under `fully_shard` and the
+    trainer.
 
     Args:
         params: Parameters of two dimensions, or groups of them: plain, or DTensors of any layout. One that is cut along
-            more than one dimension of its mesh (tensor parallel beside FSDP) is gathered by every rank.
+            more than one dimension of its mesh (tensor parallel with FSDP) is gathered by every rank.
         lr: Learning rate.
         weight_decay: Decoupled weight decay.
         momentum: Factor of the momentum.
@@ -180,13 +180,13 @@ class Muon(Optimizer):
         eps: The least norm that a matrix is divided by.
         ns_steps: Number of iterations.
         adjust_lr_fn: How the rate follows the shape: None or "original", or "match_rms_adamw".
-        iteration_dtype: What matrices are sent and iterated in; float32 is more exact, and faster on most CPUs.
+        iteration_dtype: Dtype for sending and iterating matrices; float32 is more exact, and faster on most CPUs.
         replicas: Ranks that hold the same plain parameters, with gradients that are equal bit for bit: they share the
             work. The trainer sets it. None repeats the work on each rank.
 
     Attributes:
-        found_inf: If not None, a 0-dim tensor: where it is not 0, a step changes neither weights nor momentum, and does
-            not wait for the device.
+        found_inf: If not None, a 0-dim tensor. If it is not 0, a step changes neither weights nor momentum, without
+            waiting for the device.
 
     Raises:
         ValueError: A number is out of its range, or a parameter is no matrix.
@@ -237,7 +237,7 @@ class Muon(Optimizer):
         self.replicas = replicas
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of a copy. A process group is not copied: without one the work is repeated, which changes no number.
+        # For a copy. A process group is not copied: without one the work is repeated, with equal results.
         return {**super().__getstate__(), "iteration_dtype": self.iteration_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -37,22 +37,22 @@ HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")  # of "muon" the AdamW h
 
 @parameters
 class OptimizerParameters:
-    """One of PyTorch's optimizers by name, and how the model's parameters are grouped for it.
+    """One of PyTorch's named optimizers, and the grouping of the model's parameters for it.
 
-    A hyperparameter left at None has PyTorch's own default for that optimizer. One that the named optimizer does not
-    take is an error.
+    A hyperparameter at None has PyTorch's own default for that optimizer. A hyperparameter that the named optimizer
+    does not take raises an error.
 
     Raises:
-        ConfigError: a value cannot work, or the named optimizer does not take it.
+        ConfigError: A value is invalid, or the named optimizer does not take it.
     """
 
     name: OptimizerName = "adamw"
-    """Optimizer; "muon" is `dream_trainer.optim.Muon` on hidden matrices and AdamW on all other parameters."""
+    """Optimizer. "muon" is `dream_trainer.optim.Muon` on hidden matrices and AdamW on all other parameters."""
     lr: PositiveFloat = 1e-3
-    """Learning rate; 1e-3 is PyTorch's for AdamW."""
+    """Learning rate. 1e-3 is PyTorch's for AdamW."""
     weight_decay: Annotated[float, partial(check_between, low=0)] | None = None
-    """Weight decay of matrices: decoupled in AdamW, Muon and Adafactor, an L2 penalty in the others; None leaves
-    PyTorch's default (AdamW 0.01, Muon 0.1, the others 0)."""
+    """Weight decay of matrices: decoupled in AdamW, Muon and Adafactor, an L2 penalty in the others. None is PyTorch's
+    default (AdamW 0.01, Muon 0.1, the others 0)."""
     betas: tuple[float, float] | None = None
     """Decay rates of the running mean and square of the gradient: adamw, adam, nadam, and the AdamW half of muon."""
     eps: PositiveFloat | None = None
@@ -72,23 +72,23 @@ class OptimizerParameters:
     ns_steps: PositiveInt | None = None
     """Newton-Schulz iterations: muon."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = None
-    """How muon's rate follows a matrix's shape: None or "match_rms_adamw" makes updates as large as AdamW's, so that
-    one `lr` serves both; "original" is Keller Jordan's rule, whose rate is some fifty times AdamW's."""
+    """How muon's rate follows a matrix's shape. None or "match_rms_adamw" makes updates as large as AdamW's, so that
+    one `lr` serves both. "original" is Keller Jordan's rule, whose rate is some fifty times AdamW's."""
     hidden: Annotated[tuple[str, ...], partial(check_names, example="blocks")] = ()
-    """Regular expressions of the names of muon's matrices; () takes those inside the model's repeated blocks."""
+    """Regular expressions of the names of muon's matrices. () takes those inside the model's repeated blocks."""
     adamw_lr: PositiveFloat | None = None
-    """Learning rate of muon's AdamW half; None uses `lr`."""
+    """Learning rate of muon's AdamW half. None uses `lr`."""
     fused: bool | Literal["auto"] = "auto"
-    """One kernel per group: "auto" wherever the optimizer, device and parameters have it, else one kernel per
-    operation (foreach); True insists, False never."""
+    """One kernel per group. "auto" uses it if the optimizer, device and parameters have it, otherwise one kernel per
+    operation (foreach). True insists, False disables."""
     decay_vectors: bool = False
-    """Decay biases, scalars and normalisation weights too; by default only matrices decay."""
+    """Decay biases, scalars and normalisation weights too. By default only matrices decay."""
     decay_embeddings: bool = True
     """Decay embedding tables."""
     groups: tuple[GroupParameters, ...] = ()
-    """Parameters with a rate or decay of their own; the first pattern that matches a parameter decides."""
+    """Parameters with a different rate or decay. The first pattern that matches a parameter decides."""
     layer_decay: float | None = None
-    """Factor of the learning rate from each block to the one below it; None has one rate for all."""
+    """Factor of the learning rate from each block to the one below it. None has one rate for all."""
 
     def __post_init__(self) -> None:
         self._check_hyperparameters()
@@ -103,7 +103,7 @@ class OptimizerParameters:
             check_positive("layer_decay", self.layer_decay, hint=" freeze() leaves parameters as they are.")
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of these fields that are not None, by name: keyword arguments of PyTorch's optimizer."""
+        """Those of these fields that are not None, as keyword arguments of PyTorch's optimizer."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -151,7 +151,7 @@ _FUSED_DEVICES: dict[type[Any], tuple[str, ...]] = {
     AdamW: ("cpu", "cuda", "mps", "xpu"),
     Adam: ("cpu", "cuda", "mps", "xpu"),
     SGD: ("cpu", "cuda", "mps", "xpu"),
-    # On CUDA since some release up to 2.13, which says so; with an older one foreach is safe.
+    # Documented for CUDA in 2.13, added in an unknown earlier release; foreach is safe before.
     Adagrad: ("cpu", "cuda") if torch.__version__ >= "2.13" else ("cpu",),
 }
 
@@ -162,10 +162,10 @@ def build_optimizer(
     """The named optimizer over the trainable parameters of `model`, grouped as `parameters` says.
 
     Args:
-        parameters: Which optimizer, with which numbers.
+        parameters: The optimizer and its numbers.
         model: On its device (not on meta), and already sharded if it will be: call this in `configure_optimizers`.
-        blocks: The model's repeated blocks, lowest first; by default those that sharding finds. A trainer with a
-            `model_blocks` of its own passes `self.model_blocks(model)`.
+        blocks: The model's repeated blocks, lowest first; by default those that sharding finds. A trainer with its own
+            `model_blocks` passes `self.model_blocks(model)`.
 
     Raises:
         ConfigError: The optimizer cannot step sharded parameters, it is really two ("muon"), or the groups do not fit
@@ -246,7 +246,7 @@ def _build(
 
 
 def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: bool | str) -> dict[str, bool]:
-    """How a group is stepped: fused, else by foreach, else (sharded and plain parameters mixed) one by one."""
+    """A group's implementation: fused, or foreach, or one by one (with both sharded and plain parameters)."""
     obstacle = _obstacle(cls, parameters)
     if fused is True and obstacle is not None:
         raise ConfigError(f'fused=True: {cls.__name__} has no fused kernel for {obstacle}. Use fused="auto".')
@@ -274,7 +274,7 @@ def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 # Why PyTorch's optimizers cannot step DTensors; measured with torch 2.13 in float64 under `fully_shard` on 2 ranks and
-# on a 2 x 2 mesh with tensor parallelism, where all others agree with one process to 4e-14.
+# on a 2 x 2 mesh with tensor parallelism. All others agree there with one process to 4e-14.
 UNSHARDABLE: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
     LBFGS: "flattens all parameters into one vector, which sharded ones cannot",

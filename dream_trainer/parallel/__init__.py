@@ -1,1 +1,1 @@
-"""What models are on several ranks: shards, replicas, and parts of layers, sequences, experts and pipelines."""
+"""Models on several ranks: sharded, replicated, and tensor, context, expert and pipeline parallel."""

@@ -1,4 +1,4 @@
-"""The parallelisms of this package: what each is in the list that setup goes over (parallel/axis.py)."""
+"""The parallelisms of this package, as entries of the list that setup iterates over (parallel/axis.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PipelineParallelism(MeshParallelism):
     """Stages of a model on different ranks."""
 
     def apply(self, setup: AxisSetup) -> None:
-        """Has the hook cut models; ties between stages are its own to keep."""
+        """Makes the hook cut models; ties between stages are its own to keep."""
         self.split(setup, self.mesh(setup))
 
     def sent_per_batch(self, models: Collection[nn.Module], config: Any) -> float | None:
@@ -89,7 +89,7 @@ class TensorParallelism(MeshParallelism):
         return {"dynamic": False, "mode": None, "options": options_of_overlap(parameters.mode)}
 
     def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """What collectives have begun is finished before compiled code begins."""
+        """Finishes collectives that are under way before compiled code begins."""
         for block in blocks:
             change_class(block, Waiting)
 
@@ -127,7 +127,7 @@ class ExpertParallelism(MeshParallelism):
     """Experts of mixtures divided among ranks that see different data."""
 
     def split(self, setup: AxisSetup, mesh: DeviceMesh) -> None:
-        """Has the hook divide experts, and shards each rank's part."""
+        """Makes the hook divide experts, and shards each rank's part."""
         super().split(setup, mesh)
         models = setup.models
         if not any(setup.world.all_gather_object(bool(modules_of_experts(models.values())))):
@@ -158,7 +158,7 @@ class ExpertParallelism(MeshParallelism):
         return whole_experts(model)
 
     def sent_per_token(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """If experts are chosen evenly; None for layers of others, whose sizes nobody knows."""
+        """If experts are chosen evenly; None for other MoE layers, whose sizes are unknown."""
         devices = config.device_parameters
         mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
         if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
@@ -175,14 +175,14 @@ class ExpertParallelism(MeshParallelism):
 
 PIPELINE = PipelineParallelism(
     "pipeline parallel",
-    "first of what changes modules: what other ranks hold is gone before anything is done to it",
+    "first of all changes to modules: other ranks' parts are gone before anything is done to them",
     order=10,
     setting="pipeline_parallel",
     dimension="pp",
     mixin="PipelineParallelMixin",
     hook="apply_pipeline_parallel",
     other_hooks=("pipeline_stages",),
-    crossing="what each stage gives of each micro-batch, and its gradients; the loss",
+    crossing="each stage's outputs for each micro-batch, and their gradients; the loss",
 )
 TENSOR = TensorParallelism(
     "tensor parallel",

@@ -1,4 +1,4 @@
-"""Parallelism: one way to divide a model's work, as one object. Setup, messages and descriptions go over the list.
+"""Parallelism: one way to divide a model's work, as one object. Setup, messages and descriptions iterate over the list.
 
 A mixin brings its own as `_parallelism`; so does one from another package (docs/your-own-parallelism.md).
 """
@@ -27,7 +27,7 @@ from dream_trainer.parallel.sharding import keeping_tied_and_frozen
 
 @dataclass(frozen=True)
 class AxisSetup:
-    """What a parallelism sets up."""
+    """The objects that a parallelism sets up."""
 
     models: Mapping[str, nn.Module]  # by the trainer's attributes
     config: Any  # the trainer's
@@ -44,20 +44,20 @@ class Parallelism:
     """One way to divide a model's work among ranks, or to change how its modules compute.
 
     Attributes:
-        name: What messages and descriptions call it.
+        name: Name in messages and descriptions.
         order: Its place among those that change modules, before these are sharded; None if it changes none. Those of
             this package: 10 pipeline, 20 tensor, 30 float8, 40 expert parallelism, 50 activation checkpointing, 60
             compilation.
         reason: Why it has this place.
         setting: The field of `device_parameters` that turns it on; "" if `value` asks elsewhere.
         dimension: The mesh dimension of its ranks; "" if it has none.
-        is_among_data: Whether its ranks are some of those that see different data. They get a mesh of their own, and
-            gradients of what lies on it are sums over them already.
-        mixin: The class that brings it, which messages name.
-        hook: The trainer's method that does it. Of a MeshParallelism it gets the mesh of `dimension`.
-        advice: What to do where the hook is not overridden; "" if the mixin has a default.
+        is_among_data: Whether its ranks are some of those that see different data. Its parameters then get a separate
+            mesh, and their gradients are already sums over these ranks.
+        mixin: The class that brings it, for messages.
+        hook: The trainer's method that does it. A MeshParallelism passes it the mesh of `dimension`.
+        advice: Remedy for a hook that is not overridden; "" if the mixin has a default.
         other_hooks: Further methods that only the mixin calls.
-        crossing: What crosses its ranks, in words.
+        crossing: Description of the traffic between its ranks.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Parallelism:
     crossing: str = ""
 
     def value(self, config: Any) -> Any:
-        """What the config asks for: a number of ranks where there is a dimension; 1, False and "none" are off."""
+        """The config's value: a number of ranks if there is a dimension; 1, False and "none" are off."""
         return vars(config.device_parameters)[self.setting]
 
     def is_on(self, config: Any) -> bool:
@@ -105,26 +105,26 @@ class Parallelism:
         return nullcontext()
 
     def compile_options(self, config: Any, world: World | None) -> dict[str, Any]:
-        """Arguments of `nn.Module.compile` that are to differ from the config's, where it is on."""
+        """Arguments of `nn.Module.compile` that replace the config's while this parallelism is on."""
         return {}
 
     def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Before the blocks of `model` are compiled one by one, where it is on.
+        """Called before the blocks of `model` are compiled one by one, if this parallelism is on.
 
         Raises:
-            ConfigError: They cannot be compiled so.
+            ConfigError: They cannot be compiled this way.
         """
 
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
-        """Whether it has compiled `block` in its own way, where it is on."""
+        """Compiles `block` in its own way if this parallelism is on and needs to; returns whether it did."""
         return False
 
     def sent_per_token(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """Bytes that a rank sends for each of its tokens, there and back; None if it cannot be told."""
+        """Bytes that a rank sends for each of its tokens, forward and backward; None if unknown."""
         return None
 
     def sent_per_batch(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """Bytes that a rank sends for each of its batches; None if it cannot be told."""
+        """Bytes that a rank sends for each of its batches; None if unknown."""
         return None
 
 
@@ -132,7 +132,7 @@ class MeshParallelism(Parallelism):
     """One whose ranks have parts of the models' parameters: its hook splits them over the mesh."""
 
     def apply(self, setup: AxisSetup) -> None:
-        """Has the hook split parameters; what was tied, frozen or marked before is so after it."""
+        """Makes the hook split parameters; what was tied, frozen or marked before is so after it."""
         mesh = self.mesh(setup)
         with keeping_tied_and_frozen(setup.models):
             self.split(setup, mesh)
@@ -143,7 +143,7 @@ class MeshParallelism(Parallelism):
         getattr(setup.hooks, self.hook)(mesh[self.dimension])
 
     def mesh(self, setup: AxisSetup) -> DeviceMesh:
-        """The parameters' mesh; laid anew, with the dimension in it, for ranks that see different data."""
+        """The parameters' mesh; for ranks that see different data, a new mesh that contains the dimension."""
         if not self.is_among_data:
             assert setup.world.parameter_mesh is not None  # there are several ranks
             return setup.world.parameter_mesh

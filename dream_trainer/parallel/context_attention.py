@@ -1,4 +1,4 @@
-"""Attention of sequences that ranks share: in place of `scaled_dot_product_attention`, with its arguments.
+"""Context-parallel attention: replaces `scaled_dot_product_attention`, with its arguments.
 
 Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads.
 """
@@ -48,7 +48,7 @@ Masked = Callable[..., Tensor]
 
 
 class ContextAttention(ABC):
-    """What all ways have in common."""
+    """The common part of all methods."""
 
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts  # who has which positions
@@ -112,8 +112,8 @@ class ContextAttention(ABC):
         elif mask is not None and (mask.shape[-1] != columns or mask.shape[-2] not in (1, queries)):
             wrong = (
                 f"attn_mask has the shape {tuple(mask.shape)}, and this rank's {queries} queries see the keys of all "
-                f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Cut a whole mask "
-                "along its queries alone, cut(mask, dim=-2), or make it with packed_attention_mask."
+                f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Only cut a whole "
+                "mask along its queries, cut(mask, dim=-2), or make it with packed_attention_mask."
             )
         refuse(wrong, wrong, StepError)
 
@@ -172,8 +172,8 @@ class UlyssesAttention(ContextAttention):
         if mask is not None:
             if mask.ndim > 2 and mask.shape[-3] != 1:
                 raise StepError(
-                    f"attn_mask has the shape {tuple(mask.shape)}, one for each head, of which ranks have others. Use "
-                    'attention="gathered", or one mask for all heads.'
+                    f"attn_mask has the shape {tuple(mask.shape)}, one for each head, and ranks have different heads. "
+                    'Use attention="gathered", or one mask for all heads.'
                 )
             if mask.shape[-2] > 1:
                 mask = self.parts.joined(mask, -2)
@@ -207,10 +207,10 @@ def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-# -- Inside a step whose sequences are shared by ranks: calls of attention go to ours.
+# -- Inside a context-parallel step: calls of attention go to ours.
 #
-# A model needs no change, where all that looks at other positions is `scaled_dot_product_attention`. Everything else
-# that does would see this rank's positions alone: the first step's verification finds it (`parallel/verify.py`).
+# A model needs no change if only `scaled_dot_product_attention` looks at other positions. Any other such code would
+# only see this rank's positions: the first step's verification finds it (`parallel/verify.py`).
 
 
 Handler = Callable[..., Any]
@@ -223,7 +223,7 @@ _COMPILED = (
 
 
 class AttentionTakeover(TorchFunctionMode):
-    """Inside, functions of PyTorch and of ours are replaced by their handlers."""
+    """Inside, some functions of PyTorch and of this package are replaced by their handlers."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class AttentionTakeover(TorchFunctionMode):
         return self._handlers[func](*args, **(kwargs or {}))
 
     def is_on(self) -> bool:
-        """Whether a step is running, and nobody is `aside`."""
+        """Whether a step is running, outside `aside`."""
         return self in function_modes()
 
     @contextmanager
@@ -272,7 +272,7 @@ class AttentionTakeover(TorchFunctionMode):
             self.runs_compiled = True
 
     def _first_seen(self, function: Any) -> Handler:
-        """What a function that has no handler is replaced by; each is looked at once."""
+        """The replacement of a function that has no handler yet; computed once per function."""
         operation = name_of_operation(function)
         if operation == ("aten", F.scaled_dot_product_attention.__name__):
             return self.attention.scaled_dot_product_attention
@@ -283,7 +283,7 @@ class AttentionTakeover(TorchFunctionMode):
 
 
 class _Handlers(dict[Any, Handler]):
-    """Of functions, each of which is looked at when it is first called."""
+    """Handlers of functions, each found at the function's first call."""
 
     def __init__(self, first_seen: Callable[[Any], Handler]) -> None:
         super().__init__()
@@ -304,9 +304,9 @@ def _name_in_pytorch(function: Any) -> str:
     return function.__name__.strip("_") if is_pytorchs else ""
 
 
-# -- Which positions of a sequence each rank has, and the collectives that join or exchange what ranks have of it.
+# -- The positions of a sequence that each rank has, and the collectives that join or exchange its parts.
 #
-# For causal work each rank has two chunks: one from the front, where queries see few keys, and one from the end.
+# For causal work each rank has two chunks: one from the front (its queries see few keys) and one from the end.
 
 
 class SequenceParts:
@@ -332,12 +332,12 @@ class SequenceParts:
         return linear(part, partial(self.gather, dim=dim), partial(self.sum_of_own, dim=dim))
 
     def as_if_alike(self, part: Tensor, dim: int) -> Tensor:
-        """What `joined` would give if all ranks had this one's positions."""
+        """The result of `joined` if all ranks had this one's positions."""
         own = part.chunk(self.n_chunks // self.size, dim)
         return torch.cat([chunk for chunk in own for _ in range(self.size)], dim)
 
     def exchanged(self, by_rank: Tensor) -> Tensor:
-        """`out[j]` is what rank j had for this one; `by_rank` `[size, ...]`, what this rank has for each."""
+        """Exchanges parts: `by_rank` `[size, ...]` has this rank's part for each, `out[j]` is rank j's for this one."""
         return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
@@ -402,7 +402,7 @@ class SharedBlock(CompiledInside, Changed):
     _backend: tuple[str, str | None, Any]  # its name, mode and options
     _whole: Callable[..., Any]  # the forward of its class, compiled as it is
 
-    # What is compiled around it would trace it as if there were no mode, and attend within this rank's positions.
+    # A graph compiled around it would trace it as if there were no mode, and attend within this rank's positions.
     @in_no_graph("blocks are compiled by themselves under context_parallel")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -411,17 +411,17 @@ class SharedBlock(CompiledInside, Changed):
         if (in_backward() and takeover is None) or (takeover is not None and takeover is not modes[-1]):
             raise StepError(
                 "a compiled block was called in context_parallel by torch.utils.checkpoint around it, in backward, or "
-                "within a mode of its own, such as torch.device: nobody would take its attention over. Use "
+                "within another mode, such as torch.device: its attention would not be taken over. Use "
                 "device_parameters.activation_checkpointing, or compile=False."
             )
-        if takeover is None:  # outside of steps, where each rank has whole sequences
+        if takeover is None:  # outside steps, each rank has whole sequences
             with own_errors(DreamTrainerError, _misfit):
                 return type(self)._whole(self, *args, **kwargs)
         forward = super().forward
         if not takeover.runs_compiled:
             return forward(*args, **kwargs)
         lengths, own, changed = frozenset(takeover.attention.lengths), ref(self), ""
-        # Equal blocks share graphs, of which there may be so many; where blocks differ more, each has some of its own.
+        # Equal blocks share graphs, up to PyTorch's limit; if blocks differ more, each gets separate graphs.
         for owner in (own,) if (own, lengths) in takeover.compiled else (type(self), own):
             try:
                 return _compiled_output(takeover, (owner, lengths), type(self)._backend, forward, args, kwargs)
@@ -452,7 +452,7 @@ def _compiled_output(
         attention = takeover.attention.in_graphs()
         share = partial(_share, _InGraphs(attention, takeover.further, takeover.warn))
         torch.compiler.allow_in_graph(attend_elsewhere)
-        # A function of its own has graphs of its own, of which there may be so many.
+        # A separate function has separate graphs, and its own limit on their number.
         run = FunctionType(_run.__code__.replace(), globals())
         takeover.compiled[key] = torch.compile(
             run, backend=changing_backend(*backend, partial(change_calls, change=share)), fullgraph=True, dynamic=False
@@ -461,8 +461,8 @@ def _compiled_output(
         output, is_compiled = takeover.compiled[key](forward, *args, **kwargs)
     if not is_compiled:
         raise StepError(
-            "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or where the "
-            "compiler is switched off: its attention saw this rank's part of a sequence alone. Use compile=False."
+            "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or with the "
+            "compiler switched off: its attention only saw this rank's part of a sequence. Use compile=False."
         )
     return output
 
@@ -476,7 +476,7 @@ class _InGraphs(AttentionTakeover):
         return self.handler(func)(*args, **(kwargs or {}))
 
     def handler(self, function: Any) -> Handler:
-        """What a function is replaced by; itself, if it is not."""
+        """The replacement of a function; itself, if it has none."""
         return self._handlers[function]
 
     def attends(self, function: Any) -> bool:
@@ -484,7 +484,7 @@ class _InGraphs(AttentionTakeover):
         return self.handler(function) == self.attention.scaled_dot_product_attention or function is attend_elsewhere
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, inside of this mode."""
+        """`function`, inside this mode."""
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -495,19 +495,19 @@ class _InGraphs(AttentionTakeover):
 
 
 def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
-    """What `forward` gives, and whether the compiler has traced it."""
+    """The result of `forward`, and whether the compiler has traced it."""
     return forward(*args, **kwargs), is_compiling()
 
 
 def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
-    """Compiles the forward of `module`, each shape by itself, for whole sequences and for such that ranks share."""
+    """Compiles the forward of `module`, each shape by itself, for whole sequences and for context-parallel ones."""
     whole = torch.compile(type(module).forward, backend=backend, mode=mode, options=options, dynamic=False)
     of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}
     change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
 
 
 def _share(in_graphs: _InGraphs, call: Call) -> None:
-    """Has a call of attention go to ours."""
+    """Redirects a call of attention to ours."""
     handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
     if isinstance(handler, RandomFunction):
         handler.refuse_in_graph(call.result, *call.args, **call.kwargs)
@@ -527,8 +527,8 @@ def _share(in_graphs: _InGraphs, call: Call) -> None:
         )
     elif "in packed_attention_mask" in call.stack:
         raise StepError(
-            "packed_attention_mask was called in a compiled block under context_parallel, where it sees this rank's "
-            "documents alone. Make the mask before the blocks, and hand it to them; or use compile=False."
+            "packed_attention_mask was called in a compiled block under context_parallel, and only sees this rank's "
+            "documents there. Make the mask before the blocks, and pass it to them; or use compile=False."
         )
     elif call.is_opaque:
         call.replace(in_graphs.around(call.function))

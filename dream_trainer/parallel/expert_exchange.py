@@ -30,7 +30,7 @@ class ExpertExchange:
     """Takes rows to the ranks that have their experts, and back.
 
     Args:
-        mesh: Of the one dimension of the ranks that share the experts; rank r has the r-th part of them.
+        mesh: One-dimensional mesh of the expert-parallel ranks; rank r has the r-th part of the experts.
 
     Example:
         ```python
@@ -61,7 +61,7 @@ class ExpertExchange:
         return weight.to_local()
 
     def send(self, rows: Tensor, counts: Tensor) -> Visitors:
-        """Sends each of `rows`, sorted by expert, to the rank of its expert, of which `counts` has the rows of each."""
+        """Sends `rows`, sorted by expert, to the ranks of their experts; `counts` has the number of rows per expert."""
         n_rows = len(rows)
         if self._alike is not None:
             rows, counts = self._alike.part(rows), self._alike.part_of_counts(counts)
@@ -91,7 +91,7 @@ class Visitors:
     _n_rows: int
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """Sends what came out for `rows`, in their order, to where they came from; a collective."""
+        """Sends the results for `rows`, in their order, to the ranks they came from; a collective."""
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
         own = _sent(by_rank, self._leaving, self._coming, self._group)
         return own if self._alike is None else self._alike.whole(own, self._n_rows)
@@ -104,8 +104,8 @@ class Alike:
     size: int
 
     def part(self, rows: Tensor) -> Tensor:
-        """This rank's part: of each expert's rows, which are neighbours, each rank has as many."""
-        # Gradients are of this part alone, and all ranks have the same rows: backward gathers.
+        """This rank's part: every rank has an equal share of each expert's rows, which are neighbours."""
+        # Gradients only cover this part, and all ranks have the same rows: backward gathers.
         return linear(rows, self._own_rows, partial(self._all_rows, n_rows=len(rows)))
 
     def part_of_counts(self, counts: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Alike:
         return before.diff(prepend=before.new_zeros(1))
 
     def whole(self, part: Tensor, n_rows: int) -> Tensor:
-        """All `n_rows` rows, of which each rank has its part; a collective."""
+        """All `n_rows` rows, joined from each rank's part; a collective."""
         # All ranks have the same gradients, so backward takes this rank's part.
         return linear(part, partial(self._all_rows, n_rows=n_rows), self._own_rows)
 
@@ -130,7 +130,7 @@ class Alike:
 
 
 def _exchanged(rows: Tensor, coming: list[int], leaving: list[int], group: ProcessGroup) -> Tensor:
-    """Rows by rank: so many of each go to it, and so many come from it."""
+    """Exchanges rows: `leaving` counts rows sent to each rank, `coming` rows received from it."""
     received = rows.new_empty((sum(coming), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), coming, leaving, group=group)
     return received
@@ -149,19 +149,19 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Leaves each rank of `mesh` its part of the experts whose stacked weights a module has as its parameters.
 
     Args:
-        experts: Each of its own parameters is `[n_experts, ...]`; they become DTensors. From now on its attribute
-            `exchange` is what its forward exchanges rows with; it is None where each rank has all experts.
-        mesh: As `apply_expert_parallel` is given it.
+        experts: A module whose own parameters are all `[n_experts, ...]`; they become DTensors. Its attribute
+            `exchange` is then the `ExpertExchange` for its forward; it is None if each rank has all experts.
+        mesh: The mesh that `apply_expert_parallel` receives.
 
     Raises:
-        ConfigError: It has no parameters of its own, or the ranks cannot share the experts evenly.
+        ConfigError: The module has no direct parameters, or the ranks cannot share the experts evenly.
     """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     own = list(experts.named_parameters(recurse=False))
     if not own:
         raise ConfigError(
-            f"{type(experts).__name__} has no parameters of its own to share by experts. Give split_experts the module "
+            f"{type(experts).__name__} has no direct parameters to share by experts. Give split_experts the module "
             "that has the stacked weights."
         )
     for name, weight in own:
@@ -181,7 +181,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Unsent(ExpertExchange):
-    """An exchange that sends nothing: no expert gets a row, and the shape of what comes back is right."""
+    """An exchange that sends nothing: no expert gets a row, and results have the right shape."""
 
     def __init__(self, exchange: ExpertExchange) -> None:
         self._group, self._size, self._alike = exchange._group, exchange._size, None
@@ -200,7 +200,7 @@ class _Nobody(Visitors):
 
 @contextmanager
 def without_exchange(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards of `model` show the shapes of what they compute, on this rank alone: no expert gets a token."""
+    """Inside, forwards of `model` give results of the right shapes without communication: no expert gets a token."""
     attributes = [vars(part) for part in model.modules()]
     exchanges = [(of, of["exchange"]) for of in attributes if isinstance(of.get("exchange"), ExpertExchange)]
     for of, exchange in exchanges:
@@ -271,7 +271,7 @@ def keep_out_of_graphs(models: Iterable[nn.Module]) -> None:
 
 
 def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:
-    """Wraps experts that are to be sharded beyond the ranks that share them, in groups of their own."""
+    """Wraps experts with `fully_shard`, in separate groups, to shard them beyond the expert-parallel ranks."""
     from torch.distributed.fsdp import fully_shard
 
     shards = mesh["dp_shard"].size()
@@ -291,6 +291,6 @@ def _placement(parameter: nn.Parameter, *, shards: int, owner: str) -> Any:
         if parameter.shape[dim] % shards == 0:
             return Shard(dim)
     raise ConfigError(
-        f"a weight {list(parameter.shape)} of {owner} cannot be sharded evenly over {shards} ranks, beside its experts "
-        "over expert_parallel. Use a width that they divide, or another dp_shard."
+        f"a weight {list(parameter.shape)} of {owner} cannot be sharded evenly over {shards} ranks, in addition to its "
+        "experts over expert_parallel. Use a width that they divide, or another dp_shard."
     )

@@ -80,7 +80,7 @@ class JoinedBuffers:
         return [*buffers.values()]
 
     def averaged_storages(self) -> set[int]:
-        """What identifies the storage of each buffer that is averaged (`storage_id`)."""
+        """The identity of the storage of each averaged buffer (`storage_id`)."""
         return {storage_id(buffer.value) for buffer in self._buffers() if buffer.policy == "mean"}
 
     def with_policy(self, policy: BufferPolicy) -> list[str]:
@@ -176,7 +176,7 @@ def _average(buffers: Sequence[tuple[_Buffer, Tensor]], group: dist.ProcessGroup
 
 @lru_cache(maxsize=16)
 def _counts(is_counted: tuple[bool, ...], sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same on the device, where making them waits for it."""
+    """Both as tensors on the device, cached because creating them waits for it."""
     return torch.tensor(is_counted, device=device), torch.tensor(sizes, device=device)
 
 
@@ -198,12 +198,12 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
 
 
-# -- Weights that are real before they are sharded, made the same on all ranks: code of users may have drawn them from
-# generators that nobody seeded. Those on the meta device are the same bits everywhere by construction.
+# -- Weights that are real before they are sharded, made the same on all ranks: user code may have drawn them from
+# unseeded generators. Weights on the meta device are the same bits everywhere by construction.
 
 
 def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers of `models` that are not on the meta device, by name."""
+    """Maps names to the parameters and buffers of `models` that are not on the meta device."""
     return {
         f"{prefix}.{name}": tensor
         for prefix, model in models.items()
@@ -227,5 +227,5 @@ def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Of a tensor's bytes, not of its shape."""
+    """Digest of a tensor's bytes, not of its shape."""
     return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

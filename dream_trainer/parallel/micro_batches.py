@@ -18,7 +18,7 @@ def rows_of(batch: Any) -> int:
 
 
 def cut(batch: Any, parts: int, rows: int) -> list[Any]:
-    """`batch` in `parts` micro-batches, the first of which may have a sample more; lists are cut, too."""
+    """Cuts `batch`, lists included, into `parts` micro-batches; the first ones may have a sample more."""
     sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
     split: dict[int, tuple[Tensor, ...]] = {}
     for leaf in leaves(batch):
@@ -50,7 +50,7 @@ def is_of_samples(tree: Any, rows: int) -> bool:
 
 
 def digest(batch: Any) -> int:
-    """Of the values of its tensors; it waits for the device."""
+    """Digest of the values of its tensors; waits for the device."""
     found = 0
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
@@ -60,7 +60,7 @@ def digest(batch: Any) -> int:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """What of a batch decides what its micro-batches look like on their way; equal on all ranks that have the batch."""
+    """The properties of a batch that decide its micro-batches' shapes; equal on all ranks that have the batch."""
     rows = rows_of(batch)
 
     def without_samples(tree: Any) -> Any:

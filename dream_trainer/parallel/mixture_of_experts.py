@@ -1,4 +1,4 @@
-"""MoE: a feed-forward layer of many experts, of which each token uses a few. No token is dropped."""
+"""MoE: a feed-forward layer of many experts; each token uses a few. No token is dropped."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Scores = Literal["sigmoid", "softmax"]
 
 
 class MoE(nn.Module):
-    """A mixture of gated experts, in place of a block's feed-forward network.
+    """A mixture of gated experts that replaces a block's feed-forward network.
 
     Args:
         width: Features of a token.
-        hidden: Features inside of each expert.
+        hidden: Features inside each expert.
         n_experts: Experts to choose from.
         top_k: Experts of each token.
-        n_shared: Experts that every token uses beside them, as one of `n_shared * hidden` features.
-        scores: What a token's affinities are: "sigmoid" of each logit (DeepSeek-V3), or "softmax" over all (Mixtral).
+        n_shared: Shared experts that every token also uses, as one of `n_shared * hidden` features.
+        scores: A token's affinities: "sigmoid" of each logit (DeepSeek-V3), or "softmax" over all (Mixtral).
         normalize: Whether the weights of a token's experts are divided by their sum.
-        scale: What the weights are multiplied by.
-        balance_rate: How much a bias moves per optimizer step; 0 leaves biases as they are.
+        scale: Multiplier of the weights.
+        balance_rate: Change of a bias per optimizer step; 0 leaves biases as they are.
 
     Attributes:
         router: Logits of the experts, computed in float32 at least.
@@ -123,7 +123,7 @@ class MoE(nn.Module):
         self.loads.zero_()
 
     def extra_repr(self) -> str:
-        """What its parts do not say."""
+        """Options that its parts do not show."""
         return f"top_k={self.top_k}, scores={self.scores}, balance_rate={self.balance_rate}"
 
 
@@ -149,7 +149,7 @@ class GatedExperts(nn.Module):
     Args:
         n_experts: How many there are.
         width: Features of a row.
-        hidden: Features inside of each.
+        hidden: Features inside each.
 
     Attributes:
         gate: `[n_experts, hidden, width]`, each expert's as in an `nn.Linear`.
@@ -178,7 +178,7 @@ class GatedExperts(nn.Module):
         if self.exchange is None:
             return gated(rows, counts, self.gate, self.up, self.down)
         if torch.is_autocast_enabled(rows.device.type):
-            rows = rows.to(torch.get_autocast_dtype(rows.device.type))  # half as much to send
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))  # halves the traffic
         gate, up, down = (self.exchange.local(weight) for weight in (self.gate, self.up, self.down))
         own = self.exchange.send(rows, counts)
         return own.give_back(gated(own.rows, own.counts, gate, up, down))

@@ -1,4 +1,4 @@
-"""What a trainer's models are on several ranks: which gradients cross ranks, when, and what forwards count."""
+"""A trainer's models on several ranks: which gradients are reduced, when, and counts of forwards."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11
 _MIXED = (
-    "an operation met a shard of a parameter beside a plain tensor. Code in a step may read the parameters of a large "
-    "model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
+    "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the parameters of a "
+    "large model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
     "fsdp_parameters.min_group_mib above the model's size."
 )
 
@@ -41,15 +41,15 @@ class ParallelModels:
     """The sharded and replicated parts of the models. Until `watch`, and in one process, there are none."""
 
     def __init__(self) -> None:
-        self.gradients = GradientState()  # what this rank's backwards gave to them
-        self.axes: tuple[Parallelism, ...] = ()  # in the order in which they change modules
+        self.gradients = GradientState()  # of this rank's backwards
+        self.axes: tuple[Parallelism, ...] = ()  # in the order they change modules
         self.after_steps: list[Callable[[], None]] = []  # what modules change by all ranks' forwards; collectives
         self.buffers: JoinedBuffers | None = None  # the models' buffers; None until setup
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
         self._touchable: TouchableShards | None = None
-        self.changes_in_steps = False  # whether parameters are other ones in steps than between them
-        self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
+        self.changes_in_steps = False  # whether steps use other parameter objects than the code between steps
+        self._shared: list[FSDPModule] = []  # those whose parameters each rank keeps a share of
         self._world: World | None = None
         self.stages: dict[nn.Module, Any] = {}  # of models that are cut: the `Stages` of parallel/pipeline.py
         self.verification: Verification | None = None  # of the first training step
@@ -90,7 +90,7 @@ class ParallelModels:
 
     @property
     def forward_communicates(self) -> bool:
-        """Whether a forward runs collectives, so that all ranks must run as many."""
+        """Whether a forward runs collectives, so that all ranks must run the same number of forwards."""
         return bool(self._shared or self.gradients.parts)
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -123,7 +123,7 @@ class ParallelModels:
             yield
 
     def end_backward(self) -> None:
-        """After a backward: ends it where code reads parameters outside of their blocks; a collective there."""
+        """After a backward: ends it where code reads parameters outside their blocks; a collective there."""
         if self._touchable is not None:
             from dream_trainer.compat.fully_shard import end_backward
 
@@ -138,7 +138,7 @@ class ParallelModels:
         reduce_what_waits(self._wrapped, parameters, self.gradients)
 
     def reshard(self) -> None:
-        """Puts back to shards what a forward left gathered."""
+        """Reshards parameters that a forward left gathered."""
         for module in self._wrapped:
             module.reshard()
 
@@ -195,7 +195,7 @@ class ParallelModels:
         self._enter()
 
     def as_values(self, optimizers: Sequence[Optimizer], *, someone_listens: bool) -> AbstractContextManager[None]:
-        """Inside, code of users that steps or listens reads whole numbers of shards, and may assign to their `data`."""
+        """Inside, user optimizers and listeners can read the values of shards, and may assign to their `data`."""
         has_own = any(not type(one).__module__.startswith(("torch.optim.", "dream_trainer.")) for one in optimizers)
         if not self.changes_in_steps or not (has_own or someone_listens):
             return _NOTHING
@@ -245,9 +245,9 @@ class ParallelModels:
 
         if self.stages and asked_for_what_is_not_there(error):
             raise HookError(
-                f"configure_optimizers failed ({error}): each rank has the layers of its own stage of the pipeline, "
-                "and None in place of others. Choose parameters by name, and give them to the optimizer as a group, "
-                'which may be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if '
+                f"configure_optimizers failed ({error}): each rank only has the layers of its stage of the pipeline, "
+                "and None instead of others. Choose parameters by their names, and give them to the optimizer as a "
+                'group, which may be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if '
                 'name.startswith("head.")]}]).'
             ) from error
 
@@ -291,11 +291,11 @@ class ParallelModels:
 _OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
 
 
-# -- Optimizers of parameters that are shards between steps: what they hold changes place with the parameters.
+# -- Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
 #
-# `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters change place in
-# groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers). What a
-# constructor made of whole parameters, copies of weights or state, is cut.
+# `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters are swapped in
+# groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers). Tensors
+# that a constructor made from whole parameters (copies of weights, or state) are cut.
 
 
 class MadeOfWhole(TorchFunctionMode):
@@ -319,7 +319,7 @@ class MadeOfWhole(TorchFunctionMode):
 
 
 class WholeOptimizers:
-    """Exchanges what optimizers hold."""
+    """Swaps the tensors that optimizers hold."""
 
     def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._optimizers = optimizers

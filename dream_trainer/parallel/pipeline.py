@@ -47,13 +47,13 @@ _KEPT_SCHEDULES = 8
 
 
 class Stages(NamedTuple):
-    names: list[list[str]]  # what each stage holds
+    names: list[list[str]]  # of each stage's parts
     ranks: list[int]  # which rank of the pipeline has it
     kept_blocks: list[nn.Module]  # the repeated blocks of this rank
 
 
 class Pipelined(Changed):
-    """A model of which this rank has a stage. Called without gradients, it is the whole model, on all ranks at once."""
+    """A model that this rank has a stage of. A call without gradients runs the whole model, on all ranks at once."""
 
     _pipeline: Pipeline
 
@@ -77,9 +77,9 @@ class _Seen(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """Runs a model whose stages lie on the ranks of a pipeline. Each of them calls each method, with the same batch.
+    """Runs a model whose stages lie on the ranks of a pipeline. All ranks call each method, with the same batch.
 
-    `whole` are models that are whole on each rank. A loss that trains one goes back at once, without a schedule."""
+    `whole` are models that are whole on each rank. A loss that trains one runs backward at once, without a schedule."""
 
     model: nn.Module
     stages: Stages
@@ -104,7 +104,7 @@ class Pipeline:
         self.ranks, self.last = stages.ranks, len(stages.ranks) - 1
         own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
         self.own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
-        # Of what is around the layers each of several stages has a copy, which is to be as the model's.
+        # Stages on one rank each copy the non-block modules; this keeps the copies in sync.
         self._copies = [
             (part, original)
             for stage in self.own.values()
@@ -128,7 +128,7 @@ class Pipeline:
         model._pipeline = self  # type: ignore[assignment]
 
     def refuse_inside_another(self) -> None:
-        """Refuses what all ranks do together, where this one has come to a loss of another model in stages."""
+        """Refuses a collective call from inside the loss of another pipelined model."""
         for running in [pipeline for pipeline in self.beside.values() if pipeline.is_running]:
             refuse_inside(running.name, self.name, self.world.stages)
 
@@ -181,9 +181,9 @@ class Pipeline:
         return loss if weights is None else _mean(loss, weights)
 
     def _run_stage(self, stage: int, like: _Seen, args: tuple[Any, ...], place: int) -> Any:
-        """What a stage computes of a micro-batch: what the next one needs, or its share of the loss."""
+        """Runs a stage on a micro-batch: returns the next stage's inputs, or the micro-batch's share of the loss."""
         positional, named = self._inputs[place] if stage == 0 else (self.messages.joined(args, like.layouts), {})
-        if any(like.changed):  # which autograd lets nobody do to what a gradient is asked of
+        if any(like.changed):  # autograd forbids in-place changes of inputs that need gradients
             given = zip(positional, like.changed, strict=True)
             positional = tuple([value.clone() if is_changed else value for value, is_changed in given])
         output = self.output(stage, positional, named)
@@ -232,8 +232,8 @@ class Pipeline:
             seen[number] = self._like(number, args, output)
             return output
 
-        # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
-        # Ranks that share experts may have shapes of their own, and then not all of them are here.
+        # A resumed run measures this again, so its batches' random numbers must not depend on it.
+        # Expert-parallel ranks may have different shapes, and then not all of them are here.
         ahead = map_tensors(torch.clone, first)  # a stage may change what it is given
         with (
             as_before(self.model),
@@ -269,7 +269,7 @@ class Pipeline:
             ) from error
 
     def _bytes_of(self, stage: int, seen: _Seen) -> int:
-        """What a stage sends of a micro-batch: outputs to the next one, and gradients of its inputs back."""
+        """Bytes a stage sends for a micro-batch: outputs to the next one, and gradients of its inputs back."""
         here, total = self.world.stage_rank, 0
         if stage < self.last and self.ranks[stage + 1] != here:
             total += sum(bytes_sent(tensor)[0] for tensor in seen.outputs)
@@ -338,7 +338,7 @@ class Pipeline:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the model is its stage, and draws random numbers of its own: other layers must not get the same."""
+        """Inside, the model is its stage, with its own random numbers, so that stages draw different ones."""
         with numbers_of_place(b"stage", self.world.stage_rank, self.world.device):
             for module in self._gathered_first:
                 module.unshard()
@@ -376,15 +376,15 @@ def _refuse_uneven(shapes: list[Any]) -> None:
     raise DataError(f"micro-batches have outputs that are not of one shape: {shapes}. Give outputs of one shape.")
 
 
-# -- What crosses the ranks of a pipeline beside a schedule: from stage to stage without gradients, and from the last to
-# all.
+# -- Transfers between the ranks of a pipeline outside a schedule: from stage to stage without gradients, and from the
+# last to all.
 #
-# DTensors that tensor parallelism splits cross as each rank's part, to the rank that has the same part there.
+# DTensors that tensor parallelism splits are sent as each rank's part, to the rank that has the same part there.
 
 
-Message = tuple["dist.Work", Tensor]  # on its way, with what it sends
+Message = tuple["dist.Work", Tensor]  # in flight, with the sent tensor
 
-_HEADER = 64  # numbers that say what a message has: how many tensors, and of each its kind, dimensions and sizes
+_HEADER = 64  # numbers that describe a message: its number of tensors, and each one's kind, dimensions and sizes
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
@@ -403,11 +403,11 @@ class StageMessages:
         self._layer_mesh: DeviceMesh = world.mesh["tp"]
 
     def parts(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """This rank's parts of what a stage gives, with gradients, as plain tensors."""
+        """This rank's parts of a stage's outputs, with gradients, as plain tensors."""
         return tuple([tensor if layout_of(tensor) == PLAIN else tensor.to_local() for tensor in tensors])  # type: ignore[attr-defined]
 
     def joined(self, parts: tuple[Tensor, ...], layouts: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """What the parts are of, with gradients: DTensors where they were."""
+        """The tensors that the parts belong to, with gradients: plain ones or DTensors, as before `parts`."""
         return tuple([self._of_layout(part, layout) for part, layout in zip(parts, layouts, strict=True)])
 
     def _of_layout(self, part: Tensor, layout: int) -> Tensor:
@@ -457,7 +457,7 @@ class StageMessages:
         return loss
 
     def shared_outputs(self, outputs: Any) -> Any:
-        """The last stage's, on all ranks; those of others do not count."""
+        """The last stage's outputs, on all ranks; other stages' outputs are ignored."""
         source = dist.get_global_rank(self.group, self.last)
         layouts = [layout_of(leaf) for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
         parts = map_tensors(lambda tensor: self.parts((tensor,))[0], outputs)
@@ -492,9 +492,9 @@ def layout_of(tensor: Tensor) -> int:
 
 
 _UNWEIGHTED = (
-    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches, "
-    "which have unequal numbers of labels, count alike, which is no mean over labels as one process's is. Pass "
-    "weight=lambda targets: (targets != -100).sum(), and have loss_fn give the mean over as many."
+    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out. Micro-batches "
+    "have unequal numbers of labels but count equally, so the loss is not one process's mean over labels. Pass "
+    "weight=lambda targets: (targets != -100).sum(), and have loss_fn return the mean over these labels."
 )
 
 
@@ -516,21 +516,21 @@ def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Ca
             if not asked_for_what_is_not_there(error):
                 raise
             raise StepError(
-                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}, where each "
-                "rank has the layers of its own stages, and None in place of others. Ask `is not None` first, or leave "
-                "it to the model's forward."
+                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}: each "
+                "rank only has the layers of its stages, and None instead of others. Check `is not None` first, or "
+                "leave it to the model's forward."
             ) from error
 
     return run
 
 
 def refuse_graphs(batch: Any, name: str, stages: int) -> None:
-    """Raises StepError if something in a batch has a graph, which would go on behind the first stage, or the last."""
+    """Raises StepError if a tensor in a batch has a graph: it would continue beyond the first or last stage."""
     if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
         raise StepError(
             f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "
-            f"do, under pipeline_parallel={stages}, where gradients go from stage to stage alone. Put both models into "
-            "one module, or detach() what this loss is not to train."
+            f"do, under pipeline_parallel={stages}, but gradients only pass from stage to stage. Put both models into "
+            "one module, or detach() inputs that this loss should not train."
         )
 
 
@@ -542,41 +542,41 @@ def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | No
     if has_others:
         raise RanksDifferError(
             "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare "
-            "outputs with targets of others. Have the loader read what does not depend on the rank; dataset and "
-            "sampler are dealt to dp_rank of dp_size by the trainer."
+            "outputs with targets of other samples. Make the loader independent of the rank; the trainer deals dataset "
+            "and sampler to dp_rank of dp_size."
         )
     if weighs_others:
         raise RanksDifferError(
-            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, and "
-            "stages would be scaled otherwise than each other. Pass the same weight= to forward_backward on all of "
-            "them, a function of targets alone."
+            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, so "
+            "stages would be scaled differently. Pass the same weight= to forward_backward on all of "
+            "them, a function that only uses targets."
         )
 
 
 def refuse_calls_with_gradients(stages: int) -> None:
-    """Raises StepError where gradients are enabled, and nobody would have the graph."""
+    """Raises StepError if gradients are enabled, since no rank would have the graph."""
     if torch.is_grad_enabled():
         raise StepError(
-            f"the model was called under pipeline_parallel={stages}, with gradients, where each rank has some of its "
-            "layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
+            f"the model was called under pipeline_parallel={stages}, with gradients, but each rank only has some of "
+            "its layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
             "elsewhere call the model under torch.no_grad(), on all ranks."
         )
 
 
 def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
-    """Raises StepError: where `running`, a model in stages, is computed, `name` was called, which is another one."""
+    """Raises StepError: the pipelined model `name` was called inside `running`, another pipelined model."""
     raise StepError(
         f"{name}, which is cut into stages by pipeline_parallel={stages}, was called in a loss or layer of {running}, "
-        "which only some ranks compute. For a loss that goes through both put both into one module, or keep "
-        f"{name} whole on each rank: have pipeline_stages return None for it. Else call it before, under "
-        "torch.no_grad(), and hand its outputs on as targets."
+        "which only some ranks compute. For a loss over both put both into one module, or keep "
+        f"{name} whole on each rank: have pipeline_stages return None for it. Otherwise call it before, under "
+        "torch.no_grad(), and pass its outputs as targets."
     )
 
 
 def refuse_unfrozen(stage: int, name: str) -> NoReturn:
-    """Refuses a stage that gives what needs a gradient, where the next one has made no room to send it back."""
+    """Raises StepError: a stage's output needs a gradient, and the next stage has no buffer to send it back."""
     raise StepError(
-        f"what stage {stage} of {name} gives needs gradients, and did not in the first batch of this shape: layers "
+        f"the outputs of stage {stage} of {name} need gradients, and did not in the first batch of this shape: layers "
         "before it were unfrozen since. In a pipeline unfreeze them before the first batch, or train them from the "
         "start at a rate of 0 and raise that."
     )

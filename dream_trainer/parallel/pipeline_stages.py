@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # forwards run through them, be they empty
 _CONTAINERS = (*_LISTS, nn.Sequential)
-Stages = Sequence[Sequence[str]]  # the names of what each stage holds of a model
+Stages = Sequence[Sequence[str]]  # each stage's names of a model's parts
 
 
 def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) -> list[list[str]]:
@@ -44,7 +44,7 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
         found = f"{len(places)} repeated block{'s' if len(places) > 1 else ''}" if places else _where_looked(model)
         fewer = (
             f"Use at most {len(places)} stages, which are pipeline_parallel times the stages of each rank (1 under "
-            "1F1B and GPipe, else 2 or more)"
+            "1F1B and GPipe, 2 or more under the others)"
         )
         raise ConfigError(
             f"pipeline_parallel needs {n_stages} stages of a block each, and {type(model).__name__} has {found}. "
@@ -63,7 +63,7 @@ def stages_of_models(
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
     n_stages: int,
 ) -> dict[nn.Module, list[list[str]]]:
-    """What each stage holds of each model that is to be cut; models that are frozen, and not among these, are whole."""
+    """The names in each stage of each model to cut. Frozen models that are not among these stay whole."""
     trained = {n: model for n, model in models.items() if any(p.requires_grad for p in model.parameters())}
     cut: dict[nn.Module, list[list[str]]] = {}
     for model in trained.values():
@@ -106,9 +106,9 @@ def _refuse_repeated(model: nn.Module, counts: Callable[[nn.Module], bool]) -> N
         layers = [entry for entry in entries if counts(entry) and next(entry.parameters(), None) is not None]
         if len(set(layers)) < len(layers):
             raise ConfigError(
-                f"{name} of {type(model).__name__} has {len(layers)} layers of which {len(set(layers))} are different "
-                "modules: layers that share all weights, of which each stage needs a copy. Say in pipeline_stages "
-                f"which entries a stage holds, such as '{name}.0' and '{name}.1': copies begin equal, and are trained "
+                f"{name} of {type(model).__name__} has {len(layers)} layers that are only {len(set(layers))} different "
+                "modules: layers that share all weights, so each stage needs a copy. Return from pipeline_stages "
+                f"the entries of each stage, such as '{name}.0' and '{name}.1': copies begin equal, and are trained "
                 "by the sum of their gradients."
             )
 
@@ -127,7 +127,7 @@ def _counted(parts: Sequence[nn.Module]) -> str:
 
 
 def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:
-    """What a stage holds or does not, in order of registration, each with whether it is a block."""
+    """Names of the parts that go to stages, in order of registration, each with whether it is a block."""
     for name, _ in module.named_parameters(recurse=False):
         yield f"{prefix}{name}", False
     for name, child in module.named_children():
@@ -179,7 +179,7 @@ def view_of(module: nn.Module, names: Collection[str], prefix: str = "") -> nn.M
 
 
 def keep_only(module: nn.Module, names: Collection[str], prefix: str = "", *, copies: bool = False) -> None:
-    """Cuts `module` down to what `names` hold, in place, or what is in it in copies. Buffers around that stay."""
+    """Removes all but `names` from `module` in place, or from copies of its children. Other buffers stay."""
     for name, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if not is_held(f"{prefix}{name}", names):
             setattr(module, name, None)
@@ -266,11 +266,11 @@ class Apart:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self.group = pipeline, pipeline.messages.group
         self.has_output = pipeline.last in pipeline.own
-        self._ran: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = []  # a stage, what it got and what it gave
+        self._ran: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = []  # a stage, its inputs and its outputs
         self._why = ""
 
     def there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the last stage gives; ranks that have others get tensors without values."""
+        """The last stage's outputs; ranks of other stages get tensors without values."""
         pipeline = self._pipeline
         with pipeline.running():
             outputs = list(pipeline.forward([(args, kwargs)], self._run))
@@ -363,14 +363,14 @@ def _cannot_run(pipeline: Pipeline, number: int, error: Exception, given: tuple[
     giver, cross = (f" by stage {number - 1}", f" {_CROSS}") if number else ("", "")
     return (
         f"{_called(pipeline, number)} cannot run: {type(error).__name__}: {str(error).rstrip('.')}{line}. It is "
-        f"given {_kinds(given)}{giver}. Of what other stages hold, lists of layers have nothing and other names "
-        f"are None: have its forward ask, `if self.embedding is not None: ...`.{cross}"
+        f"given {_kinds(given)}{giver}. Lists of layers omit other stages' layers, and other names are None: have "
+        f"its forward check, `if self.embedding is not None: ...`.{cross}"
     )
 
 
 _CROSS = (
-    "What a later stage needs beside, such as one end of a skip connection, has to cross as well: return both, `return "
-    "x, skip`, and take both as arguments, or have pipeline_stages put its ends into one stage."
+    "Other values that a later stage needs, such as one end of a skip connection, must be passed too: return both, "
+    "`return x, skip`, and take both as arguments, or have pipeline_stages put its ends into one stage."
 )
 
 

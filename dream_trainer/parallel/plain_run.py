@@ -46,7 +46,7 @@ class _Look(NamedTuple):
 
 
 class WholeTensors:
-    """Whole parameters and buffers of a model by name, all of which the ranks of a pipeline ask for in one order."""
+    """Whole parameters and buffers of a model; all ranks of a pipeline request them in the same order."""
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._device, self._group = device, group
@@ -81,7 +81,7 @@ class WholeTensors:
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Those of the ranks of `group`, by rank; `value` alone without one."""
+    """The values of the ranks of `group`, by rank; only `value` without a group."""
     if group is None:
         return [value]
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -101,8 +101,8 @@ def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 class Gradients:
     """Gradients of a model's parameters, this rank's and the expected ones, as sketches: no gradient is kept.
 
-    A sketch is `N_SKETCHES` sums of a gradient with random signs, over the root of its number of elements: so it is
-    linear in the gradient, parts of a parameter add up, and its mean square is about the gradient's.
+    A sketch is `N_SKETCHES` sums of a gradient with random signs, over the root of its number of elements. It is
+    linear in the gradient: parts of a parameter add up. Its mean square is about the gradient's.
     """
 
     def __init__(self, model: nn.Module, whole: nn.Module, tensors: WholeTensors, device: torch.device) -> None:
@@ -241,7 +241,7 @@ class PlainRun:
             state, calls = ForwardState([block]), iter((True,))
 
             def run() -> Any:
-                if next(calls, False) is False:  # once more, in backward
+                if next(calls, False) is False:  # again, in backward
                     state.put_back()
                 values = {f"module.{name}": self._gathered(f"{place}.{name}") for name in names}
                 return functional_call(bare, values, args, kwargs)

@@ -27,18 +27,18 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Placement) -> None:
-    """Says of a random layer how its input lies on the ranks that share layers; for `apply_tensor_parallel`.
+    """Declares how a random layer's input lies on tensor-parallel ranks; for `apply_tensor_parallel`.
 
-    A layer whose input is cut draws other numbers on each rank, and one whose input is whole the same on all. Either
-    way the generators of all ranks stay alike, a resumed run goes on to the bit, and a block that is computed again in
-    backward draws what it drew.
+    A layer whose input is cut draws different numbers on each rank. One with a whole input draws the same on all. In
+    both cases the generators of all ranks stay equal, a resumed run is exact to the bit, and a block that is recomputed
+    in backward draws the same numbers again.
 
     Args:
-        module: A dropout, or any module that draws from torch's, Python's or numpy's global generators for all of what
-            it is given; changed in place.
-        mesh: Of one dimension, as `apply_tensor_parallel` is given it.
+        module: A dropout, or any module that draws from torch's, Python's or numpy's global generators for its whole
+            input; changed in place.
+        mesh: The one-dimensional mesh that `apply_tensor_parallel` receives.
         input_layout: `Shard(dim)` between a `ColwiseParallel` and a `RowwiseParallel`, and along with a
-            `SequenceParallel`; else `Replicate()`.
+            `SequenceParallel`; otherwise `Replicate()`.
 
     Raises:
         ConfigError: It, or a module in it, was declared before; or the layout is that of a sum.
@@ -73,14 +73,14 @@ def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Plac
 
 
 class Declared(Changed):
-    """A random layer of which it is known how its input lies."""
+    """A random layer whose input layout is known."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class DrawsForItsPart(Declared):
-    """Draws numbers of this rank alone."""
+    """Draws this rank's own numbers."""
 
     _place: int
 
@@ -98,7 +98,7 @@ class DrawsForItsPart(Declared):
 
 
 def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:
-    """The names of dropouts that drop something and of which nothing was declared."""
+    """The names of undeclared dropouts with a nonzero rate."""
     found = []
     for model_name, model in models.items():
         known = {part for module in model.modules() if isinstance(module, Declared) for part in module.modules()}
@@ -110,11 +110,11 @@ def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:
 # -- Equal parts.
 
 
-_NUMBERS = 64  # that ranks send of what a module is given: of each tensor its dimensions and their sizes
+_NUMBERS = 64  # that ranks send to describe a module's inputs: each tensor's number of dimensions and sizes
 
 
 class EqualParts:
-    """Compares what split modules are given, between the ranks that share them."""
+    """Compares the inputs of split modules between tensor-parallel ranks."""
 
     def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
         assert world.mesh is not None  # several ranks share layers
@@ -129,7 +129,7 @@ class EqualParts:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compares split modules inside of the block; the error of one that fails says what is split there."""
+        """Compares split modules inside the block; the error of one that fails says what is split there."""
         self._last = None
         comparing = (m.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True) for m in self._split)
         try:
@@ -162,7 +162,7 @@ class EqualParts:
             for name, p in part.named_parameters(recurse=False)
             if (dim := dim_of_part(p, "tp")) is not None and dim >= 0 and p.shape[dim] % self._size
         ]
-        # Of what is around the layers each of several stages of a rank has a copy.
+        # With several stages on a rank, each has its own copy of the non-block modules.
         name = self._split.get(module, own_class(module).__name__)
         cause = f" Of parameters, {', '.join(uneven[:3])}." if uneven else ""
         raise RanksDifferError(
@@ -172,7 +172,7 @@ class EqualParts:
         )
 
     def _note_what_is_split(self, error: RuntimeError) -> None:
-        """Such as for a view into as many heads as the config says, which takes a part for the whole."""
+        """Explains e.g. a failed view into the config's number of heads, which mistakes a part for the whole."""
         owner = self._last
         if owner is None:
             return
@@ -189,7 +189,7 @@ class EqualParts:
 
 
 def once_for_each_shape(step: Callable[[Any, int], Any], parts: EqualParts) -> Callable[[Any, int], Any]:
-    """`step`, in which the first batch of each shape is compared."""
+    """`step`, which compares the first batch of each shape."""
     seen: set[Any] = set()
 
     def compared(batch: Any, batch_idx: int) -> Any:

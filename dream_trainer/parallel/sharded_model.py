@@ -68,10 +68,10 @@ class ShardedModel:
         self._is_whole_for_forward = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InStep:
-        """A copy of the model that was made inside a step has whole parameters, and needs nobody to gather them."""
+        """A copy of the model made inside a step has whole parameters, and needs no gathering."""
         if not self.is_whole:
             raise TypeError(
-                "a sharded model was copied between steps, where it has this rank's shards. Copy it in a step, in an "
+                "a sharded model was copied between steps, when it has this rank's shards. Copy it in a step, in an "
                 "event of your trainer, or inside trainer.gathered(model)."
             )
         return _InStep()
@@ -153,7 +153,7 @@ class ShardedModel:
                     self._quiet_places.append(parameter.values.narrow(0, start, rows))
             offset += _ALIGNMENT * size
 
-    # -- what a trainer does with it
+    # -- called by the trainer
 
     @property
     def bytes_of_part(self) -> int:
@@ -189,7 +189,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def leave(self) -> bool:
-        """Gives the modules the shards, with what was written to the whole parameters."""
+        """Gives the modules the shards, including writes to the whole parameters."""
         is_fresh = self.write_back()
         for parameter, was_trained in zip(self._parameters, self._trained, strict=True):
             shard, whole = parameter.shard, parameter.whole
@@ -201,7 +201,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def write_back(self) -> bool:
-        """Gives the shards what was written to the whole parameters; see `leave`."""
+        """Copies writes to the whole parameters to the shards; see `leave`."""
         written = [before != now for before, now in zip(self._marks, self._writes(), strict=True)]
         for parameter in self._parameters:
             whole, values = parameter.whole, parameter.values
@@ -270,7 +270,7 @@ class ShardedModel:
 
 
 class _InStep:
-    """What the hooks of a copied model are bound to."""
+    """The object that the hooks of a copied model are bound to."""
 
     is_whole = True
     _is_whole_for_forward = False

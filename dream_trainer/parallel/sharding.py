@@ -47,8 +47,8 @@ def shard_by_blocks(
     is_cut: bool,
     is_part: Callable[[nn.Parameter], bool],
 ) -> None:
-    """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32, but
-    for those of a cut model. Parameters without a dimension, and those that an axis has divided, stay as they are."""
+    """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32, unless
+    the model is cut. Parameters without a dimension, and those that an axis has divided, stay as they are."""
     from torch.distributed.fsdp import fully_shard
 
     _refuse_what_is_not_cut(model)
@@ -61,8 +61,8 @@ def shard_by_blocks(
         fully_shard(block, **config)
     policy = root.get("mp_policy")
     if policy is not None and policy.param_dtype is not None:
-        # Of the root alone: a block's output is the next one's input, and what a model is given may be a time or a
-        # target, which half precision would round.
+        # Only for the root: a block's output is the next one's input, and the model's own inputs may contain a time or
+        # a target, which half precision would round.
         output_dtype = None if is_cut else torch.float32
         policy = dataclasses.replace(policy, output_dtype=output_dtype, cast_forward_inputs=False)
         root = root | {"mp_policy": policy}
@@ -70,7 +70,7 @@ def shard_by_blocks(
 
 
 def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_wrapped: bool) -> None:
-    """Refuses what gives gradients that cannot be handled."""
+    """Refuses models whose gradients cannot be handled."""
     owner: dict[int, str] = {}
     for model_name, model in models.items():
         for name, module in model.named_modules(prefix=model_name):
@@ -122,12 +122,12 @@ def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_o
             raise ConfigError(
                 f"{said} would be sharded together, and fully_shard takes parameters of one dtype to train, also where "
                 "it replicates split layers. Give them one (of a complex one its torch.view_as_real, joined in the "
-                "forward), or have model_blocks name a module that has those of another dtype alone."
+                "forward), or have model_blocks name a module that only has those of another dtype."
             )
 
 
 def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """A parameter lies in one block, or outside of all."""
+    """A parameter lies in one block, or outside all."""
     names = {module: name for name, module in model.named_modules()}
     members = {part for block in blocks for part in block.modules()}
     outside = [p for part in model.modules() if part not in members for p in part.parameters(recurse=False)]
@@ -180,7 +180,7 @@ def layout(parameter: nn.Parameter) -> object:
 
 
 def move_what_is_whole(model: nn.Module, device: torch.device) -> None:
-    """Moves buffers and unsharded parameters to `device`, where an offloaded model computes."""
+    """Moves buffers and unsharded parameters to `device`, the compute device of an offloaded model."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if not is_dtensor(parameter):
@@ -282,7 +282,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 class Tie:
     names: tuple[str, ...]  # all names in the whole model; checkpoints have the first
     ranks: tuple[int, ...]  # those that have a copy, in the order of their first name
-    own_name: str | None  # what the copy of this rank is called in its part of the model; None without one
+    own_name: str | None  # name of this rank's copy in its part of the model; None without one
 
 
 _ties: WeakKeyDictionary[nn.Module, Sequence[Tie]] = WeakKeyDictionary()
@@ -310,20 +310,20 @@ def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence
 
 
 def remember_ties(model: nn.Module, ties: Sequence[Tie]) -> None:
-    """From now on `names_in_whole` knows what `model`, a part, calls otherwise than the whole does."""
+    """Records for `names_in_whole` the tied names that differ between `model`, a part, and the whole model."""
     _ties[model] = ties
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether this rank has the layers of some stages alone of `model`; else all."""
+    """Whether this rank only has some stages' layers of `model`, not all."""
     return model in _ties
 
 
 def ties_in(model: nn.Module) -> Sequence[Tie]:
-    """What `remember_ties` was told, in an order that all ranks share; empty but of stages."""
+    """The ties from `remember_ties`, in the same order on all ranks; empty without stages."""
     return _ties.get(model, ())
 
 
 def names_in_whole(model: nn.Module) -> Mapping[str, tuple[str, ...]]:
-    """All names in the whole model of what others have copies of, by that which `model` has; empty but of stages."""
+    """Maps `model`'s names of tied parameters to all their names in the whole model; empty without stages."""
     return {tie.own_name: tie.names for tie in ties_in(model) if tie.own_name is not None}

@@ -1,7 +1,7 @@
-"""Random numbers in a step whose sequences are shared by ranks: alike on these ranks, unless they are of positions.
+"""Random numbers in a context-parallel step: equal on context-parallel ranks, unless they are per-position.
 
-The shape of what is drawn tells which. Python's generator is alike on these ranks and torch's are not, so a torch
-operation that is to be alike begins at a number from Python's.
+The shape of the drawn tensor decides. Python's generator is equal on these ranks and torch's are not, so a torch
+operation with equal draws is seeded by a number from Python's.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OF_CHANNELS = frozenset("dropout1d dropout2d dropout3d feature_dropout feature_
 
 
 def seed_for_sequence(seed: int) -> None:
-    """Seeds what ranks that share sequences draw alike from: Python's and numpy's global generators (8 us)."""
+    """Seeds the generators that are equal on context-parallel ranks: Python's and numpy's global ones (8 us)."""
     seed_cpu(seed, ("python", "numpy"))
 
 
 @contextmanager
 def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterator[None]:
-    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay alike."""
+    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay equal."""
     own = int(torch.randint(2**62, (), device="cpu", generator=torch.default_generator))
     shared = random.getrandbits(62)
     with preserved_random_state(device):
@@ -72,7 +72,7 @@ class PartShapes:
         self.given.append((part, dim % part.ndim))
 
     def end(self, batch: Any) -> None:
-        """The step gets `batch`, in which all else is whole."""
+        """The step gets `batch`; all its other tensors are whole."""
         self.given += [(leaf, None) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
     def have_positions(self, shape: torch.Size) -> bool:
@@ -86,7 +86,7 @@ class PartShapes:
 
 
 class RandomFunction:
-    """A function that draws, alike on ranks that share sequences where it draws nothing for positions."""
+    """A random function, with equal draws on context-parallel ranks unless they are per-position."""
 
     def __init__(self, function: Callable[..., Any], name: str, shapes: PartShapes) -> None:
         self.function, self._name, self._shapes = function, name, shapes
@@ -97,7 +97,7 @@ class RandomFunction:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if given and self._is_of_part(given):
             return self.function(*args, **kwargs)
-        if not given:  # what is made anew tells its shape, and may be made again
+        if not given:  # a new tensor shows its shape, and may be made again
             given = [self.function(*args, **kwargs)]
             if self._is_of_part(given):
                 return given[0]
@@ -109,13 +109,13 @@ class RandomFunction:
             return self.function(*args, **kwargs)
 
     def refuse_in_graph(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuses a call in a compiled block, where each rank draws for its part."""
+        """Refuses a draw for all ranks in a compiled block: there, each rank draws for its part."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)] or [drawn]
         if kwargs.get("generator") is None and not self._is_of_part(given):
             raise StepError(_IN_GRAPH.format(self._name, tuple(given[0].shape)))
 
     def _is_of_part(self, given: list[Tensor]) -> bool:
-        """Whether each rank has other numbers."""
+        """Whether each rank draws different numbers."""
         drawn_for = slice(2) if self._name in _OF_CHANNELS else slice(None)
         if self._name == "multinomial":  # whose last dimension holds what is drawn from
             drawn_for = slice(-1)
@@ -124,7 +124,7 @@ class RandomFunction:
 
 
 def _refuse_foreign_checkpoint(name: str) -> None:
-    """What is computed again in backward is outside of the step there, and would draw other numbers."""
+    """Refuses recomputation in backward by others: it runs outside the step, and would draw different numbers."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__")
@@ -141,7 +141,7 @@ _IN_CHECKPOINT = (
     'device_parameters.activation_checkpointing to "full" or "selective" instead, or draw outside of it.'
 )
 _IN_GRAPH = (
-    "{} of the shape {} within a compiled block draws random numbers that are of no positions, and have to be alike on "
-    "ranks that share sequences; in a graph they are not. Under context_parallel draw before the block and hand the "
-    "numbers to it, or use compile=False."
+    "{} of the shape {} within a compiled block draws random numbers that are not per-position, so all "
+    "context-parallel ranks must draw the same ones; in a graph they do not. Under context_parallel draw before the "
+    "block and pass the numbers to it, or use compile=False."
 )

@@ -1,8 +1,8 @@
 """Verification in the first training step: ranks that share a model compute what one process does.
 
-Before its first forward in training each model runs twice in evaluation mode: as it is, and as one process would, on
+Before its first forward in training each model runs twice in evaluation mode: as it is, and as in one process, on
 whole sequences and with whole weights, which are gathered block by block. Block outputs and parameter gradients are
-compared before any weight changes. Of a model in stages every rank of the pipeline runs the whole on a micro-batch.
+compared before any weight changes. With pipeline stages, every rank runs the whole model on a micro-batch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from dream_trainer.screen import show
 if TYPE_CHECKING:
     from dream_trainer.parallel.context_attention import AttentionTakeover
 
-_TF32 = 2.0**-10  # between a number and the next, where float32 products of a GPU may be made of fewer digits
-_SMALL = 0.05  # of a model's largest gradient: what smaller ones are measured by, as those that should be 0
+_TF32 = 2.0**-10  # spacing of numbers if a GPU computes float32 products in TF32
+_SMALL = 0.05  # of a model's largest gradient: the scale for smaller ones, such as those that should be 0
 _NOT_ZERO = 0.01
 _DRAWS = "random numbers"  # the place of a difference that says whether a forward drew some
 
@@ -75,7 +75,7 @@ class Miss(NamedTuple):
 
 
 _UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)
-"""Of a block that only other ranks of the pipeline have."""
+"""The miss of a block that only other ranks of the pipeline have."""
 
 
 class _OneStage:
@@ -161,7 +161,7 @@ class Verification:
     def _compare(
         self, name: str, model: nn.Module, own_run: _OneStage | Apart, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Miss] | None:
-        """Differences of block outputs in the order in which blocks run, of the model's output, and of gradients."""
+        """Differences of block outputs in running order, of the model's output, and of gradients."""
         whole, device, group = self._wholes.pop(name), self.world.device, own_run.group
         own, others = dict(model.named_modules()), dict(whole.named_modules())
         names = {module: place for place, module in own.items()}
@@ -182,7 +182,7 @@ class Verification:
 
         here = {place: own[block] for place, block in told.items() if block in own and place != of_output}
         with _looked_at(here, keep), of_parameters.of_running_modules():
-            given = own_run.there(own_args, own_kwargs)  # may take out of what it is given, or write
+            given = own_run.there(own_args, own_kwargs)  # may remove inputs from its arguments, or write to them
         if own_run.has_output:
             keep(of_output, given)
         misses: dict[str, Miss] = {}
@@ -209,7 +209,7 @@ class Verification:
             return None
         has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
         misses[_DRAWS] = Miss(float(has_drawn), torch.inf, 0.0, 0.0)
-        for path, buffer in whole.named_buffers() if group is not None else ():  # also of what each stage has a copy
+        for path, buffer in whole.named_buffers() if group is not None else ():  # also those that each stage copies
             place = f"the buffer self.{name}.{path}"
             misses[place] = max(
                 (self._miss(part, buffer) or _UNSEEN for part in own_run.buffers(path)), default=_UNSEEN
@@ -222,7 +222,7 @@ class Verification:
 
     @contextmanager
     def _plainly(self, model: nn.Module, own: _OneStage | Apart) -> Iterator[None]:
-        """Inside, nothing is compiled, and all modules are in evaluation mode, but batch norms outside of stages."""
+        """Inside, nothing is compiled, and all modules are in evaluation mode, but batch norms outside stages."""
         takeover = self.takeover()
         uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
         # Without its module, which takes seconds to load, nothing is compiled.
@@ -265,8 +265,8 @@ class Verification:
                 devices = self.devices
                 if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
                     raise StepError(
-                        f"under context_parallel={devices.context_parallel} the gradients of self.{name} may be of "
-                        f"this rank's part of a sequence alone, and cannot be verified: {error}"
+                        f"under context_parallel={devices.context_parallel} the gradients of self.{name} may only "
+                        f"cover this rank's part of a sequence, and cannot be verified: {error}"
                     ) from error
                 self._cannot(name, f"its gradients cannot be computed apart ({error})")
                 return
@@ -309,7 +309,7 @@ class Verification:
     def _give_what_was_set_since(
         self, name: str, own: nn.Module, whole: nn.Module, group: dist.ProcessGroup | None
     ) -> None:
-        """Gives the copy what was set on modules in training; what a plan has set on them is of their part."""
+        """Copies attributes that training set on modules; a parallel plan's attributes only fit the part."""
         kept: dict[str, dict[str, Any]] = {}
         for place, before in self._attributes.pop(name).items():
             now = vars(own.get_submodule(place))
@@ -354,7 +354,7 @@ class Verification:
             return attention.parts.joined(tensor, dims[1])
         if not dims:
             return tensor
-        # One for each sample, or for each of as many positions, of which ranks have others.
+        # One value per sample, or per position if their numbers are equal; positions differ between ranks.
         whole = attention.parts.joined(tensor, 0)
         return tensor if torch.equal(whole, attention.parts.as_if_alike(tensor, 0)) else whole
 
@@ -374,18 +374,18 @@ class Verification:
         is_same = (part == expected) | (part.isnan() & expected.isnan())
         missed = (part - expected).masked_fill(is_same, 0).abs()
         sizes = expected.abs().nan_to_num(posinf=0.0)
-        # Over its own size or a usual one: beside few very large values, as of masked logits, all would look alike.
+        # Relative to its own size or a usual one: next to a few huge values (masked logits) all would look equal.
         known = sizes[sizes > 0]
         usual = known.kthvalue(len(known) // 4 + 1).values if len(known) else torch.finfo(part.dtype).tiny
         shares = (missed / sizes.clamp(min=usual)).nan_to_num(nan=torch.inf).flatten()
         worst = int(shares.argmax())
-        # In half precision, where experts are chosen by a near tie now and then, not by the worst of all.
+        # In half precision by the mean, not the worst: near ties sometimes choose other experts.
         is_exact = half_dtype(self.devices) is None
         share = shares[worst] if is_exact else shares.square().mean().sqrt()
         return Miss(float(share), rounding, part.flatten()[worst].item(), expected.flatten()[worst].item())
 
     def _own_part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
-        """What of it this rank should have, which is of `shape`; None if that cannot be told."""
+        """This rank's part of `whole`, with the given `shape`; None if unknown."""
         if whole.ndim != len(shape):
             return None
         longer = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
@@ -411,7 +411,7 @@ class Verification:
             whole = parts.cut(whole, dim)
         if whole.shape == shape:
             return whole
-        # Between layers each rank that shares them may have a part of the sequence; of what is first it is not known.
+        # Between layers, tensor-parallel ranks may have parts of the sequence; a first dimension may be samples.
         if dim == 0 or whole.shape[dim] != tensors * own:
             return None
         return whole.narrow(dim, world.mesh["tp"].get_local_rank() * own, own)
@@ -459,7 +459,7 @@ class Verification:
 
     def _refuse(self, name: str, wrong: Sequence[str], misses: Mapping[str, Miss]) -> None:
         outputs = [place for place in wrong if not place.startswith("the gradient")]
-        # A wrong gradient goes on to what is before it, so the last is where it came up, or next to it.
+        # A wrong gradient spreads to earlier layers, so the last one is at or next to its origin.
         place = outputs[0] if outputs else wrong[-1]
         miss, devices = misses[place], self.devices
         sizes = {
@@ -474,7 +474,7 @@ class Verification:
         which = f"first {place}" if outputs else f"last {place}, of {len(wrong)}"
         raise StepError(
             f"under {mesh} {name} computes other {'values' if outputs else 'gradients'} than one process: {which}, by "
-            f"{miss.error:.1e} of its size, where rounding makes up to {miss.rounding:.1e} "
+            f"{miss.error:.1e} of its size; rounding makes up to {miss.rounding:.1e} "
             f"({'' if outputs else 'root mean squares: '}{miss.own:.4g} instead of {miss.whole:.4g}). Likely {likely}."
         )
 
@@ -490,11 +490,11 @@ _CAUSES_OF_OUTPUTS = {
 }
 _CAUSES_OF_GRADIENTS = {
     "context_parallel": "attention is called in a torch.autograd.Function, or in torch.utils.checkpoint with "
-    "use_reentrant=True, whose backward sees this rank's part alone",
+    "use_reentrant=True, whose backward only sees this rank's part",
     "tensor_parallel": "a layer that each rank has whole is given a part of the activations: use SequenceParallel() "
     "for a norm, PrepareModuleInput(..., desired_input_layouts=Replicate()) for others",
     "expert_parallel": "tokens' gradients do not come back from other ranks' experts",
-    "pipeline_parallel": "what stages hand on is detached, or a weight that stages share is no longer one parameter",
+    "pipeline_parallel": "a stage's output is detached, or a weight that stages share is no longer one parameter",
 }
 
 
@@ -544,5 +544,5 @@ def _without_zeros(model: nn.Module) -> Iterator[None]:
 
 
 def _state_of(device: torch.device) -> Tensor:
-    """Of the device's default generator; of the CPU's it is looked at by `WatchedSeeds`."""
+    """State of the device's default generator; empty for the CPU's, which `WatchedSeeds` covers."""
     return torch.empty(0) if device.type == "cpu" else default_generator_of(device).get_state()

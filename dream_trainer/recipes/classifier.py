@@ -26,15 +26,15 @@ class ClassifierConfig(DreamTrainerConfig):
     model: str = ""
     """Class or function that builds the model, as `module:name`."""
     model_arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `model` by name."""
+    """Keyword arguments of `model`."""
     data: str = ""
     """Function that returns the training and validation datasets of `(input, label)`, as `module:name`."""
     label_smoothing: float = 0.0
     """Share of each label that is spread evenly over all classes, in training."""
     optimizer: OptimizerParameters = field(default_factory=OptimizerParameters)
-    """Optimizer by name, with its numbers."""
+    """Optimizer and its numbers."""
     schedule: ScheduleParameters = field(default_factory=lambda: ScheduleParameters(name="cosine", warmup_steps=0.05))
-    """Learning rate schedule by name, with its numbers."""
+    """Learning rate schedule and its numbers."""
 
 
 class Classifier(DreamTrainer):
@@ -93,7 +93,7 @@ class Classifier(DreamTrainer):
 
 
 def named(place: str) -> Any:
-    """What `module:name` names."""
+    """The object at `module:name`."""
     return EntryPoint(name="", value=place, group="").load()
 
 

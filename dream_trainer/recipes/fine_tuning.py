@@ -26,9 +26,9 @@ class SupervisedFineTuningConfig(LanguageModelConfig):
     val_data: str | None = None
     """Files of JSON lines to validate on. None validates nothing."""
     tokenizer: str | None = None
-    """Directory or name of the tokenizer for transformers. None: that in `pretrained`."""
+    """Directory or name of the tokenizer for transformers. None takes the one in `pretrained`."""
     optimizer: OptimizerParameters = field(default_factory=lambda: OptimizerParameters(lr=1e-4, weight_decay=0.0))
-    """Optimizer by name, with its numbers."""
+    """Optimizer and its numbers."""
 
 
 class SupervisedFineTuning(LanguageModel):

@@ -25,7 +25,7 @@ class LanguageModelConfig(DreamTrainerConfig):
     pretrained: str = ""
     """Directory of a model in Hugging Face's layout, whose weights training starts from. "" builds a new model."""
     architecture: dict[str, Any] = field(default_factory=dict)
-    """Of a new model: `model_type`, and other fields of its config in transformers, such as `vocab_size`."""
+    """Config of a new model: `model_type`, and other fields of its transformers config, such as `vocab_size`."""
     lora: dict[str, Any] | None = None
     """Arguments of peft's `LoraConfig`, such as `r` and `target_modules`. None trains every weight."""
     train_data: str = ""
@@ -37,11 +37,11 @@ class LanguageModelConfig(DreamTrainerConfig):
     optimizer: OptimizerParameters = field(
         default_factory=lambda: OptimizerParameters(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     )
-    """Optimizer by name, with its numbers."""
+    """Optimizer and its numbers."""
     schedule: ScheduleParameters = field(
         default_factory=lambda: ScheduleParameters(name="cosine", warmup_steps=0.02, min_lr_ratio=0.1)
     )
-    """Learning rate schedule by name, with its numbers."""
+    """Learning rate schedule and its numbers."""
 
 
 class LanguageModel(DreamTrainer):

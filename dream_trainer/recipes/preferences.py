@@ -33,9 +33,9 @@ class DPOConfig(SupervisedFineTuningConfig):
     label_smoothing: float = 0.0
     """Share of the pairs that are assumed to be labelled the wrong way round."""
     row_length: int = 1024
-    """Tokens of the longest prompt with its answer; what is longer is cut off at its end."""
+    """Tokens of the longest prompt with its answer. Longer ones are cut off at the end."""
     optimizer: OptimizerParameters = field(default_factory=lambda: OptimizerParameters(lr=1e-5, weight_decay=0.0))
-    """Optimizer by name, with its numbers."""
+    """Optimizer and its numbers."""
 
 
 class DPO(SupervisedFineTuning):

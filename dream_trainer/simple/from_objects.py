@@ -1,4 +1,4 @@
-"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of the user's own."""
+"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of the user's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Trainer:
         model: The model, with its weights. One in eval mode as a whole is set to train mode.
         train: Training data. Samples: a dataset, a list, arrays `(*inputs, targets)` or a dict of them. Or batches: a
             DataLoader, an iterable, a function that makes one for each epoch.
-        val: Validation data, or a dict of them by name; None validates nothing.
+        val: Validation data, or a dict of several with names; None validates nothing.
         loss: Function of `(outputs, targets)` that returns a scalar, or a name: "cross_entropy",
             "binary_cross_entropy_with_logits", "nll", "mse", "mae" or "huber". None: the model returns its loss.
         step: Instead of `loss`, a function of `(model, batch)` that returns it, or a dict with "loss" and more values.
@@ -78,25 +78,25 @@ class Trainer:
             optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`.
         schedule_unit: When a schedule steps that is not a name or parameters.
         batch_size: Samples of one rank's batch; None is `training`'s, 32 by default.
-        shuffle: Whether each epoch of training samples has an order of its own; a Mixture has its order.
+        shuffle: Whether each epoch of training samples has a different order; a Mixture has its own order.
         epochs: Epochs of the whole run; None is `training`'s, 1 without any limit.
-        seed: Of the order of samples, and of random layers.
-        monitor: Metric of validations for `best` and the best checkpoint, such as "val/accuracy", or a dict with
-            whether its "min" or "max" is best. None: `best_metric` of `checkpoints`, or "val/loss".
+        seed: Seed of the order of samples, and of random layers.
+        monitor: Metric of validations for `best` and the best checkpoint, such as "val/accuracy", or a dict from it to
+            "min" or "max". None: `best_metric` of `checkpoints`, or "val/loss".
         callbacks: `Callback`s, and functions `(trainer, epoch, metrics)`, called after each epoch, from 0.
-        name: Of the run, which then keeps checkpoints and numbers in `runs/simple/simple/<name>`, and resumes there; or
-            a path that ends in `<project>/<group>/<name>`. None keeps no files.
+        name: Name of the run, which then keeps checkpoints and numbers in `runs/simple/simple/<name>`, and resumes
+            there; or a path that ends in `<project>/<group>/<name>`. None keeps no files.
         training: Limits, accumulation, clipping, and when to validate. None: a batch is validated before training if
             there are metrics.
         device: "auto" takes the accelerator if there is one, with a whole model on each rank. `DeviceParameters` has
             precision, sharding (its default on several ranks) and compilation.
         checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch and each best
             validation, keeping the newest and the best.
-        loggers: Where numbers go; needs `name`. None: metrics.jsonl.
+        loggers: Loggers of the run; needs `name`. None: metrics.jsonl.
         progress: Whether to print a line after each epoch, and each validation of `val_every_n_steps`.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
         DataError: `train` or `val` is no data, or could be samples as well as batches.
     """
 
@@ -156,7 +156,7 @@ class Trainer:
             limits = replace(limits, train_batch_size=batch_size, val_batch_size=batch_size)
         if epochs is not None:
             limits = replace(limits, n_epochs=epochs)
-        # A step of the user's own sees float64 arrays as they were given.
+        # A step of the user's sees float64 arrays as they were given.
         floats = None if step else next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._options = LoaderOptions(limits.val_batch_size, shuffle=False, floats=floats)
         loader = as_loader(train, LoaderOptions(limits.train_batch_size, shuffle, floats), "train")
@@ -202,9 +202,9 @@ class Trainer:
     # -- training
 
     def fit(self, *, epochs: int | None = None, steps: int | None = None) -> list[Row]:
-        """Trains until the limits of the run, and returns `history`; called again it goes on.
+        """Trains until the limits of the run, and returns `history`; another call continues.
 
-        `epochs` and `steps` are new limits of the whole run; if one of them is given, the other is no limit.
+        `epochs` and `steps` are new limits of the whole run; if only one is given, the other is unlimited.
         """
         if epochs is not None or steps is not None:
             self.dream.set_limits(n_epochs=epochs, max_steps=steps)
@@ -281,7 +281,7 @@ class Trainer:
         """Puts the weights of the best checkpoint into the model, and returns its path.
 
         If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
-        again from it. A later `fit` goes on from these weights, with the optimizer, schedules and counters of the last
+        again from it. A later `fit` starts from these weights, with the optimizer, schedules and counters of the last
         step. Frozen weights that no checkpoint has (`save_frozen=False`) stay as they are.
 
         Raises:
@@ -328,7 +328,7 @@ class Trainer:
 def _monitored(
     monitor: str | Mapping[str, Mode] | None, checkpoints: CheckpointParameters | None, metrics: Metrics, val: Any
 ) -> tuple[str, Mode]:
-    """The metric that a run goes by, "" for none, and whether lower or higher is better."""
+    """The metric that a run monitors, "" for none, and whether lower or higher is better."""
     mode: Mode | None = None
     if isinstance(monitor, Mapping):
         monitor, mode = next(iter(monitor.items()))
@@ -382,7 +382,7 @@ class Array(Protocol):
 
 
 class LoaderOptions(NamedTuple):
-    """Batch size of a rank, whether each epoch has an order of its own, and the type that float64 arrays get."""
+    """Batch size of a rank, whether each epoch has a different order, and the type that float64 arrays get."""
 
     batch_size: int
     shuffle: bool
@@ -455,7 +455,7 @@ def _refuse_doubtful(items: list[Any], name: str) -> None:
         raise DataError(
             f"{name}= is a list whose first item, {shapes(items[0])}, could be a sample or a batch. Give "
             f"DataLoader({name}, batch_size=32) for samples, DataLoader({name}, batch_size=None) for batches, a tuple "
-            "(inputs, targets) of arrays of all samples, or a dict of several data by name."
+            "(inputs, targets) of arrays of all samples, or a dict of several named data."
         )
 
 

@@ -77,7 +77,7 @@ class Loss:
         self.is_of_classes = given in _OF_CLASSES or of_classes is not None
         self.ignore_index = IGNORED if of_classes is None else of_classes.ignore_index
         if type(of_classes).__module__ != nn.CrossEntropyLoss.__module__ and "forward" in vars(type(of_classes)):
-            of_classes = None  # a forward of the user's own may be a mean of something else
+            of_classes = None  # a forward of the user's may be a mean of something else
         self._function: LossFunction = given
         self._of_classes = of_classes
         self._is_by_element = given in _BY_ELEMENT or type(given) in _BY_ELEMENT
@@ -106,7 +106,7 @@ class Loss:
         if targets.dim() == 0 or (self._is_by_element and outputs.shape != targets.shape):
             raise DataError(
                 f"the outputs are {shapes(outputs)} and the targets {shapes(targets)}. loss= takes those of a batch, "
-                "and compares element by element if they have one shape: give targets[:, None], or batches instead of "
+                "and compares element by element if they have one shape. Give targets[:, None], or batches instead of "
                 "samples."
             )
         if self._is_by_element and not targets.is_floating_point() and outputs.is_floating_point():
@@ -216,7 +216,7 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {"accuracy": accuracy, "mse": Lo
 
 
 class Metrics:
-    """A validation's metrics by name: `functions` are averaged over samples, `objects` (torchmetrics) are updated."""
+    """A validation's named metrics: `functions` are averaged over samples, `objects` (torchmetrics) are updated."""
 
     def __init__(self, given: Iterable[str] | Mapping[str, Any]) -> None:
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}
@@ -258,14 +258,14 @@ class Metrics:
 Row = dict[str, float]
 Scheduler = LRScheduler | ReduceLROnPlateau
 
-READ_EVERY = 1000  # steps between reads of values on the device, of which an epoch may have any number
+READ_EVERY = 1000  # steps between reads of values on the device; an epoch may have any number
 # Warnings for the author of a class, who builds models and loaders in hooks.
 _EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint"})
 
 
 @dataclass(kw_only=True)
 class ObjectsConfig(DreamTrainerConfig):
-    # the objects in words, which tell two runs apart; a run cannot be built from them again
+    # descriptions of the objects, to distinguish runs; a run cannot be rebuilt from them
     given_objects: dict[str, Any] = field(default_factory=dict)
 
 
@@ -421,7 +421,7 @@ class ObjectsTrainer(DreamTrainer):
 
 
 class Epochs(Callback):
-    """Rows of exact means for each epoch, told to `tell`; and schedules by epochs or a metric."""
+    """Rows of exact means for each epoch, passed to `tell`; and schedules by epochs or a metric."""
 
     order = -100  # before callbacks that log or save learning rates
 
@@ -533,7 +533,7 @@ class Epochs(Callback):
         seconds, rate = self._seconds_of_epoch(), float(optimizer.param_groups[0]["lr"])
         state = self._training.state_dict(self._world)
         metrics = self._training.reduce(self._world) | self._validation
-        self._training.load_state_dict(state, self._world)  # an epoch that is not complete goes on
+        self._training.load_state_dict(state, self._world)  # an incomplete epoch continues
         row = {"epoch": epoch, "step": trainer.global_step, "seconds": seconds, "lr": rate} | metrics
         self.rows.append(row)
         numbers = "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())

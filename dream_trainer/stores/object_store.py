@@ -21,12 +21,12 @@ T = TypeVar("T")
 # what an object store's address begins with, and the package that speaks to it
 SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 
-# A connection that nobody answers would else be tried for minutes before the run hears of it.
+# Otherwise an unanswered connection would be retried for minutes before the run gets an error.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}},
     "az": {"connection_timeout": 10, "read_timeout": 60},
 }
-_SENDING: dict[str, dict[str, Any]] = {"s3": {"chunksize": 16 << 20}}  # of which ten go at once
+_SENDING: dict[str, dict[str, Any]] = {"s3": {"chunksize": 16 << 20}}  # ten are sent at a time
 # An answer to HEAD has no body that could say that requests are to come slower, so no client tries it often enough.
 _WAITS_WHILE_BUSY = (0.1, 0.4, 1.6)  # seconds
 _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION|CREDENTIAL)")
@@ -109,7 +109,7 @@ class ObjectStore:
         return int(found["size"]) if found["type"] == "file" else None
 
     def entries(self, key: str) -> list[StoredEntry]:
-        """What lies in a directory; nothing if there is none."""
+        """Entries of a directory; empty if there is none."""
         try:
             with self._speaking_of(key):
                 found = _asked(lambda: self._files.ls(key, detail=True))
@@ -144,7 +144,7 @@ class ObjectStore:
             raised: OSError = FileNotFoundError(f"{address} is not there")
         except PermissionError as error:
             raised = PermissionError(f"{address}: {without_secrets(error)}. Are the credentials those of this store?")
-        except Exception as error:  # each store's client has errors of its own
+        except Exception as error:  # each store's client has its own errors
             raised = ConnectionError(f"{address}: {without_secrets(error)}")
         raise raised from None
 
@@ -174,7 +174,7 @@ def open_store(scheme: str) -> ObjectStore:
 
 
 def without_secrets(error: BaseException) -> str:
-    """What an exception says, in a line, without credentials: those of the environment and those in addresses."""
+    """An exception's message in a line, without credentials from the environment and from addresses."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     secrets = [value for name, value in os.environ.items() if _SECRET_VARIABLE.match(name) and len(value) > 3]
     for secret in sorted(secrets, key=len, reverse=True):

@@ -63,7 +63,7 @@ class Ownership:
         return _highest(self._owners) > self._number
 
     def release(self) -> None:
-        """Gives the run to whoever comes next. If the store does not answer, that one waits for a minute."""
+        """Releases the run for the next job. If the store does not answer, that job waits for a minute."""
         self._ended.set()
         self._thread.join()
         try:
@@ -84,7 +84,7 @@ class Ownership:
         if place.store.create(place.key, self._content()):
             place.store.remove(place.key)
             raise CheckpointError(
-                f"the store of {self._run} writes over an object although it was told not to (If-None-Match), so two "
+                f"the store of {self._run} overwrites an object in spite of If-None-Match, so two "
                 "jobs could write to one run. Use a store that honours conditional writes; "
                 "`rclone serve s3` does not."
             )
@@ -94,7 +94,7 @@ class Ownership:
         return number
 
     def _wait_until_free(self, number: int, lease_seconds: float) -> None:
-        """Returns once nobody renews the claim with this number; it may be gone by then."""
+        """Returns once the claim with this number is no longer renewed; it may be gone by then."""
         first = _record_of(self._owners, number)
         if first is None:
             return
@@ -120,7 +120,7 @@ class Ownership:
         try:
             return place.store.create(place.key, self._content())
         except ConnectionError:
-            # It may have arrived all the same; else this raises again, or another job was first.
+            # It may have arrived all the same. If not, this raises again, or another job was first.
             record = _record_of(self._owners, number)
             if record is None:
                 raise

@@ -131,7 +131,7 @@ class StorePath(PosixPath):
         """Nothing: a directory is there with its first object."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise io.UnsupportedOperation(f"{self} is in an object store, where this cannot be done")
+        raise io.UnsupportedOperation(f"{self} is in an object store, which does not support this")
 
     touch = unlink = rmdir = replace = symlink_to = hardlink_to = chmod = write_bytes = write_text = glob = _refuse
 

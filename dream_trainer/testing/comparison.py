@@ -1,4 +1,4 @@
-"""Two runs side by side: the first step, and what in it, that is not the same."""
+"""Two runs side by side: the first step that differs, and the first difference in it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Difference(NamedTuple):
 
 
 def steps_of(runs: Sequence[Run], rank: int = 0) -> dict[int, dict[str, Any]]:
-    """All steps of a run that was stopped and resumed; what was done again counts as it was done last."""
+    """All steps of a run that was stopped and resumed; of repeated steps the last one counts."""
     return {step: found for run in runs for step, found in run.records[rank]["steps"].items()}
 
 
 def first_difference(one: Sequence[Run], other: Sequence[Run], rank: int = 0) -> Difference | None:
-    """The first bit that differs, in the order in which a step computes."""
+    """The first bit that differs, in the order of a step's computation."""
     a, b = one[0].records[rank], other[0].records[rank]
     built = _unlike(0, "initial weights", a["built"], b["built"])
     if [*a["built"]] != [*b["built"]]:
@@ -107,7 +107,7 @@ class Rounding:
 
 
 def beyond_rounding(one: Run, other: Run, rounding: Rounding, stable: Mapping[Any, Any]) -> Difference | None:
-    """The first value of `other`, on whatever ranks, that is not `one`'s but for rounding."""
+    """The first value of `other`, on any ranks, that differs from `one`'s by more than rounding."""
     for step, stage, name, a, b, distance in _distances([one], [other]):
         if stage == "logged" and (step, name) not in stable:
             continue
@@ -128,7 +128,7 @@ def weights_apart(one: Run, other: Run, rounding: Rounding, step: int) -> bool:
 
 
 def _distances(one: Sequence[Run], other: Sequence[Run]) -> Iterator[tuple[int, str, str, str, str, float]]:
-    """Step, stage, name, both values and their distance; whole steps in the order in which they compute."""
+    """Step, stage, name, both values and their distance; whole steps in the order of their computation."""
     ours, theirs = steps_of(one), _joined(other)
     logged = [_logged(runs) for runs in (one, other)]
     largest: dict[str, float] = {}
@@ -192,7 +192,7 @@ def _apart(
 
 
 def _logged(runs: Sequence[Run]) -> dict[tuple[int, str], float]:
-    """Values of training: those that are logged at validations alone are not."""
+    """Values of training, without those that are only logged at validations."""
     validated = {step for run in runs for step in run.records[0]["validated"]}
     of_steps = {name for run in runs for step, name in run.records[0]["logged"] if step not in validated}
     return {
@@ -230,7 +230,7 @@ def ranks_differ(run: Run) -> Difference | None:
 def lost_attributes(undisturbed: Run, again: Run, resumed: Run, rank: int = 0) -> tuple[list[str], list[str]]:
     """Plain attributes that a resumed run ends with other values of than undisturbed ones, which change in training.
 
-    The second list has dicts of which the resumed run has a part: those of caches, and of records by step.
+    The second list has dicts that the resumed run has a part of: those of caches, and of records by step.
     """
     record = undisturbed.records[rank]
     start, end, same, found = record["start"], record["end"], again.records[rank]["end"], resumed.records[rank]["end"]
@@ -263,7 +263,7 @@ def _files(directory: Path) -> dict[str, str]:
 
 
 def _lines(file: Path) -> str:
-    """A log's steps and names, without values, some of which are times."""
+    """A log's steps and names, without values, since some are times."""
     lines = []
     for line in file.read_text().splitlines():
         try:

@@ -1,4 +1,4 @@
-"""The checks of a trainer: which runs they need, what holds of them, and the likely cause of what does not."""
+"""The checks of a trainer: the runs they need, their findings, and likely causes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLOW = 0.25
 """Seconds of CPU time of a step above which batches are made smaller."""
 SETS = "Iterate over a list or sorted(...), not over a set."
 OWN_STATE = (
-    "has state of its own, of which each worker has a copy, or draws from its own generator. Draw from the global "
+    "has its own state, which each worker copies, or draws from its own generator. Draw from the global "
     "generators, which are seeded for each sample."
 )
 LOCAL_VALUE = (
@@ -50,7 +50,7 @@ class Finding:
 
     check: str
     holds: bool | None
-    """None if it could not be checked, or is only told."""
+    """None if it could not be checked, or is only informational."""
     text: str
     cause: list[str] = field(default_factory=list)
 
@@ -74,9 +74,9 @@ class TrainerChecks:
     def __init__(self, launcher: Launcher, *, quick: bool = False) -> None:
         self._launcher, self._quick = launcher, quick
         self._futures: dict[str, Future[Run]] = {}
-        self._chains: dict[str, Future[list[Run]]] = {}  # of runs that go on from another
+        self._chains: dict[str, Future[list[Run]]] = {}  # of runs that resume another
         self.epoch: int | None = None
-        self._pairs: dict[str, tuple[Run, Run, Run]] = {}  # what parity was seen of
+        self._pairs: dict[str, tuple[Run, Run, Run]] = {}  # the runs that parity was checked on
         self._seen: dict[str, Finding] = {}
 
     def start(self, checks: Sequence[str] = CHECKS, meshes: Sequence[str] | None = None) -> None:
@@ -166,7 +166,7 @@ class TrainerChecks:
 
     @property
     def _two(self) -> tuple[Mesh, int] | None:
-        """What two ranks are by default."""
+        """The default mesh of two ranks."""
         return self.meshes.get("2 shards") or self.meshes.get("2 replicas")
 
     def _half_micro_batch(self) -> int | None:
@@ -206,7 +206,7 @@ class TrainerChecks:
         return runs
 
     def _killed(self, name: str, number: int) -> list[Run]:
-        """A run in which one rank gets a signal at a random moment, and the same run started again."""
+        """A run whose rank gets a signal at a random moment, and the same run started again."""
         mesh, ranks = self._two or ("alone", 1)
         values = self._same(ranks) | {"mesh": mesh, "ranks": ranks, "saves": 2, "runs_dir": self._launcher.runs_dir()}
         rng = random.Random()
@@ -222,7 +222,7 @@ class TrainerChecks:
         first = self._launcher.start(f"{name} to one rank", killed=kill, **values).result()
         return [first, self._launcher.start(f"started again after {name}", **values).result()]
 
-    # -- what holds
+    # -- findings
 
     @cached_property
     def again(self) -> Run:

@@ -1,4 +1,4 @@
-"""Starts the ranks of checked runs in fresh processes, as many as there are cores, and reads their records."""
+"""Starts the ranks of checked runs in fresh processes, one per core at a time, and reads their records."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ COMMAND = (sys.executable, "-c", "from dream_trainer.testing.rank_process import
 
 @dataclass
 class Run:
-    """A run that has ended: what each rank recorded, or why it has no record."""
+    """A run that has ended: each rank's record, or the reason that it has none."""
 
     job: Job
     seconds: float
     codes: list[int | None]
     records: list[dict[str, Any]] = field(default_factory=list)
     error: dict[str, Any] | None = None
-    """Of the first rank that failed by itself."""
+    """The error of the first rank that failed by itself."""
     waiting: list[str] = field(default_factory=list)
     """Where each rank was when time ran out."""
 
@@ -67,7 +67,7 @@ class Launcher:
 
     def __init__(self, program: Program, tell: Callable[[str], None] = lambda line: None) -> None:
         self.program, self._tell = program, tell
-        self.patience = 120.0  # seconds in which no rank finishes a batch
+        self.patience = 120.0  # seconds without a finished batch on any rank
         self._cores = max(2, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 2)
         self._free, self._changed, self._is_closing = self._cores, threading.Condition(), False
         self._ended: dict[str, int] = {}
@@ -128,7 +128,7 @@ class Launcher:
         return self._pool.submit(self._run, what, job, killed)
 
     def begin(self, work: Callable[..., list[Run]], *args: Any) -> Future[list[Run]]:
-        """Does work beside that starts several runs, one after the other."""
+        """Runs work in the background that starts several runs, one after the other."""
         return self._pool.submit(work, *args)
 
     def _run(self, what: str, job: Job, killed: Any) -> Run:
@@ -191,7 +191,7 @@ class Launcher:
         return run
 
     def output(self, run: Run) -> str:
-        """What the ranks of a run have written to the terminal."""
+        """The terminal output of a run's ranks."""
         return "\n".join(file.read_text(errors="replace") for file in sorted(Path(run.job.directory).glob("output_*")))
 
     def _code(self, name: str, processes: Sequence[subprocess.Popen[bytes]], rank: int) -> int | None:
@@ -249,7 +249,7 @@ def _users_line(stacks: Path) -> str:
     for file, number, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.read_text()):
         if is_own(file):
             return f"{Path(file).name}:{number}, in {function}"
-    return "the trainer's own code, where it waits for other ranks"
+    return "the trainer's own code, waiting for other ranks"
 
 
 def _is_installed(module: str) -> bool:
@@ -260,7 +260,7 @@ def _is_installed(module: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of this host that nothing listens on, outside of those of outgoing connections."""
+    """A port of this host that nothing listens on, outside those of outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as held, suppress(OSError):

@@ -104,7 +104,7 @@ def load(program: str) -> ModuleType:
         except ModuleNotFoundError as error:
             raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
     refuse(not path.is_file(), f"there is no file {program!r}. Give a Python file, or a module.")
-    sys.path.insert(0, str(path.parent))  # a script may import files beside it
+    sys.path.insert(0, str(path.parent))  # a script may import files next to it
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks for its module there
     spec.loader.exec_module(module)

@@ -44,7 +44,7 @@ class Job:
     ranks: int = 1
     mesh: Mesh = "alone"
     mode: str = ""
-    """What the Probe does besides."""
+    """An additional action of the Probe."""
     steps: int | None = None
     """Optimizer steps of the whole run; None leaves the program's own limits."""
     epoch: int | None = None
@@ -66,7 +66,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
 
     def per_rank(self) -> int | None:
-        """Samples of an optimizer step on one of the ranks that have data of their own."""
+        """Samples of an optimizer step on one data-parallel rank."""
         split = self.ranks if self.mesh in ("replicas", "shards", "hybrid") else 1
         return None if self.batch is None else max(1, self.batch // split)
 
@@ -131,7 +131,7 @@ def _probe(job: Job) -> Any:
 
 
 def live(job: Job, rank: int) -> None:
-    """What a rank does, to the end of its process."""
+    """The work of a rank, to the end of its process."""
     directory = Path(job.directory)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.environ |= job.environment | {"RANK": str(rank)}
@@ -179,7 +179,7 @@ def _run(job: Job, rank: int) -> None:
     program, fit, staged = job.program, BaseTrainer.fit, PipelineParallelMixin.forward_backward
 
     parsed: list[bool] = []  # whether the arguments were read
-    named: list[str] = []  # the class to check, where a script may build others before it
+    named: list[str] = []  # the class to check, since a script may build others before it
 
     def is_checked(kind: type) -> bool:
         return not named or any(part.__name__ == named[0] for part in kind.__mro__)
@@ -204,7 +204,7 @@ def _run(job: Job, rank: int) -> None:
             code = end.code if isinstance(end.code, int) else 1
             probe.finish(trainer)
         if rank == 0:
-            # What the program has imported by now, a server may import once for all runs.
+            # Modules that the program has imported by now; a server may import them once for all runs.
             probe.record["modules"] = sorted(sys.modules)
         probe.record["parses"] = bool(parsed)
         temporary = Path(job.directory) / f"record_{rank}.new"

@@ -31,7 +31,7 @@ from dream_trainer.testing.plain_state import PlainState, hashed, tensor_bytes
 SHOWN = 256
 """Elements of a tensor that are compared by value."""
 NOISE = 16
-"""Units in the last place by which weights are moved to see how far rounding goes."""
+"""Perturbation of weights, in units in the last place, to measure the effect of rounding."""
 _NOTHING = np.zeros(0)
 
 
@@ -296,7 +296,7 @@ def _rates(trainer: Any) -> dict[str, float]:
 
 
 def _samples(batch: Any) -> list[str]:
-    """A digest of each sample of a batch: of the rows of all tensors that have as many as the first."""
+    """A digest of each sample of a batch: of the rows of all tensors with the same number of rows as the first."""
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = len(tensors[0]) if tensors else 0
     alike = [tensor for tensor in tensors if len(tensor) == rows]

@@ -26,14 +26,14 @@ def findings(
     quick: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Finding]:
-    """What holds of the program's trainer, and what does not, one after the other.
+    """Findings about the program's trainer, one after the other.
 
     Args:
         program: The user's program.
         checks: Which of "deterministic", "parity", "resume", "kill", "order", "validation", "schedules" and "cost".
         meshes: Those on which parity is checked: "replicas", "shards", "hybrid", "tensor", "context", "pipeline".
             Default: all that the trainer supports.
-        quick: Whether to leave out what takes longer.
+        quick: Whether to leave out slower checks.
         tell: Called with a line after each run.
 
     Raises:
@@ -67,7 +67,7 @@ def check_trainer(make_trainer: MakeTrainer | str, *, meshes: Sequence[str] | No
         make_trainer: A function of a module that returns a trainer, or "PROGRAM" or "PROGRAM:FUNCTION".
         meshes: Those on which parity is checked: "replicas", "shards", "hybrid", "tensor", "context", "pipeline".
             Default: all that the trainer supports.
-        quick: Whether to leave out what takes longer: four ranks, further places to stop at, SIGTERM.
+        quick: Whether to leave out slower checks: four ranks, further places to stop at, SIGTERM.
 
     Raises:
         TrainerCheckError: Something does not hold; the message has one line for each, and the likely cause.
@@ -85,32 +85,32 @@ def check_trainer(make_trainer: MakeTrainer | str, *, meshes: Sequence[str] | No
 
 
 def check_deterministic(make_trainer: MakeTrainer | str) -> None:
-    """Two equal runs are equal bit for bit; arguments and errors as of `check_trainer`."""
+    """Two equal runs are equal bit for bit; arguments and errors as in `check_trainer`."""
     _check(make_trainer, ("deterministic",), (), quick=True)
 
 
 def check_parity(make_trainer: MakeTrainer | str, *, meshes: Sequence[str] | None = None) -> None:
-    """Ranks and accumulation compute what one process does, to rounding; arguments and errors as of `check_trainer`."""
+    """Ranks and accumulation compute what one process does, to rounding; arguments and errors as in `check_trainer`."""
     _check(make_trainer, ("deterministic", "parity"), meshes, quick=False)
 
 
 def check_resume(make_trainer: MakeTrainer | str, *, quick: bool = False) -> None:
-    """A run that is stopped and resumed is the undisturbed one; arguments and errors as of `check_trainer`."""
+    """A run that is stopped and resumed is the undisturbed one; arguments and errors as in `check_trainer`."""
     _check(make_trainer, ("deterministic", "resume"), None, quick=quick)
 
 
 def check_kill(make_trainer: MakeTrainer | str, *, quick: bool = False) -> None:
-    """A run of which a rank is killed ends as the undisturbed one; arguments and errors as of `check_trainer`."""
+    """A run with a killed rank ends like the undisturbed one; arguments and errors as in `check_trainer`."""
     _check(make_trainer, ("deterministic", "parity", "kill"), None, quick=quick)
 
 
 def check_order(make_trainer: MakeTrainer | str) -> None:
-    """Hashing and the number of workers change nothing; arguments and errors as of `check_trainer`."""
+    """Hashing and the number of workers change nothing; arguments and errors as in `check_trainer`."""
     _check(make_trainer, ("deterministic", "order"), (), quick=False)
 
 
 def check_validation(make_trainer: MakeTrainer | str) -> None:
-    """Validation changes nothing, and its values do not depend on ranks; arguments and errors as of `check_trainer`."""
+    """Validation changes nothing, and its values do not depend on ranks; arguments and errors as in `check_trainer`."""
     _check(make_trainer, ("validation",), None, quick=True)
 
 

@@ -1,4 +1,4 @@
-"""What a trainer is: the abstract interface, the loop, and the mixins."""
+"""Building blocks of a trainer: the abstract interface, the loop, and the mixins."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""AbstractTrainer: the state everybody may read, the registries, and the parts below as one interface.
+"""AbstractTrainer: the readable state, the registries, and the parts below as one interface.
 
-It runs nothing. `BaseTrainer` brings the loop. What has state is an object of its own, under one name.
+It runs nothing. `BaseTrainer` brings the loop. Every part with state is a separate object with one name.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ C = TypeVar("C", bound=Callback)
 
 
 class AbstractTrainer(MixinHooks):
-    """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
+    """The interface of a trainer. Build on `BaseTrainer` or `DreamTrainer`.
 
     Args:
         config: The run's configuration.
-        *args: Handed on to `super()`.
-        **kwargs: Handed on to `super()`.
+        *args: Passed to `super()`.
+        **kwargs: Passed to `super()`.
 
     Raises:
         ConfigError: The config is invalid, or lacks the field of a mixin.
@@ -62,7 +62,7 @@ class AbstractTrainer(MixinHooks):
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config
-        runtime = vars(self)["_runtime"] = build_runtime(self, config)  # which nobody may assign
+        runtime = vars(self)["_runtime"] = build_runtime(self, config)  # cannot be assigned
         hold(config, runtime)
         runtime.recorder = RunRecorder(runtime)
         runtime.events = event_table(runtime, is_main=True)
@@ -112,12 +112,12 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of a whole epoch; None if only the end of the data tells. Known once data is set up."""
+        """Optimizer steps of a whole epoch; None if unknown until the data end. Known once data is set up."""
         return self._runtime.state.steps_per_epoch
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, as configured; what is assigned is used from the next pass over the data on."""
+        """The configured training loader. An assigned loader is used from the next pass over the data."""
         return self._runtime.state.train_dataloader
 
     @train_dataloader.setter
@@ -126,12 +126,12 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def val_dataloaders(self) -> dict[str, Any]:
-        """Validation loaders by name; a single one is named ""."""
+        """Maps names to validation loaders; the name of a single one is ""."""
         return self._runtime.state.val_dataloaders
 
     @property
     def is_padding_batch(self) -> bool:
-        """Whether this validation batch only keeps collectives company and counts for nothing."""
+        """Whether this validation batch only joins collectives and does not count."""
         return self._runtime.state.is_padding_batch
 
     @property
@@ -146,7 +146,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def val_name(self) -> str:
-        """Name of the validation loader at work; "" for a single one."""
+        """Name of the running validation loader; "" for a single one."""
         return self._runtime.state.val_name
 
     @property
@@ -185,22 +185,22 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def accumulation_window(self) -> AccumulationWindow:
-        """What there is to see of the micro-batches between two optimizer steps."""
+        """A view of the micro-batches between two optimizer steps."""
         return AccumulationWindow(self._runtime)
 
     @property
     def steps_per_pass(self) -> int | None:
-        """Optimizer steps of a whole pass over the data; None if only its end tells. An epoch may be shorter."""
+        """Optimizer steps of a whole pass over the data; None if unknown until its end. An epoch may be shorter."""
         return None if self._runtime.data.stream is None else self._runtime.data.stream.steps_per_epoch
 
     @property
     def seconds_waiting_for_data(self) -> float:
-        """Seconds that training has spent loading data, or waiting for what loads it, in this process."""
+        """Seconds that training has spent loading data, or waiting for workers, in this process."""
         return self._runtime.data.feed.seconds_waiting if self._runtime.session.is_ready else 0.0
 
     @property
     def seconds_waiting_by_loader(self) -> Mapping[str, float]:
-        """The same for each of several training loaders, by name; of one loader nothing."""
+        """The same per training loader, keyed by loader name; empty for a single loader."""
         return {} if self._runtime.data.stream is None else self._runtime.data.stream.seconds_by_loader
 
     @property
@@ -211,7 +211,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def seconds_saving(self) -> float:
-        """Seconds that checkpoints have held training up in this process."""
+        """Seconds that training has waited for checkpoints in this process."""
         return self._runtime.saver.seconds
 
     @property
@@ -226,7 +226,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def tokens_before_next_step(self) -> int:
-        """`tokens_seen`, and in a window those of its own: where a schedule by tokens is when `step` steps it."""
+        """`tokens_seen` plus the current window's tokens: the position of a token schedule when `step` steps it."""
         return self._runtime.progress.tokens_seen + self._runtime.window.tokens
 
     @property
@@ -267,7 +267,7 @@ class AbstractTrainer(MixinHooks):
 
     @property
     def run_dir(self) -> Path:
-        """Where this run keeps its files: `<runs_dir>/<project>/<group>/<experiment>`."""
+        """Directory of this run's files: `<runs_dir>/<project>/<group>/<experiment>`."""
         return self._runtime.run_dir
 
     # -- registries
@@ -336,7 +336,7 @@ class AbstractTrainer(MixinHooks):
         """
         return self.callbacks.get(cls)
 
-    # -- what the user calls
+    # -- called by the user
 
     def request_stop(self, reason: str = "requested") -> None:
         """Asks that training end, on all ranks at the same step. Any rank may call it, at any time.
@@ -357,7 +357,7 @@ class AbstractTrainer(MixinHooks):
         set_limits(self._runtime, limits)
 
     def settle(self) -> None:
-        """Looks at the gradient norms not yet looked at; raises, or counts skipped steps, as the policy says.
+        """Checks the gradient norms not yet checked; raises, or counts skipped steps, as the policy says.
 
         Waits for the device. The trainer calls it before a validation, before a save, and at the end.
 
@@ -391,10 +391,10 @@ class AbstractTrainer(MixinHooks):
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Inside, parameters may be changed in place by hand; between windows, on every rank.
+        """Inside, you may change parameters in place; use it between windows, on every rank.
 
-        No checkpoint is still copying them then, and those of sharded models are the shards that the next forward
-        gathers, not what the last one left gathered; also in events, where small models are whole otherwise.
+        No checkpoint is still copying the parameters then. Sharded models show the shards that the next forward will
+        gather, not the last gathered values; also in events, where small models are whole otherwise.
         """
         self._runtime.saver.before_update()
         self._runtime.parallel.reshard()
@@ -409,20 +409,19 @@ class AbstractTrainer(MixinHooks):
         *,
         scope: Literal["shared", "rank", "tensors"] = "shared",
     ) -> None:
-        """Keeps what `save()` gives in every checkpoint under `name`, and calls `load` with it on a resume.
+        """Keeps the result of `save()` in every checkpoint under `name`, and calls `load` with it on a resume.
 
-        For mixins, callbacks and objects that a trainer holds; a trainer's own class may override `state_dict`. Called
-        before the checkpoint is loaded: in `__init__`, a `configure_` method or a callback's `post_setup`, by every
-        rank. `load` is not called where a checkpoint has nothing under this name. Without CheckpointMixin nothing is
-        kept.
+        For mixins, callbacks and objects that a trainer holds; a trainer's own class may override `state_dict`. Every
+        rank calls it before the checkpoint is loaded: in `__init__`, a `configure_` method or the `post_setup` of a
+        callback. `load` is not called if a checkpoint has nothing under this name. Only CheckpointMixin saves anything.
 
         Args:
-            name: Unlike all others of this trainer.
-            save: Gives the state. "shared" and "rank": numbers, strings, small CPU tensors, containers of them.
-                "tensors": a dict of tensors by name, on any device and sharded or not; equal on ranks where they are
-                not. A resume fills them in place.
-            load: Takes it back.
-            scope: "shared": equal on all ranks; "rank": each rank's own, given back on as many ranks laid out alike;
+            name: Unique within this trainer.
+            save: Returns the state. "shared" and "rank": numbers, strings, small CPU tensors, containers of them.
+                "tensors": a dict from names to tensors on any device, either sharded or equal on all ranks. A resume
+                fills them in place.
+            load: Restores it.
+            scope: "shared": equal on all ranks; "rank": each rank's own, restored only on the same rank layout;
                 "tensors": large tensors, on any number of ranks.
 
         Raises:
@@ -431,9 +430,9 @@ class AbstractTrainer(MixinHooks):
         self._runtime.states.register(name, save, load, scope=scope)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.
+        """The precision of steps, for code that calls models outside them: sampling after `fit`, a callback.
 
-        `torch.autocast` under `precision="bf16"` and `"fp16"`, else nothing.
+        `torch.autocast` under `precision="bf16"` and `"fp16"`, otherwise a no-op.
         """
         return autocast(self.config.device_parameters, self.world.device)
 
@@ -442,10 +441,11 @@ class AbstractTrainer(MixinHooks):
         return frozen(*models)
 
     def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Keeps the full weights of sharded `models` on each rank, for forwards that the ranks do not run in step.
+        """Keeps the full weights of sharded `models` on each rank, for forwards that ranks do not run together.
 
-        To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
-        gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
+        For example to generate text, which ends sooner on some ranks than on others; it is also faster, since each
+        forward would gather again. All ranks enter it together, gradients are off inside, and it takes the memory of
+        the full models.
         """
         self.world.refuse_if_forbidden()
         return _both(self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models))

@@ -52,7 +52,7 @@ from dream_trainer.trainer.validation import validate
 class BaseTrainer(AbstractTrainer):
     """The training loop: accumulation, validation, limits, events, and agreement between ranks.
 
-    Alone it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
+    By itself it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
 
     Example:
         ```python
@@ -79,7 +79,7 @@ class BaseTrainer(AbstractTrainer):
     }
     _config_class: ClassVar[type | None] = BaseTrainerConfig
 
-    # -- what the user calls
+    # -- called by the user
 
     @classmethod
     def from_cli(
@@ -88,12 +88,12 @@ class BaseTrainer(AbstractTrainer):
         """Builds the trainer with a config from the command line, as `dream_trainer.parse` reads it.
 
         Args:
-            config: Default values, or a class. None: the class that the trainer's own class names, `config: MyConfig`.
-            args: The arguments; None: those of the program.
+            config: Default values, or a class. None: the class in the trainer's annotation, `config: MyConfig`.
+            args: The arguments. None takes the program's.
 
         Raises:
-            ConfigError: No class of a config is named.
-            SystemExit: As of `parse`.
+            ConfigError: The class statement has no config class.
+            SystemExit: As raised by `parse`.
         """
         from dream_trainer.config.command_line import parse  # loads tyro
 
@@ -117,7 +117,7 @@ class BaseTrainer(AbstractTrainer):
         exception or Ctrl-C that did not end the program, it continues after the last finished step.
 
         Raises:
-            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (see `exit_status`). Not
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (see `exit_status`). Not raised
                 after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or an exception left it in the middle of a step.
             CheckpointError: Another trainer of this process has trained the run on since this one did.
@@ -135,7 +135,7 @@ class BaseTrainer(AbstractTrainer):
             code = exit_status(runtime)
             returns = coordinator.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
-                show(f"interrupted after step {self.global_step}; fit() goes on from there", sys.stderr)
+                show(f"interrupted after step {self.global_step}; fit() continues from there", sys.stderr)
             elif coordinator.ended_by is not None:
                 with coordinator.signals.ending(code):
                     self.close()
@@ -148,7 +148,7 @@ class BaseTrainer(AbstractTrainer):
             start(self._runtime)
 
     def fit_epoch(self) -> None:
-        """Trains to the end of the running epoch, or the next one, whatever the limits; schedules stay as planned."""
+        """Trains to the end of the running epoch, or the next one, regardless of limits; schedules stay as planned."""
         self.launch_and_resume()
         with ending_with_the_epoch(self._runtime):
             self.fit()
@@ -163,8 +163,8 @@ class BaseTrainer(AbstractTrainer):
         micro-batches and ranks, exactly. Never waits for the device.
 
         Args:
-            loss: Scalar; the micro-batch's mean. None: nothing to learn from this batch (one data-parallel rank only).
-            weight: Number of tokens or samples over which the mean was computed; a number or 0-dim tensor.
+            loss: Scalar; the micro-batch's mean. None if this batch trains nothing (one data-parallel rank only).
+            weight: Number of tokens or samples that the mean was computed over; a number or 0-dim tensor.
             model: The model that the weight belongs to, if several models are trained with weights.
 
         Raises:
@@ -188,7 +188,7 @@ class BaseTrainer(AbstractTrainer):
         optimizer may have gradients that it has not stepped.
 
         Args:
-            model: The model for which the window's `backward` calls gave weights.
+            model: The model whose weights the window's `backward` calls gave.
             optimizer: One optimizer, or several that share one gradient norm.
             scheduler: One, or several, stepped after the optimizer, once per optimizer step.
 
@@ -197,7 +197,7 @@ class BaseTrainer(AbstractTrainer):
             None while gradients are accumulated; nothing is logged for a None in the returned dict.
 
         Raises:
-            StepError: Called outside of training, or twice for an optimizer in a micro-batch before the last; or the
+            StepError: Called outside training, or twice for an optimizer in a micro-batch before the last; or the
                 step cannot be exact.
             NonFiniteError: The norm is not finite and the policy says to raise.
         """
@@ -230,7 +230,7 @@ class BaseTrainer(AbstractTrainer):
             self._runtime.optimizer_step.reduce_gradients(optimizers)
 
     def describe(self) -> str:
-        """Prints and returns, as Markdown, the setup order and who listens to which event. Works before launch."""
+        """Prints and returns, as Markdown, the setup order and the listeners of each event. Works before launch."""
         text = describe(self._runtime)
         show(text)
         return text
@@ -385,7 +385,7 @@ class BaseTrainer(AbstractTrainer):
             runtime.world.first_step_is_done()
 
     def _note_what_follows(self, *, stepped: bool) -> None:
-        """Writes down what is to be done after the window just counted, also for a checkpoint of before."""
+        """Records the work due after the window just counted, also for a checkpoint saved before that."""
         runtime = self._runtime
         state, schedule = runtime.window, runtime.schedule
         state.epoch_ends = schedule.epoch_is_over(is_pass_over=runtime.data.feed.is_pass_over)
@@ -404,7 +404,7 @@ class BaseTrainer(AbstractTrainer):
     # -- between two windows: log, validate, end the epoch, save; in this order, on all ranks
 
     def _between_windows(self) -> bool:
-        """Does what follows the window just counted, and returns whether it was the last of the run."""
+        """Does the work after the window just counted, and returns whether it was the last of the run."""
         runtime, progress = self._runtime, self._runtime.progress
         state = runtime.window
         is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + state.epoch_ends)
@@ -416,7 +416,7 @@ class BaseTrainer(AbstractTrainer):
         return False
 
     def _conclude(self, owed: Owed) -> bool:
-        """What follows a window that ends the run or an epoch, or after which a validation is due."""
+        """Finishes a window that ends the run or an epoch, or that a validation follows."""
         runtime, progress = self._runtime, self._runtime.progress
         is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + owed.epoch_ended)
         if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):
@@ -496,7 +496,7 @@ def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
 
 
 def exit_status(runtime: Runtime) -> int:
-    """0 where no signal has ended training; after SIGTERM a collective where a job has several hosts."""
+    """0 if no signal has ended training; after SIGTERM a collective if a job has several hosts."""
     coordinator, world = runtime.coordinator, runtime.world
     number = coordinator.ended_by
     if number is None:
@@ -549,9 +549,9 @@ def watched(runtime: Runtime) -> Iterator[None]:
 
 @contextmanager
 def keeping_state(runtime: Runtime) -> Iterator[None]:
-    """For a `pre_epoch` that is called again where a run goes on within an epoch, to set up what no checkpoint has.
+    """For a `pre_epoch` called again when a run resumes within an epoch, to set up state that no checkpoint has.
 
-    Afterwards what checkpoints have, buffers and random generators are as before.
+    Afterwards checkpointed state, buffers and random generators are as before.
     """
     if not anyone_listens(runtime, "pre_epoch"):
         yield

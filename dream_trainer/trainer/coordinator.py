@@ -1,4 +1,4 @@
-"""Coordinator: what all ranks decide together, such as to stop. All of them learn it at the same time, by the pulse."""
+"""Coordinator: decisions of all ranks together, such as to stop. All learn them at the same time, by the pulse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Timed(Protocol):
 
 
 class Coordinator:
-    """One rank's side of what all ranks decide together, between windows and between validation batches."""
+    """One rank's side of decisions that all ranks make together, between windows and between validation batches."""
 
     def __init__(self, schedule: Schedule, progress: Counters) -> None:
         self._schedule, self._progress = schedule, progress
@@ -39,7 +39,7 @@ class Coordinator:
         self.signals = Signals(self.requests, self._leave_lost_job)  # the signals this process gets
         self.trains = self.stopped = False
         self.stopped_because: str | None = None
-        self.ended_by: signal.Signals | None = None  # the signal because of which they stop, if it is one
+        self.ended_by: signal.Signals | None = None  # the signal that stops training, if any
         self.exchanges = 0  # number of exchanges so far; grows as long as the run continues
 
     def _leave_lost_job(self) -> None:
@@ -56,7 +56,7 @@ class Coordinator:
         self._clocks = 0
 
     def begin_training(self) -> None:
-        """`fit` was called; what ended an earlier call does not count any more."""
+        """`fit` was called: forgets why an earlier call ended."""
         self.trains, self.stopped, self.ended_by = True, False, None
         self.requests.forget_signals()
 
@@ -159,10 +159,10 @@ def refuse_unlike_order(world: World, step: int) -> NoReturn:
             stages += " Or the ranks of a stage have run its blocks in different orders: run the same on each."
         raise StepError(stages)
     raise StepError(
-        f"by step {step} the ranks have run blocks of a sharded model in different orders, or "
-        "backward through different ones, so that what they gathered and reduced was mixed up; no checkpoint has "
-        "that. Run the same blocks on every rank, in the same order, and let the loss depend on each (add "
-        "0 * output.sum() of one that is not wanted); or keep the model whole on each rank (dp_shard=1)."
+        f"by step {step} the ranks have run blocks of a sharded model in different orders, or backward through "
+        "different ones. Their gathers and reductions were mixed up; no checkpoint has that. Run the same blocks on "
+        "every rank, in the same order, and let the loss depend on each (add 0 * output.sum() of unwanted ones), or "
+        "keep the model whole on each rank (dp_shard=1)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Counters: what a run has done so far, as checkpoints keep it; completed windows and epochs are counted here."""
+"""Counters: a run's progress, as checkpoints keep it. Completed windows and epochs are counted here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dream_trainer.errors import StepError
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """What is left to do after the window completed last."""
+    """Work that remains after the last completed window."""
 
     stepped: bool  # whether it counted as an optimizer step
     epoch_ended: bool  # whether the end of its epoch is left to do
@@ -81,7 +81,7 @@ class WindowState:
     sizes: list[int] = field(default_factory=list)  # samples of each of this rank's batches
     samples: int = 0  # the window's samples over all ranks
     tokens: int = 0  # the window's tokens over all ranks, until they are counted
-    flags: Flags = field(default_factory=Flags)  # what all ranks said before it
+    flags: Flags = field(default_factory=Flags)  # the flags that all ranks exchanged before it
     is_accumulating: bool = False  # whether further batches of the window follow the running one
     gradients_sync: bool = True  # whether the next backward reduces gradients over ranks
     first_batch_idx: int = 0  # number of its first batch in the epoch

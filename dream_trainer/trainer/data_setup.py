@@ -103,8 +103,8 @@ def _say_if_workers_keep_old_data(runtime: Runtime) -> None:
         return
     runtime.warn_once(
         "persistent workers",
-        "the training loader's workers persist, with the dataset as it was when they started: what pre_epoch changes "
-        "in it counts only if its length changes too. Give the dataset a set_epoch(epoch), or set "
+        "the training loader's workers persist, with the dataset as it was when they started: changes by pre_epoch "
+        "only count if its length changes too. Give the dataset a set_epoch(epoch), or set "
         "persistent_workers=False.",
     )
 
@@ -220,7 +220,7 @@ def refuse_unlike_turns(loader: Any) -> None:
 
 
 def refuse_one_order_for_both(runtime: Runtime) -> None:
-    """Raises where training and validation read one OrderedDataset: each validation would begin it anew."""
+    """Raises if training and validation share one OrderedDataset: each validation would restart it."""
     assert runtime.data.stream is not None  # just opened
     training = [_order_of(part.reader) for part in runtime.data.stream.parts.values()]
     for name, batches in runtime.data.validation.items():

@@ -1,4 +1,4 @@
-"""What `describe()` shows: the setup order with its reasons, who listens to which event, and the mesh."""
+"""The output of `describe()`: the setup order with its reasons, the listeners of each event, and the mesh."""
 
 from __future__ import annotations
 
@@ -158,19 +158,19 @@ def _spelled(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f", ... {ranks[-1]}" if len(ranks) > 8 else "")
 
 
-# -- Traffic: how many bytes cross the links of a mesh in a step, inside of hosts and between them, by formula.
+# -- Traffic: bytes per step over the links of a mesh, within hosts and between them, by formula.
 #
-# As if every collective were a ring over its ranks, which is what gloo does, and NCCL by default for large tensors
-# inside of a host and over few: over n ranks each sends (n-1)/n of what is gathered or reduced and scattered, and twice
-# that of what is reduced for all. What the ranks agree by, and single numbers such as the norm, are left out.
+# Every collective counts as a ring over its ranks. Gloo uses rings, and NCCL does by default for large tensors within
+# a host and over few hosts. Over n ranks each rank sends (n-1)/n of the bytes that are gathered or reduce-scattered,
+# and twice that of an all-reduce. The pulse and single numbers such as the norm are left out.
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of a step, on average over rounds where LocalSGDMixin has some."""
 
-    by_dimension: dict[str, float]  # what this rank sends; without dimensions that cannot be told
-    inside: float | None  # what the ranks of this host send one another; None if it cannot be told
+    by_dimension: dict[str, float]  # bytes this rank sends; unknown dimensions are left out
+    inside: float | None  # bytes between the ranks of this host; None if unknown
     between: float | None  # what they send to other hosts; None likewise
 
 

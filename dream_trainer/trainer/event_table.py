@@ -21,10 +21,10 @@ _STATE = {"state_dict", "load_state_dict"}
 
 # Where models are whole already; `post_optimizer_step` has shards.
 _IN_STEPS = {"pre_train_batch", "post_train_batch", "post_train_step", "pre_val_batch", "post_val_batch"}
-# Outside of steps, and with models that are real.
+# Outside steps, and with models that are real.
 _BETWEEN_STEPS = {"post_setup", "pre_fit", "pre_epoch", "pre_val_epoch", "post_val_epoch", "post_epoch", "post_fit"}
 
-# What a callback and a trainer's class may both define, in the order in which it happens.
+# Events that both callbacks and trainer classes may define, in the order they happen.
 EVENTS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name in vars(Hooks) and name not in _STATE and not name.startswith("_")
 )
@@ -84,7 +84,7 @@ def _listener(runtime: Runtime, callback: Callback, event: str) -> Listener:
 
     def on_main_process(*args: Any) -> None:
         world = runtime.launched
-        if world is None:  # before launch there is nobody to talk to
+        if world is None:  # before launch there are no other ranks
             method(runtime.hooks, *args)
             return
         # Not a context manager: this runs each step for a progress bar, and one costs more than the bar.
@@ -115,7 +115,7 @@ def event_table(runtime: Runtime, *, is_main: bool) -> Mapping[str, tuple[Listen
 
 
 def describe_events(runtime: Runtime) -> str:
-    """The events somebody listens to as a Markdown table: who, in which order, on which ranks."""
+    """A Markdown table of the events with listeners: each listener, the order, and the ranks."""
     rows = ["| Event | Listener | Order | Ranks |", "| --- | --- | --- | --- |"]
     for event in EVENTS:
         name = event

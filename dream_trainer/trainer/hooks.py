@@ -1,6 +1,6 @@
-"""Hooks: what the user writes, each method declared once as a documented no-op or default.
+"""Hooks: the methods that users write, each declared once as a documented no-op or default.
 
-Mixins give some hooks a default of their own; a user's method always wins.
+Mixins define their own defaults for some hooks; a user's method always wins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """What a trainer's author overrides."""
+    """The methods that a trainer's author overrides."""
 
     # -- setup
 
@@ -77,8 +77,8 @@ class Hooks:
         averages gradients; with `cpu_offload` or split layers by `model_blocks`, then the root."""
 
     def init_weights(self) -> None:
-        """Initialises parameters, seen as full tensors. Default: what the constructors computed, then each module's own
-        `init_weights` or `reset_parameters` where they left something uninitialised."""
+        """Initialises parameters, seen as full tensors. Default: the constructors' values, then each module's own
+        `init_weights` or `reset_parameters` for parameters that are still uninitialised."""
 
     def load_pretrained(self) -> None:
         """Loads weights into the materialised, sharded models. Default: nothing."""
@@ -105,7 +105,7 @@ class Hooks:
         """One micro-batch: forward, `self.backward(loss)`, and at the window's end `self.step(...)`. Required.
 
         Args:
-            batch: What the loader yielded, on the device.
+            batch: The loader's batch, on the device.
             batch_idx: Index of the batch in the epoch.
 
         Returns:
@@ -126,17 +126,17 @@ class Hooks:
         """The batch on `device`. Default: any nested structure, tensors moved.
 
         Called once for each batch, in order. On CUDA it is called for the next micro-batch of a window before this one
-        is trained, on a stream of its own; what is computed there is ready when `training_step` gets it.
+        is trained, on a separate stream; the results are ready when `training_step` gets them.
         """
         return to_device(batch, device)
 
     def batch_size(self, batch: Any) -> int:
-        """Number of samples in a batch of your own loader, on the host. Default: as many as there are graphs
-        (`num_graphs`) or packed sequences, otherwise the first dimension of the first tensor.
+        """Number of samples in a batch of your own loader, on the host. Default: the number of graphs (`num_graphs`) or
+        packed sequences, otherwise the first dimension of the first tensor.
 
         Loaders that the trainer deals to ranks know how many samples they dealt, and it isn't called for their batches
         unless you override it: because `collate_fn` leaves samples out, say. Then it weighs their batches in means, and
-        `samples_seen` still counts what was dealt.
+        `samples_seen` still counts all dealt samples.
 
         Raises:
             DataError: The batch holds no tensor.
@@ -148,28 +148,28 @@ class Hooks:
         none. Called on the host before the batch is moved, so that nothing waits for the device. A tensor of one whole
         number is taken as such.
 
-        Default: numbers of 0 and more in "documents" (packed rows), ones in "attention_mask", or "labels" other than
+        Default: counts entries >= 0 in "documents" (packed rows), ones in "attention_mask", or "labels" other than
         -100, of a dict of CPU tensors; the sum over the batches of several loaders.
         """
         return count_tokens(batch)
 
-    # -- state of the user's own
+    # -- state of the user's
 
     def state_dict(self) -> dict[str, Any]:
         """The user's own state, equal on all ranks: numbers, strings, small CPU tensors, containers of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """The user's state of this rank alone; restored at the same data-parallel layout."""
+        """Your per-rank state; restored at the same data-parallel layout."""
         return {}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `rank_state_dict` gave."""
+        """Restores the result of `rank_state_dict`."""
 
-    # -- events, in the order in which they happen
+    # -- events, in the order they happen
 
     def pre_launch(self) -> None:
         """Before the process group, device and mesh exist."""
@@ -193,7 +193,7 @@ class Hooks:
         """Everything is ready and resumed; training starts."""
 
     def pre_epoch(self) -> None:
-        """An epoch starts, or goes on. In the middle of an epoch, saved state wins over what you set here."""
+        """An epoch starts or resumes. In the middle of an epoch, saved state wins over what you set here."""
 
     def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
         """Before `training_step`; the batch is on the device."""
@@ -228,8 +228,8 @@ class Hooks:
     def post_fit(self) -> None:
         """Training is over, whether by its limits or by a stop request.
 
-        The last checkpoint has been saved: what is changed here is in none, unless `self.save_checkpoint()`
-        follows.
+        The last checkpoint has been saved. Changes made here are in no checkpoint, unless you call
+        `self.save_checkpoint()` afterwards.
         """
 
     def on_exception(self, exc: BaseException) -> None:
@@ -245,8 +245,8 @@ class Hooks:
         """The checkpoint at `path` has been loaded."""
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        """Metrics were reduced over all ranks and passed to the loggers. `step` is theirs: training metrics come a step
         later."""
 
     def teardown(self) -> None:
-        """The trainer closes; release what was opened."""
+        """The trainer closes; release resources."""

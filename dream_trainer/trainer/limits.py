@@ -1,4 +1,4 @@
-"""Limits that change between two calls of `fit`: the run goes on as a restart with the new ones would."""
+"""Limits that change between two calls of `fit`: the run continues like a restart with the new limits."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _build_schedulers_again(runtime: Runtime, ends: str) -> None:
     rates.note_built()
     if runtime.world.is_main:
         logger.warning(
-            "the run now ends at %s: its schedules (%s) were built again for that, and go on from step %d as a restart "
-            "with these limits would.",
+            "the run now ends at %s: its schedules (%s) were rebuilt for that, and continue from step %d like a "
+            "restart with these limits.",
             ends,
             ", ".join(schedulers),
             runtime.progress.global_step,

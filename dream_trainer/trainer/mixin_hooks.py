@@ -31,7 +31,7 @@ class NoRounds:
         return nullcontext()
 
     def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint has of `tensors`, those of models and optimizers by name, and beside them; a collective."""
+        """The tensors to save: `tensors` (models' and optimizers', with names), replaced or extended; a collective."""
         return tensors
 
     def tensors_to_load(self, tensors: dict[str, Tensor], saved: Collection[str], *, is_own: bool) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ _NO_VALUE: Any = object()  # an argument that was not given
 
 
 class MixinHooks(Hooks):
-    """What mixins override."""
+    """The methods that mixins override."""
 
     # Mixins and BaseTrainer name the hooks they cannot do without, and the config class that carries their field.
     _required_hooks: ClassVar[dict[str, str]] = {}
@@ -59,7 +59,7 @@ class MixinHooks(Hooks):
     # Whether the run can be saved, at any time (CheckpointMixin).
     _saves_checkpoints: ClassVar[bool] = False
 
-    # Of the trainer.
+    # The trainer's own.
     _notify: Callable[..., None]
     warn_once: Callable[[str, str], None]
     backward: Callable[..., None]
@@ -82,14 +82,14 @@ class MixinHooks(Hooks):
         """Models, data and optimizers are ready; loggers and checkpoints open here."""
 
     def _resume(self) -> None:
-        """Loads the newest checkpoint, if the config says so."""
+        """Loads the newest checkpoint, if the config asks for it."""
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """What is called with each batch and its index instead of `step`, a training or validation step."""
+        """Wraps `step`, a training or validation step; the result is called with each batch and its index."""
         return step
 
     def _outside_forward(self) -> AbstractContextManager[None]:
-        """What `step` runs inside; a mixin whose mode is on in the steps leaves it there."""
+        """Context that `step` runs in; a mixin with a mode in steps leaves it there."""
         return nullcontext()
 
     def _log_step(self, result: dict[str, Any], weight: Any) -> None:
@@ -106,10 +106,10 @@ class MixinHooks(Hooks):
         ends, which may be found out only after the window's validation."""
 
     def _land(self, *, is_last: bool) -> None:
-        """Loggers write what is on its way to them."""
+        """Makes loggers write values in flight."""
 
     def _tell_times(self, words: str) -> None:
-        """On rank 0, where a run ends: what its time went to, in one line."""
+        """On rank 0, at the end of a run: its time by activity, in one line."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""
@@ -127,7 +127,7 @@ class MixinHooks(Hooks):
         return []
 
     def _metrics_of_training(self) -> dict[str, Any]:
-        """The metrics that training has updated on this rank, by name; a checkpoint keeps their state."""
+        """Maps names to the metrics that training has updated on this rank; a checkpoint keeps their state."""
         return {}
 
     def _best_modes(self) -> dict[str, Mode]:
@@ -135,10 +135,10 @@ class MixinHooks(Hooks):
         return {}
 
     def _save_was_lost(self) -> None:
-        """The save begun last did not get to the disk, and nobody has its state."""
+        """The last save did not reach the disk, and its state is lost."""
 
     def _close(self) -> None:
-        """Releases what the mixins opened."""
+        """Releases the mixins' resources."""
 
     # -- what training code calls; of models in stages a mixin does it in another way
 
@@ -153,13 +153,13 @@ class MixinHooks(Hooks):
     ) -> Tensor:
         """The loss of a batch, and its gradients: `loss = loss_fn(model(*inputs), targets)`, then `backward(loss)`.
 
-        Of a model in stages a batch's micro-batches go through these there and back, and the same `training_step`
-        serves both. In a validation, or under `torch.no_grad()`, it is the loss alone.
+        With a model in stages, a batch's micro-batches pass through them forward and backward, and the same
+        `training_step` serves both. In a validation, or under `torch.no_grad()`, it only computes the loss.
 
         Args:
             model: Called with `inputs`.
             inputs: Positional arguments; in stages every tensor in them is cut along its first dimension.
-            targets: What else the loss needs; cut alike.
+            targets: Other inputs of the loss; cut the same way.
             loss_fn: Gives the mean loss, a scalar, of outputs and targets.
             weight: Over how many tokens or samples that is the mean, as `backward` takes it: a number, or a function of
                 targets, which stages ask for each micro-batch and need.
@@ -190,19 +190,19 @@ class MixinHooks(Hooks):
         flush.
 
         Nothing waits for the device. Ranks need not log the same names. A tensor that you will change in place
-        afterwards is to be logged as its `clone()`.
+        afterwards must be logged as its `clone()`.
 
         Args:
-            name: As the loggers will show it. In validation `val/` (and the loader's name) is put before it, if it is
-                not there; not in `post_val_epoch` and `post_epoch`, whose values are a line of their own at the step of
-                the validation's or the epoch's end. Or values by their names, nested ones as `outer/inner`.
+            name: Shown by the loggers. In validation `val/` (and the loader's name) is prepended if missing, except in
+                `post_val_epoch` and `post_epoch`, whose values form a separate line at the step where the validation or
+                the epoch ends. You can also pass a dict of values; nested ones become `outer/inner`.
             value: A number or a tensor of one element. None, such as of a `step` that waits, is passed over.
             weight: Weight in the mean; zero counts for nothing under any reduction. Default: the micro-batch's backward
                 weight if it has one, otherwise its batch size; 1 before the first batch.
             reduce: "mean", "sum", "min", "max" or "last" (on the highest rank that logged it).
 
         Raises:
-            TypeError: The value is not a scalar, or there is one beside a dict.
+            TypeError: The value is not a scalar, or both a dict and a value are given.
             ValueError: The name belongs to the stamp of a line, or had another reduction before.
         """
         for option in unknown:
@@ -240,9 +240,9 @@ class MixinHooks(Hooks):
 
         Args:
             name: As the loggers will show it.
-            image: One of Pillow's, or a tensor or array `[channels, height, width]` of 1, 3 or 4 channels, or
-                `[height, width]`, on any device: floating point from 0 to 1, uint8 from 0 to 255, or bool.
-            caption: Text beside the image, where the logger can show it.
+            image: A Pillow image, or a tensor or array `[channels, height, width]` of 1, 3 or 4 channels, or
+                `[height, width]`. Any device. Floating point from 0 to 1, uint8 from 0 to 255, or bool.
+            caption: Text for the image, if the logger can show it.
         """
         self.log_images(name, [image], [caption])
 
@@ -255,9 +255,9 @@ class MixinHooks(Hooks):
 
         Args:
             name: As the loggers will show it.
-            images: Images of Pillow's, or tensors or arrays `[channels, height, width]` of 1, 3 or 4 channels, or
-                `[height, width]`, on any device: floating point from 0 to 1 (values beyond are clamped, with one
-                warning; NaN is 0), uint8 from 0 to 255, or bool, where True is white. Other integers are an error.
+            images: Pillow images, or tensors or arrays `[channels, height, width]` of 1, 3 or 4 channels, or
+                `[height, width]`. Any device. Floating point from 0 to 1 (values beyond are clamped, with one
+                warning; NaN is 0), uint8 from 0 to 255, or bool (True is white). Other integers raise an error.
             captions: One text for each image, or None for it; where the logger can show them.
 
         Raises:
@@ -271,14 +271,14 @@ class MixinHooks(Hooks):
     def log_image_grid(
         self, name: str, images: Iterable[Any], *, columns: int | None = None, caption: str | None = None
     ) -> None:
-        """Logs images beside and below each other as a single one, as `log_images` does.
+        """Logs images as a grid in a single image, as `log_images` does.
 
         Args:
             name: As the loggers will show it.
             images: `[n, channels, height, width]`, or single ones as in `log_images`. Smaller ones lie in the upper
-                left of their cells; grey ones become colour beside others.
-            columns: How many are beside each other; None for as near to a square as `n` allows.
-            caption: Text of the whole, where the logger can show it.
+                left of their cells; grey ones become colour in a grid with colour images.
+            columns: Images per row; None makes the grid as near to a square as `n` allows.
+            caption: Text for the grid, if the logger can show it.
 
         Raises:
             ValueError: A shape is not that of an image, some have an alpha channel and some do not, or there is no
@@ -367,7 +367,7 @@ _ELSEWHERE = {
 
 
 def unlogged(step: str, result: Mapping[str, Any]) -> str | None:
-    """The warning of a `step` that logged nothing though its result has a tensor of several elements; else None."""
+    """The warning of a `step` that logged nothing though its result has a tensor of several elements, or None."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.numel() > 1:
             return (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Build:
-    """What one stage leaves to later ones."""
+    """Results that one stage passes to later ones."""
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Build:
 
 
 def verified_against_now(runtime: Runtime) -> Verification | None:
-    """Of models with what they are now, in one piece, where ranks will share that."""
+    """Verifies models against their present form, in one piece, if ranks will split it."""
     from dream_trainer.parallel.verify import Verification, is_verifiable
 
     devices: DeviceParameters = runtime.config.device_parameters
@@ -71,7 +71,7 @@ def axis_setup(runtime: Runtime, build: Build) -> AxisSetup:
 
 
 def sharding_keywords(runtime: Runtime) -> dict[str, Any]:
-    """Keyword arguments of `fully_shard` beside the mesh."""
+    """Keyword arguments of `fully_shard` except the mesh."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     # A stage is gathered once for all micro-batches of a batch: given back between them, some schedules' gradients are

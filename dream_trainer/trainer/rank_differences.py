@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks: config, modules, data, optimizers and state."""
+"""Finds differences in what must be equal on all ranks: config, modules, data, optimizers and state."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def agree_on_data(runtime: Runtime) -> int | None:
     data_of_ranks = world.all_gather_object((_data_facts(runtime, readers), stream.steps_per_epoch, probed(known)))
     refuse(
         told_differences({rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)}),
-        "The trainer deals one dataset to all ranks: give each the whole of it, with the same options (it may have "
-        "been split by rank already), or wrap a loader over this rank's part in PerRankLoader.",
+        "The trainer deals one dataset to all ranks: give each the whole of it, with the same options. If it was "
+        "already split by rank, wrap a loader over this rank's part in PerRankLoader.",
     )
     _refuse_other_samples(runtime, known, [summaries for _, _, summaries in data_of_ranks])
     steps = [count for _, count, _ in data_of_ranks]
@@ -221,7 +221,7 @@ def warn_of_different_buffers(runtime: Runtime) -> None:
 
 
 def say_what_only_rank_0_keeps(runtime: Runtime, digests: Mapping[str, str]) -> None:
-    """Compares state of which a checkpoint has rank 0's alone; a collective. The difference may be meant."""
+    """Compares state that a checkpoint only saves from rank 0; a collective. A difference may be intended."""
     first, *others = runtime.world.all_gather_object(digests)
     lost = {name for digests in others for name, digest in digests.items() if first.get(name) != digest}
     if lost:

@@ -96,8 +96,8 @@ class Registry:
                 former = former_name(parameter)
                 if former is not None:
                     raise HookError(
-                        f"self.{name} updates {former} as it was before it was sharded, which is not "
-                        "trained. Collect parameters in configure_optimizers(), where they are the ones that train."
+                        f"self.{name} updates {former} as it was before it was sharded, and that is not trained. "
+                        "Collect parameters in configure_optimizers(), which gets the trained ones."
                     )
                 raise HookError(
                     f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model of "
@@ -129,7 +129,7 @@ class Registry:
             given = next((f"self.{name}" for name, one in models.items() if one is model), type(model).__name__)
             trained = " and ".join(f"self.{name}" for name in updated)
             raise StepError(
-                f"step() was given {given}, and an optimizer that updates {trained} alone. Pass the model and the "
+                f"step() was given {given}, and an optimizer that only updates {trained}. Pass the model and the "
                 "optimizer that belong together."
             )
 
@@ -147,7 +147,7 @@ class Registry:
                 _refuse_hidden_modules(name, value)
 
     def _named_by_type(self, kinds: Any) -> dict[str, Any]:
-        """What is of `kinds`, by its first name: what is reachable by two names is one thing, saved once."""
+        """Objects of `kinds`, keyed by first name: an object with two names is one object, saved once."""
         named: dict[str, Any] = {}
         for name, value in self._all_by_type(kinds).items():
             if not any(value is other for other in named.values()):
@@ -198,6 +198,6 @@ def refuse_returned(hook: str, attribute: str, returned: object) -> None:
     """Raises HookError if a hook that assigns to the trainer returned something, as other trainers' hooks do."""
     if returned is not None:
         raise HookError(
-            f"{hook} returned {type(returned).__name__}, and what it returns is not looked at. Assign it to the "
+            f"{hook} returned {type(returned).__name__}, and its return value is ignored. Assign it to the "
             f"trainer: {attribute} = ..."
         )

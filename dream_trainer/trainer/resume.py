@@ -34,7 +34,7 @@ Load = Callable[[Manifest, BranchParameters], None]
 
 
 def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load) -> bool:
-    """Loads what `parameters.resume` asks for, and returns whether there was something; every rank calls it."""
+    """Loads the checkpoint of `parameters.resume`, and returns whether there was one; every rank calls it."""
     if world.is_main:
         recover_replaced(root)
     asked = parameters.resume
@@ -44,8 +44,8 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     parent = newest.parent if newest else None
     if parameters.branch != ALL_KEPT and parent is None:
         raise ConfigError(
-            f"branch={parameters.branch} says what goes along from another run's checkpoint, and resume={asked!r} "
-            "names none. Set resume=<its path>."
+            f"branch={parameters.branch} says what to take over from another run's checkpoint, and resume={asked!r} "
+            "is not the path of one. Set resume=<its path>."
         )
     if asked is None:
         count = world.broadcast_object(len(finished_directories(root)) if world.is_main else 0)
@@ -90,7 +90,7 @@ def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, 
 def _branch(
     asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load
 ) -> bool:
-    """Begins from the checkpoint at a path; a run that has begun there already goes on from its own newest."""
+    """Begins from the checkpoint at a path; a run that already began there resumes from its own newest."""
     place = absolute(as_path(asked))
     parent = newest.parent if newest else None
     if parent is not None and world.broadcast_object(began_at(parent, place) if world.is_main else None):
@@ -114,7 +114,7 @@ def _branch(
         raise ConfigError(
             f"resume={asked!r} is another run's, and {root} has checkpoints up to step {newest.step}, and began "
             f"{'from ' + parent['checkpoint'] if parent else 'at step 0'}. Use another experiment name, or "
-            'resume="auto" to go on with this one.'
+            'resume="auto" to continue this one.'
         )
     if branch != ALL_KEPT and is_own:
         raise ConfigError(
@@ -204,7 +204,7 @@ def changed_fields(manifest: Manifest, config: BaseTrainerConfig) -> list[str]:
 
 @contextmanager
 def naming_what_changed(manifest: Manifest, runtime: Runtime) -> Iterator[None]:
-    """What does not fit is often what the config builds otherwise."""
+    """Mismatched state often comes from a changed config, so the error lists the changes."""
     try:
         yield
     except DamagedCheckpointError:
@@ -229,7 +229,7 @@ def refuse_other_run(runtime: Runtime, shared: dict[str, Any], path: Path, *, is
 
 def _other_way(runtime: Runtime, name: str, value: Any, is_own: bool) -> str:
     if not is_own:
-        return 'let this run have data of its own: branch=BranchParameters(data="new").'
+        return 'let this run start its own data: branch=BranchParameters(data="new").'
     other = f"{runtime.config.experiment}-{name.replace('_', '-')}-{value}"
     to_begin = ANOTHER_RUN.format(words='data="new"')
     return f"take another name, such as experiment={other!r}: {to_begin}."

@@ -1,4 +1,4 @@
-"""Learning rates, and other options of optimizers, where a run goes on from a checkpoint.
+"""Learning rates and other optimizer options when a run resumes from a checkpoint.
 
 A LambdaLR follows this config. Every other scheduler loads its whole state, arguments such as T_max included.
 """
@@ -41,7 +41,7 @@ class KeptOption(NamedTuple):
     group: int
     option: str
     config: Any  # this config's value
-    trained: Any  # the checkpoint's value, which goes on
+    trained: Any  # the checkpoint's value, which stays in use
 
 
 class ResumedRates:
@@ -71,7 +71,7 @@ class ResumedRates:
             self._scheduled.setdefault(optimizer, [_without_parameters(group) for group in optimizer.param_groups])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint contains beside the states of optimizers and schedulers."""
+        """The part of a checkpoint that is in no state of an optimizer or scheduler."""
         schedulers = self._schedulers()
         return {
             "rate_caps": {name: self._caps[one] for name, one in schedulers.items() if one in self._caps},
@@ -90,7 +90,7 @@ class ResumedRates:
         return [options.get("lr", group.get("initial_lr", group["lr"])) for group, options in pairs]
 
     def refuse(self, shared: Mapping[str, Any], branch: BranchParameters) -> None:
-        """Refuses, before weights are loaded, what schedulers cannot take of a checkpoint."""
+        """Raises, before weights are loaded, if schedulers cannot load the checkpoint's state."""
         if branch.schedule != "new":
             self._refuse_other_classes(shared)
         if branch.schedule == "new" and branch.optimizer == "keep":
@@ -124,14 +124,14 @@ class ResumedRates:
             if rates and rates != built_for and not isinstance(scheduler, LambdaLR | ReduceLROnPlateau):
                 raise ConfigError(
                     f"{name} ({type(scheduler).__name__}) is built for this config's learning rate {built_for[0]}, and "
-                    f'the checkpoint\'s {rates[0]} goes on. Configure that rate, use branch.optimizer="moments", or a '
-                    "LambdaLR, as build_schedule makes."
+                    f'the checkpoint\'s {rates[0]} stays in use. Configure that rate, use branch.optimizer="moments", '
+                    "or a LambdaLR, as build_schedule makes."
                 )
 
     def restore(
         self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int
     ) -> tuple[list[str], list[KeptOption]]:
-        """Restores schedulers and rates after the optimizers' state; returns warnings and options that go on."""
+        """Restores schedulers and rates after the optimizers' state; returns warnings and the kept options."""
         schedulers, saved = self._schedulers(), shared["schedulers"]
         if branch.schedule != "new" and set(schedulers) != set(saved):
             raise CheckpointError(
@@ -164,8 +164,8 @@ class ResumedRates:
             if changed:
                 anew = ANOTHER_RUN.format(words='schedule="new"')
                 warned.append(
-                    f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's goes "
-                    f"on. To use this config's, {anew}."
+                    f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's stays "
+                    f"in use. To use this config's, {anew}."
                 )
         return warned
 
@@ -189,10 +189,10 @@ class ResumedRates:
                 self._cap(scheduler, [cap if climb else math.inf for cap, climb in zip(factors, climbs, strict=True)])
         elif any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs):
             warned.append(
-                f"{name} has another form than in the checkpoint, as for another total_steps: at step "
-                f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}, and the new form, which "
-                f"holds from the next step on, by {now[0]:.4g}. A run of another name that begins there with "
-                'branch=BranchParameters(schedule="extend") does not climb back.'
+                f"{name} has another form than in the checkpoint, as for another total_steps. At step "
+                f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}. The new form, which "
+                f"holds from the next step on, multiplies it by {now[0]:.4g}. A run of another name that begins there "
+                'with branch=BranchParameters(schedule="extend") does not climb back.'
             )
         if branch.optimizer != "keep":
             _rebase(scheduler, bases)
@@ -274,7 +274,7 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def _options_in_words(kept: Sequence[KeptOption], anew: str) -> list[str]:
     alike: dict[tuple[str, str], list[int]] = {}
     for one in kept:
-        options = f"{one.option}={one.config}, and the checkpoint's {one.trained} goes on"
+        options = f"{one.option}={one.config}, and the checkpoint's {one.trained} stays in use"
         alike.setdefault((one.optimizer, options), []).append(one.group)
     return [
         f"{optimizer}: this config has {options} ({'group' if len(groups) == 1 else 'groups'} "
@@ -323,7 +323,7 @@ def _at_most(form: Callable[[int], float], cap: float) -> Callable[[int], float]
 
 
 def _rebase(scheduler: LambdaLR, bases: Sequence[Any]) -> None:
-    """The scheduler goes on at its step, from these rates."""
+    """Moves the scheduler to these rates, at its present step."""
     scheduler.base_lrs = list(bases)
     rates = []
     for group, base, form in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):

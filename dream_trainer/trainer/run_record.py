@@ -1,4 +1,4 @@
-"""`run.json`: what a run says about itself: how far it is, how it goes, why it ended.
+"""`run.json`: a run's own record: its progress, its state, and why it ended.
 
 RunRecorder writes it; `dream-trainer runs` reads it.
 """
@@ -48,7 +48,7 @@ PARTS = {
     "starting": "starting up",
     "idle": "idle between starts",
 }
-"""The parts of a run's time, and what they are called."""
+"""The parts of a run's time, with their labels."""
 
 
 @dataclass(kw_only=True)
@@ -90,7 +90,7 @@ class Start:
         again = 0.0
         if following is not None and following.first_step < self.last_step:
             again = max(self.seen - self.reached(following.first_step), 0.0)
-        # What is trained again later is all of the loop's time since then, in equal shares of its parts.
+        # Steps trained again later take all of the loop's time since then, in equal shares of its parts.
         stays = 1 - min(again, looped) / looped if looped else 1.0
         idle = 0.0 if following is None else max(following.began - self.seen, 0.0)
         spent = {name: seconds * stays for name, seconds in spent.items()}
@@ -99,7 +99,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Where the time of a run went."""
+    """How a run spent its time."""
 
     seconds: dict[str, float]  # by part, as in PARTS
     starts: int
@@ -111,7 +111,7 @@ class Receipt:
 
     @property
     def goodput(self) -> float:
-        """The share of it in which steps were trained that are in the final weights."""
+        """The share of the time spent on steps that are in the final weights."""
         return self.seconds["training"] / self.total if self.total else 0.0
 
     def words(self) -> str:
@@ -123,7 +123,7 @@ class Receipt:
 
 
 def receipt(starts: Sequence[dict[str, Any]]) -> Receipt | None:
-    """Of what `run.json` has of each start; None without any, as of a version that kept none."""
+    """From the entries of each start in `run.json`; None without any, as in files of older versions."""
     known = [Start.of(start) for start in starts]
     seconds = dict.fromkeys(PARTS, 0.0)
     for start, following in zip_longest(known, known[1:]):
@@ -155,17 +155,17 @@ RunState = Literal["running", "stopped", "finished", "failed"]
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """A run at the last moment at which it wrote this down: its start, a validation, a checkpoint, its end."""
+    """A run when it last wrote this record: its start, a validation, a checkpoint, or its end."""
 
     state: RunState = "running"
     """"stopped": asked to, by code, a signal or `max_time`, before its limits; "finished": it reached them."""
     why: str | None = None  # why it was stopped, or the line of the exception that it failed with
-    failed_rank: int | None = None  # of a failed run: the rank whose failure came first; None where nobody knows it
+    failed_rank: int | None = None  # the rank that failed first; None if unknown
     error: str | None = None
-    """Of a failed run: the exception with all that it says, its place, and the calls that led there."""
+    """For a failed run: the full exception, its place, and the calls that led there."""
     started: float = 0.0  # when it was first started, in seconds since 1970
     seen: float = 0.0  # when this was written
-    starts: int = 0  # how often training was started or went on in a new process
+    starts: int = 0  # how often training started or resumed in a new process
     times: list[dict[str, Any]] = field(default_factory=list)
     """Of each of these starts what its time went to (above)."""
     step: int = 0  # optimizer steps completed
@@ -174,11 +174,11 @@ class RunRecord:
     seconds: float = 0.0  # of training, all processes together
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     best: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
+    """For each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
     parent: dict[str, Any] | None = None
-    """Of a branch: the `checkpoint` that it began from, its `step`, and what went along."""
+    """For a fork: the `checkpoint` that it began from, its `step`, and the state it took over."""
     resumed_from: str | None = None
-    """The checkpoint that the last process went on from: the run's, another run's, or one in a `local_directory`."""
+    """The checkpoint that the last process resumed from: the run's, another run's, or one in a `local_directory`."""
     kept_options: list[dict[str, Any]] = field(default_factory=list)
     """Options that a checkpoint set against the config, as dicts of `KeptOption`."""
     argv: list[str] = field(default_factory=list)  # how the last process was started
@@ -187,7 +187,7 @@ class RunRecord:
     world_size: int = 1  # number of ranks
     versions: dict[str, str] = field(default_factory=dict)  # of torch and dream_trainer
     code: dict[str, str] = field(default_factory=dict)
-    """Digests of the user's own modules, as the last process found them, by their files' paths from where it ran."""
+    """Digests of the user's modules, as the last process found them, by their files' paths from where it ran."""
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
@@ -237,7 +237,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def trained_fields(config: Mapping[str, Any], record: RunRecord | None) -> dict[str, Any]:
-    """The config's fields by dotted names; an option from a checkpoint is shown beside it: `0.003 (trained 0.01)`."""
+    """The config's fields by dotted names; a checkpoint's differing option follows: `0.003 (trained 0.01)`."""
     values = dict(leaves(config))
     if record is None:
         return values
@@ -290,7 +290,7 @@ class ListedRun:
 
 
 def run_directories(root: Path) -> list[Path]:
-    """The directories at or below `root` that a run has written to; runs inside of a run are not searched."""
+    """The directories at or below `root` that a run has written to; runs inside a run are not searched."""
     found = []
     for place, directories, files in os.walk(root, followlinks=True):
         path = Path(place)
@@ -365,7 +365,7 @@ class RunRecorder:
         self._has_directory = self._is_new = False
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
-        """What is called at `event` on this rank: ranks other than 0 write of their failures alone."""
+        """Functions to call at `event` on this rank: ranks other than 0 only write about their failures."""
         if self._runtime.config.training_parameters.fast_dev_run:
             return ()
         if event == "on_exception":
@@ -426,8 +426,8 @@ class RunRecorder:
         if changed:
             self._runtime.warn_once(
                 "code",
-                f"the run goes on from step {self._runtime.progress.global_step} with other code than it was started "
-                f"with last: {listed(changed, 5)}.",
+                f"the run resumes at step {self._runtime.progress.global_step} with other code than its last start: "
+                f"{listed(changed, 5)}.",
             )
 
     def _best_before(self, before: RunRecord) -> dict[str, dict[str, Any]]:
@@ -517,13 +517,12 @@ class RunRecorder:
         if is_consequence:
             record.failed_rank, rank = None, f"a rank is gone that said nothing: {rank}"
         self._write("failed", rank + in_a_line(exc))
-        gone = (
-            _gone(runtime.world.world_size) if is_consequence else {}
-        )  # it takes a while, so something is told before
+        # This takes a while, so a message comes first.
+        gone = _gone(runtime.world.world_size) if is_consequence else {}
         if gone:
             record.failed_rank = next(iter(gone))
             named = ", ".join(f"rank {number} ({process})" for number, process in gone.items())
-            self._write("failed", f"{named} is gone without a word: killed (out of memory?), or ended by native code")
+            self._write("failed", f"{named} is gone without an error: killed (out of memory?), or ended by native code")
 
     def _write(self, state: RunState, why: str | None = None) -> None:
         record, progress = self._record, self._runtime.progress
@@ -560,7 +559,7 @@ class RunRecorder:
 
 
 def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
-    """What went before in the run; its last start may have died, and left no more than lines in the log."""
+    """Times of the run's earlier starts; the last one may have died and only left lines in the log."""
     record = read_record(run_dir)
     if record is None or not record.times:
         return []
@@ -571,7 +570,7 @@ def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _gone(world_size: int) -> dict[int, str]:
-    """The ranks on this host whose processes have ended, each with which process it was."""
+    """The ranks on this host whose processes have ended, each with the name of its process."""
     store = job_store()
     try:
         return {} if store is None else dead_ranks(store, world_size)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class State:
-    """What everybody may read of a trainer: its properties of the same names."""
+    """The public, readable state of a trainer: its properties of the same names."""
 
     accumulation_steps: int
     total_steps: int | None = None
@@ -80,7 +80,7 @@ class RunOrigin:
 
 
 class RunsRecord(Protocol):
-    """What the loop asks of trainer/run_record.py."""
+    """The loop's interface to trainer/run_record.py."""
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]: ...
 
@@ -109,12 +109,12 @@ class Runtime:
     events: Mapping[str, tuple[Callable[..., None], ...]] = field(init=False)  # of this rank, once it is known
     # From launch on
     launched: World | None = None
-    # From setup on; mixins put others in place of these
+    # From setup on; mixins replace these
     accumulation: Accumulation = field(init=False)
     optimizer_step: OptimizerStep = field(init=False)
     prefetcher: Prefetcher = field(init=False)
     unloaded_bases: UnloadedBases = field(default_factory=UnloadedBases)
-    states: StateRegistry = field(init=False)  # what checkpoints keep beside weights, optimizers and data
+    states: StateRegistry = field(init=False)  # checkpointed state other than weights, optimizers and data
     saver: Saving = field(default_factory=Saving)
     rounds: NoRounds = field(default_factory=NoRounds)
     workers: int | Literal["hosts"] = 1  # groups of ranks that step on their own
@@ -138,7 +138,7 @@ class Runtime:
 
 
 def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
-    """Of a trainer that was just constructed; what needs ranks joins at launch and setup (trainer/session.py)."""
+    """For a newly constructed trainer; parts that need ranks join at launch and setup (trainer/session.py)."""
     progress, registry, parameters = Counters(), Registry(vars(hooks)), config.training_parameters
     schedule = Schedule(parameters, progress)
     runtime = Runtime(

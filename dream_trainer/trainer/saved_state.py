@@ -1,7 +1,7 @@
 """Everything that a checkpoint contains of a trainer: `snapshot` collects it from its owners, `restore` gives it back.
 
 It is shared by all ranks, of one rank (random states, differing tensors), or tensors, sharded as they are. They are
-restored on any mesh: tensors first, then what all ranks hold alike, then what each holds of its own; random states are
+restored on any mesh: tensors first, then state that all ranks share, then each rank's own state; random states are
 the last.
 """
 
@@ -112,7 +112,7 @@ def snapshot(
     warn_of_different_buffers(runtime)
     differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
-        made_for_this = {name for name, tensor in tensors.items() if own.get(name) is not tensor}  # nobody keeps them
+        made_for_this = {name for name, tensor in tensors.items() if own.get(name) is not tensor}  # temporary
         tensors = copies.copy(tensors, at_once=model_buffers(models).keys() | made_for_this)
     return Snapshot(
         step=step,
@@ -132,7 +132,7 @@ def snapshot(
 
 
 def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """What DCP writes, the rest of the optimizers' state, and what of that is this rank's own; a collective."""
+    """Tensors for DCP, the rest of the optimizers' state, and this rank's own part of that; a collective."""
     models = runtime.registry.models()
     tensors, fqns = model_tensors(models), parameter_fqns(models)
     optimizers: dict[str, Any] = {}
@@ -161,25 +161,25 @@ def _extra_state(runtime: Runtime) -> dict[str, dict[str, Any]]:
 
 
 def kept_name(optimizer: str, worker: int) -> str:
-    """Under which name a checkpoint has an optimizer's state; each worker (LocalSGDMixin) has one of its own."""
+    """Name of an optimizer's state in a checkpoint; each worker (LocalSGDMixin) has a separate one."""
     return optimizer if worker == 0 else f"workers.{worker}.{optimizer}"
 
 
 def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world: World) -> dict[str, dict[str, str]]:
-    """What a checkpoint has instead of each of these parameters."""
+    """The entries that stand for omitted parameters in a checkpoint."""
     about = {name: {"digest": digest} for name, digest in digests.items()}
     for name, parameter in model_parameters(models).items():
         origin = origin_of(parameter) if name in about else None
         if origin is not None:
             about[name] |= origin._asdict()
-    if world.stages > 1:  # each knows of its own
+    if world.stages > 1:  # each stage only knows its own parameters
         for of_rank in world.all_gather_object(about):
             about = {name: known | about[name] for name, known in of_rank.items()}
     return about
 
 
 def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | None) -> Callable[[], None]:
-    """What to run in the background after the first step, to speed up the first save; a collective."""
+    """Returns work to run in the background after the first step, to speed up the first save; a collective."""
     everything, _, _ = _tensors(runtime)
     passed_over = frozenset() if frozen is None else frozen.names
     tensors = {name: tensor for name, tensor in everything.items() if name not in passed_over}
@@ -193,7 +193,7 @@ def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | No
 
 
 def _digests(runtime: Runtime, plain: Mapping[str, Any]) -> dict[str, str]:
-    """Of state of which rank 0's is saved, and which the user's code gives or moves, by what it is called."""
+    """Digests of the user's state that is only saved from rank 0, keyed by its source."""
     if runtime.world.world_size == 1:
         return {}
     states = {"state_dict()": plain["user"]}
@@ -223,7 +223,7 @@ def check(runtime: Runtime, *, saves: bool) -> None:
 def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: BranchParameters | None = None) -> None:
     """Restores a checkpoint's state on any mesh and world size; a collective.
 
-    `begins` says what goes along from another run's checkpoint. At another layout ranks are seeded again."""
+    `begins` says what is taken over from another run's checkpoint. At another layout ranks are seeded again."""
     path, world, branch = manifest.path, runtime.world, begins or ALL_KEPT
     load = partial(on_all_ranks, world, f"load {path}")
     shared: dict[str, Any] = load(lambda: read_shared(path))
@@ -268,7 +268,7 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
     of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
     with naming_what_changed(manifest, runtime):
         tensors = load(prepare)
-        replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
+        replaced = [name for name in model_tensors(models) if name not in tensors]  # by each worker's own tensors
         optional = (CALLBACK_PREFIX, REGISTERED_PREFIX, RANK_PREFIX, *of_optimizers, *of_another_run, *replaced)
         load_tensors(path, tensors, world=world, optional_prefix=optional)
     load(lambda: [finish() for finish in finishing])
@@ -284,11 +284,11 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
 
 
 def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:
-    """How many workers (LocalSGDMixin) wrote the checkpoint; from the state of one, each goes on."""
+    """Number of workers (LocalSGDMixin) that wrote the checkpoint; all workers can resume from that of one."""
     saved: int = shared.get("workers", 1)
     if saved not in (1, workers) and branch.optimizer != "new":
         raise CheckpointError(
-            f"{path} was written by workers={saved}, whose optimizers have states of their own (LocalSGDMixin), and "
+            f"{path} was written by workers={saved}, whose optimizers have separate states (LocalSGDMixin), and "
             f"this run has {workers}. Use the same number, or begin another experiment from its average with "
             "CheckpointParameters(init_from=<its path>)."
         )
@@ -296,7 +296,7 @@ def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: Bra
 
 
 def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
-    """What decides which rank has which data and random state: not how parameters are sharded."""
+    """The mesh sizes that assign data and random state to ranks; sharding of parameters does not matter."""
     return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
 
 
@@ -317,7 +317,7 @@ def _say_if_the_data_changed(runtime: Runtime) -> None:
     if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and runtime.world.is_main:
         logger.warning(
             "the training dataset has %d samples, and had %d in the last pass of the checkpoint: further passes, and "
-            "total_steps=%s, are counted by what it has now.",
+            "total_steps=%s, use its present length.",
             stream.length,
             before,
             runtime.state.total_steps,
@@ -374,8 +374,8 @@ def _restore_rank(
     if not same_device and world.is_main:
         logger.warning(
             "resumed at another layout or device than the checkpoint's: weights and optimizers are exact, and samples "
-            "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
-            "several ranks drop; random layers go on from a new seed."
+            "come in the same order, except from your own loaders and the short tail of a plain DataLoader, which "
+            "several ranks drop. Random layers continue from a new seed."
         )
     rank_state = state.get("data") if same_layout else _united_state(runtime, manifest)
     runtime.data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)

@@ -1,4 +1,4 @@
-"""Schedule: when an epoch and the run end, when a validation is due, when the time is up, and what is owed."""
+"""Schedule: when an epoch and the run end, when a validation is due, when the time is up, and pending work."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Schedule:
         return is_pass_over if self.epoch_steps is None else self._progress.epoch_steps >= self.epoch_steps
 
     def reached_limits(self) -> str:
-        """What is done and what to raise, in words, for a run that has nothing left to train."""
+        """Describes, for a run with nothing left to train, the limits it reached and which to raise."""
         progress = self._progress
         counted = (
             ("n_epochs", "epochs", progress.current_epoch, self._max_epochs),
@@ -77,7 +77,7 @@ class Schedule:
         remedy = "Raise " + " and ".join(name for name, _ in reached)
         if self._parameters.fast_dev_run:
             remedy = "Use fast_dev_run=False"
-        return f"{' and '.join(text for _, text in reached)} are done. {remedy} to go on"
+        return f"{' and '.join(text for _, text in reached)} are done. {remedy} to continue"
 
     # -- the clock
 
@@ -93,7 +93,7 @@ class Schedule:
             self._progress.elapsed_seconds = self.elapsed_seconds()
 
     def stop(self) -> None:
-        """Training ends now; what comes until it starts again does not count."""
+        """Training ends now; time until it starts again does not count."""
         self._is_running = False
 
     def elapsed_seconds(self) -> float:
@@ -103,7 +103,7 @@ class Schedule:
     def time_is_up(self) -> bool:
         return self._limit_seconds is not None and self.elapsed_seconds() >= self._limit_seconds
 
-    # -- validations, and what is owed
+    # -- validations, and pending work
 
     @property
     def validation_batches(self) -> int | None:

@@ -66,7 +66,7 @@ def _launch_and_set_up(runtime: Runtime) -> None:
     runtime.hooks._finish_setup()
     _build_coordination(runtime)
     notify(runtime, "post_setup")
-    # Layers draw different numbers on each rank with data of its own; a resume replaces this by each rank's state.
+    # Layers draw different numbers on each data-parallel rank; a resume replaces this by each rank's saved state.
     seed_everything(hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank))
     session.is_resumed = True
     runtime.hooks._resume()
@@ -113,7 +113,7 @@ def failing_for_all(runtime: Runtime) -> Iterator[None]:
     except BaseException as exc:
         if is_inside_fit and runtime.launched is not None and runtime.launched.world_size == 1:
             raise  # a callback may catch it; if none does, `fit` comes here
-        # Outside of training nothing is left that disturbs later calls: an evaluation restores everything.
+        # Outside training nothing is left that disturbs later calls: an evaluation restores everything.
         session.has_failed |= session.is_training
         try:
             # calls all listeners to `on_exception`, even if some of them fail: most release something there

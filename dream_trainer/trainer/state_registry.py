@@ -1,4 +1,4 @@
-"""StateRegistry: what checkpoints keep beside weights, optimizers and data, each with how it is saved and loaded.
+"""StateRegistry: checkpointed state other than weights, optimizers and data, and how each part is saved and loaded.
 
 The trainer's own parts are listed in `_parts`; mixins, callbacks and users add theirs by `trainer.register_state`.
 """
@@ -24,16 +24,16 @@ C = TypeVar("C")
 
 
 Scope = Literal["shared", "rank", "tensors"]
-CALLBACK_PREFIX = "callbacks."  # tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`
+CALLBACK_PREFIX = "callbacks."  # names: `callbacks.<class>.<number within the class>.<name>`
 REGISTERED_PREFIX = "registered."  # and those of `register_state` `registered.<name>.<name of the tensor>`
 
 
 class Checkpointed(NamedTuple):
     """A checkpoint that is being loaded."""
 
-    shared: Mapping[str, Any]  # what all ranks hold alike
+    shared: Mapping[str, Any]  # state that all ranks share
     tensors: Collection[str]  # their names
-    branch: BranchParameters  # what of it goes along
+    branch: BranchParameters  # the state to take over
     is_own: bool  # whether the run itself wrote it
 
 
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 class Registered(NamedTuple):
     save: Callable[[], Any]
     load: Callable[[Any], None]
-    goes_with_counters: bool  # or, like the user's own state, with the weights
+    goes_with_counters: bool  # or, like the user's state, with the weights
 
 
 class StateRegistry:
@@ -90,7 +90,7 @@ class StateRegistry:
                 one.load(tensors)
 
     def of_rank(self) -> dict[str, Any]:
-        """Plain values of this rank alone."""
+        """This rank's own plain values."""
         registered = {name: one.save() for name, one in self._registered["rank"].items()}
         return {"user": self._runtime.hooks.rank_state_dict()} | ({"registered": registered} if registered else {})
 
@@ -101,8 +101,8 @@ class StateRegistry:
                 one.load(saved["registered"][name])
 
     def tensors(self, saved: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Tensors, sharded as they are; equal where they are not. Of a checkpoint with tensors of the names `saved`,
-        those of owners of which it has some."""
+        """Tensors, sharded or equal on all ranks. Given the tensor names `saved` of a checkpoint, only the tensors of
+        owners that have some there."""
         return {
             f"{prefix}{name}": tensor
             for prefix, of_one in self._tensors()
@@ -118,7 +118,7 @@ class StateRegistry:
 
 
 def _parts(runtime: Runtime, registered: Mapping[str, Registered]) -> list[Part]:
-    """In the order in which they are loaded."""
+    """Parts in loading order."""
     hooks, progress, registry = runtime.hooks, runtime.progress, runtime.registry
 
     def load_loss_scale(checkpoint: Checkpointed) -> None:
@@ -162,12 +162,12 @@ def _parts(runtime: Runtime, registered: Mapping[str, Registered]) -> list[Part]
 
 
 def _progress(checkpoint: Checkpointed) -> dict[str, Any]:
-    """The counters to begin from; the position in the data is one of them, and has a word of its own."""
+    """The counters to begin from; they include the position in the data, which `branch` decides separately."""
     saved, branch, fresh = checkpoint.shared["progress"], checkpoint.branch, Counters().state_dict()
     counters = saved if branch.counters == "keep" else fresh
     position = saved if branch.data == "keep" else fresh
     of_data = ("data", "is_pass_over", "loader_was_replaced")
-    of_epoch = ("batch_idx", "epoch_steps") if branch.data == "new" else ()  # its data begin anew, so it does
+    of_epoch = ("batch_idx", "epoch_steps") if branch.data == "new" else ()  # its data restart, so the epoch restarts
     return counters | {name: position[name] for name in (*of_data, *of_epoch) if name in position}
 
 

@@ -132,10 +132,10 @@ def _run_loader(
 
 
 def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], Any]:
-    """What a step returned: values to log, and the weight that it gave them or else the batch's size."""
+    """A step's result: values to log, and their weight, or the batch's size without one."""
     if record.needs_weight and isinstance(returned, dict) and returned:
         raise HookError(
-            f"validation_step returned values without their weight, under {record.needs_weight}, where ranks have "
+            f"validation_step returned values without their weight, under {record.needs_weight}, and ranks have "
             "different numbers of labels in their parts of a sequence. Return such a dict and the number of labels: "
             '{"loss": loss}, count.'
         )

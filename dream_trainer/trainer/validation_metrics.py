@@ -74,7 +74,7 @@ class ValidationMetrics:
             self.attributes.update(originals)
 
     def values(self) -> dict[str, float]:
-        """What the metrics have come to over all ranks since `start_loader`; a collective."""
+        """Values of the metrics over all ranks since `start_loader`; a collective."""
         numbers: dict[str, float] = {}
         seen: set[str] = set()
         for name, metric in self.metrics().items():
@@ -85,8 +85,8 @@ class ValidationMetrics:
             for key in seen.intersection(values):
                 self.say_once(
                     f"metrics {key}",
-                    f"two metrics are called {key!r}, of which the one assigned later is logged. Give each collection "
-                    "a prefix of its own.",
+                    f"two metrics are called {key!r}, and only the one assigned later is logged. Give each collection "
+                    "a different prefix.",
                 )
             seen.update(values)
             for key, item in values.items():

@@ -1,4 +1,4 @@
-"""What a checkpoint says of a model's adapters: taken from the model, and read back."""
+"""A checkpoint's record of a model's adapters: taken from the model, and read back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def adapters_of(model: nn.Module) -> Adapters | None:
         return None
     tied, own = names_in_whole(model), model.state_dict(keep_vars=True).keys()
     names = [name.removeprefix("models.model.") for name in model_tensors({"model": model})]
-    names = [name for name in names if name in own]  # a copy of what another stage has is named there
+    names = [name for name in names if name in own]  # copies have their names in another stage
     parameters = model_parameters({"model": model})
     base = (parameters.get(f"models.model.{name}") for name in base_names(wrapped, names).values())
     base_path = next((origin.path for p in base if p is not None and (origin := origin_of(p))), None)
@@ -56,7 +56,7 @@ def _joined(parts: Sequence[Adapters]) -> Adapters:
 
 
 def adapters_from(record: Mapping[str, Any]) -> Adapters:
-    """What `dataclasses.asdict` made of adapters for a checkpoint."""
+    """Rebuilds adapters from a checkpoint's record, made by `dataclasses.asdict`."""
     low_rank = {name: LowRank(**values) for name, values in record["low_rank"].items()}
     return Adapters(**{**record, "low_rank": low_rank})
 

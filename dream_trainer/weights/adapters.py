@@ -1,4 +1,4 @@
-"""Models that peft has wrapped: loading their base and their adapters, and what is to be written of them.
+"""Models that peft has wrapped: loading their base and their adapters, and exporting them.
 
 peft renames `q_proj.weight` to `base_model.model.q_proj.base_layer.weight`; files have the names that authors gave."""
 
@@ -44,20 +44,20 @@ def load_base_weights(
 ) -> LoadReport:
     """Fills the base of a model that peft has wrapped. Every rank calls this.
 
-    Adapters that started from the base's weights, such as DoRA's magnitudes, start again from those that were loaded;
-    all others keep their values. Modules that are trained whole beside the adapters (`modules_to_save`) get the base's
+    Adapters that started from the base's weights, such as DoRA's magnitudes, start again from the loaded ones; all
+    others keep their values. Modules that are trained whole in addition to adapters (`modules_to_save`) get the base's
     values too.
 
     Args:
-        model: What `peft.get_peft_model` returned; call this from the trainer's `load_pretrained`.
+        model: Result of `peft.get_peft_model`; call this from the trainer's `load_pretrained`.
         path: As for `load_weights`.
         model_name: As for `load_weights`.
         renames: As for `load_weights`, into the names that the base had before it was wrapped.
         strict: As for `load_weights`; the adapters are not expected in the file.
-        world: The ranks. Default: those of the default process group, or this process alone if there is none.
+        world: The ranks. Default: those of the default process group, or only this process without one.
 
     Returns:
-        What was loaded and what was not, by the names of the wrapped model.
+        The loaded and the missing tensors, by the names of the wrapped model.
 
     Raises:
         CheckpointError: As `load_weights`.
@@ -95,8 +95,8 @@ def _refuse_what_started_from_another_base(model: Any, first: FirstValues) -> No
     setting = may_start_from_the_base(model)
     if not first.is_known and setting:
         wrong = (
-            f"adapters with {setting} may start from the base's weights, and this model was not built in "
-            "configure_models or is not loaded in load_pretrained, so that they cannot start again from what is loaded"
+            f"adapters with {setting} may start from the base's weights. This model was not built in "
+            "configure_models or is not loaded in load_pretrained, so they cannot start again from the loaded weights"
         )
     elif first.is_known and first.changed:
         wrong = (
@@ -122,13 +122,13 @@ def load_adapters(
     weights would be another function.
 
     Args:
-        model: What `peft.get_peft_model` returned, with the adapter's own config; call this from `load_pretrained`.
+        model: Result of `peft.get_peft_model`, with the adapter's own config; call this from `load_pretrained`.
         path: A directory with `adapter_model.safetensors`, or such a file. Every rank reads its shards of it.
-        may_differ: Fields of the config in which the model's is another one on purpose, such as `["lora_alpha"]`.
-        world: The ranks. Default: those of the default process group, or this process alone if there is none.
+        may_differ: Config fields that may differ in the model on purpose, such as `["lora_alpha"]`.
+        world: The ranks. Default: those of the default process group, or only this process without one.
 
     Raises:
-        CheckpointError: The configs differ in what the adapter's function depends on; or as `load_weights`, where the
+        CheckpointError: The configs differ in what the adapter's function depends on; or as `load_weights`, if the
             adapter's names or shapes are not the file's. The same on every rank, and nothing was written.
         ConfigError: `model` is not wrapped by peft.
     """
@@ -150,8 +150,8 @@ def merged_reader(adapters: Adapters, read: Callable[[str], Tensor]) -> Callable
     """Reads tensors of the base, by the names of `adapters.base`, with the adapters added."""
     if adapters.cannot_merge:
         raise CheckpointError(
-            f"these adapters cannot be merged one tensor at a time: {adapters.cannot_merge}. Export the adapters "
-            "alone. What peft can merge, PeftModel.from_pretrained(base, path).merge_and_unload() does."
+            f"these adapters cannot be merged one tensor at a time: {adapters.cannot_merge}. Only export the "
+            "adapters. PeftModel.from_pretrained(base, path).merge_and_unload() merges all that peft can."
         )
 
     def merged(author_name: str) -> Tensor:
@@ -213,7 +213,7 @@ def refuse_other_adapters(
                 )
             if changes and world.is_main:
                 logger.warning(
-                    "the adapters of model %r differ from the checkpoint's in what training alone looks at: %s. The "
+                    "the adapters of model %r differ from the checkpoint's in options that only training uses: %s. The "
                     "new values apply.",
                     name,
                     _listed(changes),
@@ -223,7 +223,7 @@ def refuse_other_adapters(
 
 
 def refuse_other_config(path: Path, adapters: Adapters, may_differ: Collection[str], world: Ranks) -> None:
-    """Compares the `adapter_config.json` of a directory of peft, or beside a file of one, with a model's adapters."""
+    """Compares the `adapter_config.json` of a peft directory, or next to a peft file, with a model's adapters."""
     same_places = set(open_weights(path, None).shapes) == set(adapters.names)
     file = (path if path.is_dir() else path.parent) / ADAPTER_CONFIG_NAME
     if not file.exists():
@@ -250,7 +250,7 @@ _UNCHECKED = (
 
 
 def _changes_of_all(before: Adapters, now: Adapters) -> Changes:
-    """The differences of all active adapters; an older checkpoint has the config of the first one alone."""
+    """The differences of all active adapters; an older checkpoint only has the config of the first one."""
     if before.active and list(before.active) != list(now.active):
         return {"active adapters": (list(before.active), list(now.active))}
     same_places = dict(before.names) == dict(now.names)

@@ -1,4 +1,4 @@
-"""Weights in DCP directories: Dream Trainer's own checkpoints, and those of others.
+"""Weights in DCP directories: Dream Trainer's own checkpoints, and other programs' directories.
 
 A block is assembled from the saved chunks that it overlaps. Entries that are not tensors are never read."""
 
@@ -43,7 +43,7 @@ def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
 
 
 def open_foreign(path: Path) -> DcpFiles:
-    """All tensors of a DCP directory that somebody else wrote, under the names they have there."""
+    """All tensors of a DCP directory from another program, under the names they have there."""
     file = path / METADATA_NAME
     with blaming(file):
         metadata = _ForeignUnpickler(file.read_bytes(), file).load()

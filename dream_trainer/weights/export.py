@@ -58,7 +58,7 @@ def export_checkpoint(
 ) -> list[Path]:
     """Exports a model's weights from a checkpoint. Needs neither an accelerator nor a process group.
 
-    Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
+    If peft has wrapped the model, its adapters are exported, in peft's layout, unless `merge_adapters` merges them.
 
     Checksums are verified, and no code in a checkpoint is run. Where ranks had different values of an unsharded buffer
     (BatchNorm statistics), rank 0's are exported.
@@ -68,8 +68,8 @@ def export_checkpoint(
             config. Or a file: one that ends in .safetensors, or in .pt or .pth for `torch.load`, which needs memory
             for all tensors at once.
         weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
-            What a callback does not average, such as buffers, is taken from the model.
-        renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
+            Tensors that a callback does not average, such as buffers, come from the model.
+        renames: Regular expressions and their replacements for `re.sub`, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
 
     Returns:
@@ -102,7 +102,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Content:
-    """What is exported of a model, before names and dtypes are changed."""
+    """A model's exported tensors, before names and dtypes are changed."""
 
     specs: Mapping[str, TensorSpec]
     read: Callable[[str], Tensor]
@@ -161,10 +161,10 @@ def export_model(
 ) -> list[Path]:
     """Exports a live model, sharded or not. Every rank of `world`, as in `load_weights`, calls this; rank 0 writes.
 
-    Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
+    If peft has wrapped the model, its adapters are exported, in peft's layout, unless `merge_adapters` merges them.
 
     Args:
-        renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
+        renames: Regular expressions and their replacements for `re.sub`, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
 
     Returns:

@@ -1,5 +1,5 @@
-"""Files of an export, which appear complete or not at all: model.safetensors, or numbered shards and an index, and
-config.json; adapters as peft lays them out; or one .safetensors, .pt or .pth file."""
+"""Files of an export, which appear complete or not at all: model.safetensors, or numbered shards with an index, and
+config.json; adapters in peft's layout; or a single .safetensors, .pt or .pth file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OWN_NAME = re.compile(
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
-FilePlan = dict[str, dict[str, TensorSpec]]  # file name to its tensors, both in the order in which they are written
+FilePlan = dict[str, dict[str, TensorSpec]]  # file name to its tensors, both in writing order
 
 
 def plan_files(
@@ -123,7 +123,7 @@ def write_files(
     config_name: str = CONFIG_NAME,
     overwrite: bool,
 ) -> list[Path]:
-    """Writes an export under a temporary name beside `out` and renames it when all of it is on the disk."""
+    """Writes an export under a temporary name next to `out` and renames it when all of it is on the disk."""
     out = out.resolve() if out.is_symlink() else out
     check_target(out, overwrite=overwrite)
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
@@ -139,7 +139,7 @@ def write_files(
             temporary.mkdir()
             documents = {} if config is None else {config_name: config}
             written = [out / name for name in _write_directory(temporary, plan, read, documents)]
-            for file in out.iterdir() if out.exists() else ():  # what else is there, such as a tokenizer
+            for file in out.iterdir() if out.exists() else ():  # other files there, such as a tokenizer
                 if not _OWN_NAME.fullmatch(file.name) and not (temporary / file.name).exists():
                     shutil.copy2(file, temporary / file.name, follow_symlinks=False)
         # gives the finished export its name; an earlier one is removed only after that

@@ -1,4 +1,4 @@
-"""What adapters of peft start from: those that were computed from their base are so again when it has been loaded."""
+"""First values of peft's adapters: those computed from their base are computed again when it has been loaded."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def derivations(refs: Mapping[str, Ref], sources: Collection[str], history: Reco
 
 
 def is_changed_since(ref: Ref, first: int, history: RecordedCalls) -> bool:
-    """Whether a tensor was computed anew from what it held before the call number `first`, and not only cast."""
+    """Whether a tensor was recomputed from its values before call number `first`, and not only cast."""
     numbers = history.calls_behind(_before_casts(ref, history)[-1].storage)
     return numbers[0] < first <= numbers[-1]
 
 
 def asked(refs: Mapping[str, Ref], history: RecordedCalls) -> str:
-    """The name of a tensor of which code saw the values, or others computed from them; "" if there is none."""
+    """The name of a tensor whose values, or values computed from them, were seen by code; "" if there is none."""
     seen: dict[int, int] = {}
     for storage, number in history.asked.items():
         seen[storage] = max(number, seen.get(storage, -1))
@@ -77,7 +77,7 @@ def asked(refs: Mapping[str, Ref], history: RecordedCalls) -> str:
 
 
 def _before_casts(ref: Ref, history: RecordedCalls) -> list[Ref]:
-    """`ref`, what it was cast from, and so on."""
+    """`ref`, the tensor it was cast from, and so on."""
     chain = [ref]
     while True:
         writers = history.storages[chain[-1].storage].writers
@@ -93,7 +93,7 @@ def _before_casts(ref: Ref, history: RecordedCalls) -> list[Ref]:
 class FirstValues:
     """How the adapters of a model got their first values."""
 
-    derived: Mapping[str, Derived]  # the adapters' tensors that were computed from the base, by name
+    derived: Mapping[str, Derived]  # named adapter tensors that were computed from the base
     changed: str = ""  # a weight of the base that was changed when its adapter was made
     asked: str = ""  # one whose values peft looked at, so that it is not known what came of it
     is_known: bool = True  # whether it was recorded, as of models that are built in `configure_models`
@@ -139,7 +139,7 @@ def forget_first_values() -> None:
 
 @torch.no_grad()
 def begin_again(model: nn.Module, derived: Mapping[str, Derived]) -> None:
-    """Gives tensors the values that they would have started with, had the base been what it is now."""
+    """Gives tensors the values that they would have started with from the present base."""
     tensors = model.state_dict(keep_vars=True) | dict(model.named_buffers())
     for name, one in derived.items():
         fill(tensors[name], one.computed(lambda source: _whole(tensors[source])))

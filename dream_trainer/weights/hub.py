@@ -46,17 +46,17 @@ def push_to_hub(
         repo: `owner/name` on the hub; created if there is none. The token is the one that `hf auth login` saved, or
             that of `HF_TOKEN`.
         step: Which checkpoint of a run; None for its newest whole one.
-        model: As for `checkpoints export`: which model, where there are several.
+        model: The model, if there are several, as for `checkpoints export`.
         weights: "model" as trained, "ema" or "swa" as averaged by that callback.
         merge_adapters: Push the base with its adapters added, rather than the adapters.
-        base: Where frozen weights that the checkpoint left out are now, if not where the run loaded them from.
-        base_model: The base's name on the hub, for the card and for `adapter_config.json`, which has the path on this
-            machine otherwise.
-        beside: A directory whose files go along, such as what `tokenizer.save_pretrained` wrote; a `README.md` there is
-            taken as the card. None of them may be named as a file of the export.
+        base: Present location of frozen weights that the checkpoint left out, if the run loaded them from elsewhere.
+        base_model: The base's name on the hub, for the card and for `adapter_config.json`. Without it, the latter has
+            the path on this machine.
+        beside: A directory whose files are uploaded too, such as the output of `tokenizer.save_pretrained`. A
+            `README.md` there becomes the card. No file may have the name of a file of the export.
         private: Whether a new repository is private.
-        message: Of the commit; by default the step.
-        world: The ranks. Default: those of the default process group, or this process alone if there is none.
+        message: Message of the commit; by default the step.
+        world: The ranks. Default: those of the default process group, or only this process without one.
 
     Returns:
         The address of the commit, on every rank.
@@ -113,14 +113,14 @@ def _upload(
 
 def _add_files(source: Path, directory: Path) -> None:
     if not source.is_dir():
-        raise CheckpointError(f"beside={str(source)!r} is not a directory. Give that of the files that shall go along.")
+        raise CheckpointError(f"beside={str(source)!r} is not a directory. Give the directory of files to upload.")
     taken = sorted({path.name for path in source.iterdir()} & {path.name for path in directory.iterdir()})
     refuse(taken, f"beside={str(source)!r} has {taken}, which the export writes. Keep them elsewhere.", CheckpointError)
     shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
 def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str | None) -> str:
-    """A model card: what the files are, their training and validation, and no path of this machine."""
+    """A model card: the files, their training and validation, and no path of this machine."""
     from huggingface_hub import ModelCardData
 
     library, use = _library(directory, repo)

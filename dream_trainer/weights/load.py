@@ -35,7 +35,7 @@ _LISTED = 20
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_weights` did, by the names of the model's `state_dict()`; of all ranks together."""
+    """Report of `load_weights`, by the names of the model's `state_dict()`; for all ranks together."""
 
     loaded: tuple[str, ...]
     """Filled from the file. A tied tensor appears under each of its names."""
@@ -137,21 +137,21 @@ def load_weights(
     No code in the files is run.
 
     Args:
-        model: Where to load to. Of a module compiled by `torch.compile`, the original is used.
+        model: The model to load into. If it was compiled by `torch.compile`, the original is used.
         path: A Hugging Face directory (safetensors, sharded or not, or `pytorch_model.bin`), a `.safetensors` file, an
             `*.index.json`, a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict (bare, or under "state_dict",
-            "model_state_dict" or "model"), a `step_*` directory of Dream Trainer, or a DCP directory, of which the
-            tensors are read.
+            "model_state_dict" or "model"), a `step_*` directory of Dream Trainer, or a DCP directory (only its tensors
+            are read).
         model_name: Which model of a Dream Trainer checkpoint; needed if it has several. Ignored for other files.
-        renames: Regular expressions and what `re.sub` replaces them with, applied to each of the file's names in this
+        renames: Regular expressions and their replacements for `re.sub`, applied to each of the file's names in this
             order: `{r"^transformer\\.": ""}`. A name that becomes empty is left out.
-        strict: Whether every name must be in both, with equal shapes. If not, what fits is loaded, and what does not
-            is reported and logged as a warning on rank 0.
+        strict: Whether every name must be in both, with equal shapes. If not, matching tensors are loaded, and others
+            are reported and logged as a warning on rank 0.
         optional: Names of the model that the file need not have, such as those of a new head; they keep their values.
-        world: The ranks. Default: those of the default process group, or this process alone if there is none.
+        world: The ranks. Default: those of the default process group, or only this process without one.
 
     Returns:
-        What was loaded and what was not.
+        The loaded and the missing tensors.
 
     Raises:
         CheckpointError: The file is missing, damaged, of an unknown kind or asks for code; or it does not fit and
@@ -184,7 +184,7 @@ def load_weights(
 
 
 def _random_embeddings(model: nn.Module, report: LoadReport) -> str:
-    """A line on embeddings of which no row was loaded, as after a change of the vocabulary; "" if there is none."""
+    """A line on embeddings without a loaded row, as after a change of the vocabulary; "" if there is none."""
     weights = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     kept = sorted(weights & {*report.missing, *report.mismatched})
     if not kept:
@@ -289,7 +289,7 @@ def _rows(tensor: DTensor, dim: int) -> Tensor:
     if len(rows) != local_tensor(tensor).shape[dim]:
         raise CheckpointError(
             f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} has "
-            f"{local_tensor(tensor).shape[dim]} rows of dimension {dim} here, where {len(rows)} were expected. Shard "
+            f"{local_tensor(tensor).shape[dim]} rows of dimension {dim} here, instead of {len(rows)}. Shard "
             "with fully_shard, parallelize_module or distribute_tensor."
         )
     return rows

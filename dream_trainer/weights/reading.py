@@ -1,4 +1,4 @@
-"""What all readers of weight files share."""
+"""Shared parts of all readers of weight files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Box = tuple[slice, ...]  # a block of a tensor: one slice per dimension, with st
 
 
 class WeightFiles(ABC):
-    """Tensors by name, on disk, with the full shape of each."""
+    """Named tensors on disk, with the full shape of each."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        """The files that contain these blocks, with size and checksum, where those are known."""
+        """The files that contain these blocks, with size and checksum, if those are known."""
         return {}
 
     @abstractmethod
@@ -34,7 +34,7 @@ class WeightFiles(ABC):
 
 
 def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict[str, str]]:
-    """Makes new names of names, in each of which the expressions are replaced in order: new ones to given ones.
+    """Makes a function from names to a dict of new to given names, which replaces the expressions in order.
 
     A name that becomes empty is left out."""
     patterns = []
@@ -67,7 +67,7 @@ def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict
 
 
 def inside(file: Path, name: str) -> Path:
-    """The path of `name`, beside the `file` that refers to it, which may come from a stranger."""
+    """The path of `name` in the directory of the `file` that refers to it, which may be untrusted."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedCheckpointError(f"{file} refers to {name!r}, outside its directory. Do not use it.")
     return file.parent / name
@@ -80,7 +80,7 @@ def blaming(file: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged file fails in as many ways as it has bytes
+    except Exception as error:  # a damaged file can fail in many ways
         raise DamagedCheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -18,7 +18,7 @@ _CHUNK = 1 << 24  # elements compared at once, so that float64 copies stay small
 
 
 class StoredTensors:
-    """The tensors of one checkpoint by name, assembled from the shards of all ranks."""
+    """The named tensors of one checkpoint, assembled from the shards of all ranks."""
 
     def __init__(self, path: Path) -> None:
         self.manifest = read_manifest(path)

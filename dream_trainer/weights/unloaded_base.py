@@ -1,6 +1,6 @@
-"""A base that nobody loaded: a model that trains a little on a large frozen part whose values the seed drew.
+"""A base that was not loaded: a model that trains a small part on a large frozen part with random values.
 
-Whatever fills a base, its values are looked at afterwards.
+A base may be filled in any way: its values are checked afterwards.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Param
 
 
 def _some_of(parameter: nn.Parameter) -> Tensor:
-    """Values spread over this rank's part: the first row alone may be padding, which is zero in every file."""
+    """Values spread over this rank's part: the first row by itself may be padding, which is zero in every file."""
     values = local_tensor(parameter).detach().flatten()
     return values[:: max(1, len(values) // _LOOKED_AT)].clone()

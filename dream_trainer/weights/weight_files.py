@@ -126,14 +126,14 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     if not tensors:
         what = f"a dict with {list(content)[:20]}" if isinstance(content, Mapping) else type(content).__name__
         raise CheckpointError(
-            f"{path} holds {what}, in which no state dict was found (there, or under {', '.join(_STATE_DICT_KEYS)}). "
-            "Save the state dict alone."
+            f"{path} holds {what}, without a state dict (there, or under {', '.join(_STATE_DICT_KEYS)}). "
+            "Only save the state dict."
         )
     for name, value in tensors.items():
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
             raise CheckpointError(
-                f"{name} in {path} is of type {type(value).__name__} and layout {value.layout}, of which blocks cannot "
-                "be read. Save plain dense tensors; sharded ones with torch.distributed.checkpoint."
+                f"{name} in {path} is of type {type(value).__name__} and layout {value.layout}, which cannot be read "
+                "in blocks. Save plain dense tensors; sharded ones with torch.distributed.checkpoint."
             )
     return {name: value.detach() for name, value in tensors.items()}
 

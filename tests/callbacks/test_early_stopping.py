@@ -99,12 +99,12 @@ def test_a_metric_that_does_not_come_is_an_error_that_names_those_that_do() -> N
 def test_a_run_that_never_validates_is_an_error_that_says_what_would(training: dict[str, Any], remedy: str) -> None:
     with (
         Told(make_config(n_epochs=1, callbacks=[EarlyStopping()], **training), [1.0]) as trainer,
-        pytest.raises(ConfigError, match=f"EarlyStopping.'val/loss'. has no validation to go by.*{remedy}"),
+        pytest.raises(ConfigError, match=f"EarlyStopping.'val/loss'. gets no validation.*{remedy}"),
     ):
         trainer.fit()
     assert epochs_until_stopped(EarlyStopping(), [1.0], fast_dev_run=True, **training) == 1  # which validates anyway
     config = make_config(n_epochs=1, callbacks=[EarlyStopping()])
-    with Alone(config, batches(1)) as trainer, pytest.raises(ConfigError, match="no validation to go by.*loader"):
+    with Alone(config, batches(1)) as trainer, pytest.raises(ConfigError, match="gets no validation.*loader"):
         trainer.fit()
 
 

@@ -123,7 +123,7 @@ def test_directories_that_others_could_have_written_are_not_read(
     (of_user,) = (tmp_path / "memory").iterdir()
     of_user.chmod(0o777)
     assert local(tmp_path).find(newest) is None
-    assert "not a directory of this user alone" in caplog.text
+    assert "not only this user's directory" in caplog.text
     moved = of_user.rename(tmp_path / "moved")
     moved.chmod(0o700)
     of_user.symlink_to(moved)

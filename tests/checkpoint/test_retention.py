@@ -105,7 +105,7 @@ def test_the_best_is_a_number_and_the_earlier_of_equals(values: tuple[Any, ...],
     [
         ({"keep_last": 0}, "keep_last=0 is too small"),
         ({"keep_every_n_steps": 1.5}, r"keep_every_n_steps=1\.5"),
-        ({"keep_best": 1}, "does not say by which metric"),
+        ({"keep_best": 1}, "needs a metric"),
         ({"best_mode": "smallest"}, "best_mode='smallest'"),
     ],
 )

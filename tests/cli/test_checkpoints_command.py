@@ -351,7 +351,7 @@ def test_export_writes_nothing_where_something_is(run: Path, tmp_path: Path, com
         ("export {run} b --model other", 1, "has no model 'other'. It has 'net'"),
         ("export {run} b --max-shard-size big", 2, "is not a size"),
         ("prune {run}", 2, "no rule was given"),
-        ("prune {run} --keep-best 1", 2, "by which metric"),
+        ("prune {run} --keep-best 1", 2, "needs a metric"),
         ("ls absent", 1, "is not a directory"),
         ("verify none", 1, "has no checkpoints"),
         ("show {run} --step 99", 1, "no whole checkpoint of step 99. There are steps [1, 2, 4"),

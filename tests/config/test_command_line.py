@@ -175,7 +175,7 @@ def helped(flag: str, config: Any, capsys: pytest.CaptureFixture[str]) -> str:
 def test_help_all_shows_each_fields_own_line(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(helped("--help-all", given(), capsys).replace("│", " ").split())
     assert "Peak learning rate." in text
-    assert "Optimizer steps over the whole run; None sets no limit." in text
+    assert "Optimizer steps over the whole run. None sets no limit." in text
     assert "(default: 8)" in text
     assert "--callbacks" not in text
 

@@ -65,8 +65,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Checkpoint, {"local_directory": "s3://bucket/runs"}, "local_directory='s3://bucket/runs' is not in a file system"),
     (Checkpoint, {"directory": "https://bucket/runs"}, "checkpoint_parameters.directory: https: is no place"),
     (Checkpoint, {"when_busy": "other"}, "when_busy='other' is not known. Use 'wait' or 'skip'."),
-    (Checkpoint, {"save_on_best": True}, "save_on_best=True does not say by which metric. Set best_metric"),
-    (Checkpoint, {"resume": "best"}, "resume='best' does not say by which metric. Set best_metric"),
+    (Checkpoint, {"save_on_best": True}, "save_on_best=True needs a metric. Set best_metric"),
+    (Checkpoint, {"resume": "best"}, "resume='best' needs a metric. Set best_metric"),
     *(
         (Checkpoint, {"resume": value}, f'resume={value!r} is not understood. Use "auto"')
         for value in ("", True, -1, 2.0)
@@ -119,7 +119,7 @@ def test_former_names_of_fields_work_and_are_told_once(caplog: pytest.LogCapture
         assert Training(**old) == Training(gradient_clip_norm=1.0, on_nonfinite="skip", n_epochs=3)
     assert caplog.messages.count("TrainingParameters.gradient_clip_val is called gradient_clip_norm now.") <= 1
     assert not any("max_epochs" in line for line in caplog.messages)
-    with pytest.raises(ConfigError, match="max_epochs is another name of n_epochs, and both are set. Set n_epochs"):
+    with pytest.raises(ConfigError, match="max_epochs is another name of n_epochs, and both are set. Only set"):
         Training(n_epochs=1, max_epochs=2)
 
 

@@ -162,5 +162,5 @@ def test_an_iterator_can_be_sought_before_it_is_read_only() -> None:
     stream = open_stream(iter(range(6)), accumulation=2)
     stream.seek(DataPosition(0, 0, 4), None)
     assert read(stream, passes=1) == [[4, 5]]
-    with pytest.raises(DataError, match="cannot go back"):
+    with pytest.raises(DataError, match="cannot be restarted"):
         stream.seek(DataPosition(0, 0, 0), None)

@@ -78,7 +78,7 @@ class Failing(LiveLines):
     ("reader", "message"),
     [
         (Forgetful, "does not come back to where it was by its own state.*use the transforms Shuffle and Map"),
-        (Stateless, "Stateless cannot say where it is in its shard.*state_dict"),
+        (Stateless, "Stateless cannot tell its position in its shard.*state_dict"),
         (Failing, r"sample 12 of shard \(2, 20\) cannot be read: OSError: the disk is gone"),
     ],
 )

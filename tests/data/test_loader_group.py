@@ -365,7 +365,7 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
         (lambda: LoaderGroup({"text": ours(1, 1)["text"]}), r"loaders \['text', 'images'\], and there are \['text'\]"),
         (lambda: LoaderGroup(ours(1, 1), end="shortest"), "read by .*longest.*now by .*shortest"),
         (lambda: AlternatingLoaders(ours(1, 1)), "read by .*LoaderGroup.*now by .*AlternatingLoaders"),
-        (lambda: LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset has 48"),
+        (lambda: LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset now has 48"),
         (lambda: ours(1, 1)["text"], r"loaders \['text', 'images'\], and this one has one loader"),
     ],
 )

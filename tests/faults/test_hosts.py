@@ -215,5 +215,5 @@ def test_hosts_with_other_numbers_of_ranks_are_refused_on_all_ranks(hosts: Hosts
         assert attempt.wait(30) == [1] * 4
     for rank in range(4):
         error = (attempt.directory / f"rank_{rank}.err").read_text()
-        assert "RanksDifferError: not every host of this job has as many ranks" in error
+        assert "RanksDifferError: not every host of this job has the same number of ranks" in error
         assert "the number of its processes is 2 on host 0 (" in error

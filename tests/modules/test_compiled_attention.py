@@ -120,7 +120,7 @@ def test_a_block_that_runs_uncompiled_is_an_error() -> None:
 
 def test_a_block_within_a_checkpoint_or_a_mode_of_ones_own_is_an_error() -> None:
     takeover, block = step(2 * LENGTH), compiled(attend, "aot_eager")
-    with takeover, torch.device("cpu"), pytest.raises(StepError, match="nobody would take its attention over"):
+    with takeover, torch.device("cpu"), pytest.raises(StepError, match="its attention would not be taken over"):
         block(HEADS)
     x = HEADS.clone().requires_grad_()
     for _ in range(2):  # compiled by then, or not

@@ -109,7 +109,7 @@ def attend(keys: int = 8, queries: int = 8, **options: Any) -> Tensor:
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "mask of own keys": (
         lambda: attend(attn_mask=torch.ones(8, 8, dtype=torch.bool)),
-        r"has the shape \(8, 8\), and this rank's 8 queries .* must end in \(8, 24\), or \(1, 24\). Cut a whole mask",
+        r"has the shape \(8, 8\), and this rank's 8 queries .* must end in \(8, 24\), or \(1, 24\). Only cut a whole",
     ),
     "causal and mask": (
         lambda: attend(attn_mask=torch.ones(8, 24, dtype=torch.bool), is_causal=True),
@@ -155,5 +155,5 @@ def test_heads_that_ranks_cannot_divide_are_named() -> None:
         with step(attention, 8), pytest.raises(StepError, match="whose heads it does not know"):
             F.scaled_dot_product_attention(*[torch.zeros(shape)] * 3)
     mask = torch.ones(4, 8, 24, dtype=torch.bool)
-    with step(attention, 8), pytest.raises(StepError, match="one for each head, of which ranks have others"):
+    with step(attention, 8), pytest.raises(StepError, match="one for each head, and ranks have different heads"):
         attend(attn_mask=mask)

@@ -86,7 +86,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no training data": ({"train": None}, DataError, r"train=None is no data. Give a DataLoader, a dataset"),
     "the name of data": ({"train": "data/"}, DataError, r"train='data/' is no data"),
     "a list of batches": ({"train": batches()}, DataError, r"train= is a list whose first item, .*or a batch. Give"),
-    "a list of loaders": ({"val": [ready()]}, DataError, r"a dict of several data by name"),
+    "a list of loaders": ({"val": [ready()]}, DataError, r"a dict of several named data"),
     "arrays of two lengths": ({"train": (X, Y[:7])}, DataError, r"int64 \[7\]'\]. Make each.*of one first dimension"),
     "named arrays of two lengths": ({"val": {"a": {"x": X, "y": Y[:7]}}}, DataError, r"val\['a'\]= has "),
     "an array and a list": ({"train": (X, Y.tolist())}, DataError, r"train= has .*'list'>\]. Make"),

@@ -32,7 +32,7 @@ def test_an_overlap_without_compiled_blocks_is_refused() -> None:
     config = replace(
         config_of(Cell(1, "layers", Case())), compile_parameters=dt.CompileParameters(async_tensor_parallel=True)
     )
-    refusal = pytest.raises(ConfigError, match=r"compiled blocks alone. Set device_parameters.compile=True")
+    refusal = pytest.raises(ConfigError, match=r"of compiled blocks. Set device_parameters.compile=True")
     with refusal, Trained(config) as trainer:
         trainer.fit()
 

@@ -65,7 +65,7 @@ def test_a_plain_resume_of_a_run_that_early_stopping_ended_says_so_and_what_to_c
     caplog.clear()
     assert fit(make_config("run", EarlyStopping(patience=2))).current_epoch == 3
     (line,) = [line for line in caplog.messages if "EarlyStopping had ended this run" in line]
-    assert "Use a patience above 2 to go on, or begin a run of another name" in line
+    assert "Use a patience above 2 to continue, or begin a run of another name" in line
     assert fit(make_config("run", EarlyStopping(patience=3))).current_epoch == 4
 
 

@@ -232,7 +232,7 @@ def test_a_branch_may_have_another_seed_batch_and_optimizer() -> None:
 
 def test_words_that_branch_nothing_are_an_error() -> None:
     words = BranchParameters(optimizer="moments")
-    with pytest.raises(ConfigError, match=r"resume='auto' names none\. Set resume="):
+    with pytest.raises(ConfigError, match=r"resume='auto' is not the path of one\. Set resume="):
         fit(Branches(make_config("run", NEW, 4, branch=words)))
     path = parent()
     with pytest.raises(ConfigError, match="is this run's own. Use another experiment name"):

@@ -138,7 +138,7 @@ class OtherBatches(Records):
 @pytest.mark.parametrize(
     ("kind", "data", "until", "told"),
     [
-        (GrowsUnsaid, Unaware, 6, "middle of a pass over 10 training samples, and the dataset has 8"),
+        (GrowsUnsaid, Unaware, 6, "middle of a pass over 10 training samples, and the dataset now has 8"),
         (ReplacesOnce, lambda: Samples(16), 10, "Assign it in pre_epoch"),
         (OtherBatches, lambda: Samples(16), 0, "batch size 4, and the run has 2"),
     ],
@@ -213,4 +213,4 @@ def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(caplog:
             self.train_dataloader.dataset.x.fill_(self.current_epoch)
 
     fit(Changes(make_config(n_epochs=1)))
-    assert "what pre_epoch changes in it counts only if its length changes too" in caplog.text
+    assert "changes by pre_epoch only count if its length changes too" in caplog.text

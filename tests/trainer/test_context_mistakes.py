@@ -47,8 +47,8 @@ TOKENS = torch.zeros(3, 30)
             r"batch\['text'\]\['tokens'\] has 30 positions .* multiple of 4.* Use sequences of 28 or 32 positions",
         ),
         (lambda cut: cut.cut(torch.zeros(3, 5), dim=-1), DataError, "a tensor made in cut_batch has 5 positions along"),
-        (lambda cut: cut.cut(3), HookError, r"with int\. Cut tensors along the sequence"),
-        (lambda cut: cut.cut(torch.zeros(4)), HookError, r"with a tensor of shape \(4,\). Cut tensors"),
+        (lambda cut: cut.cut(3), HookError, r"with int\. Only cut tensors along the sequence"),
+        (lambda cut: cut.cut(torch.zeros(4)), HookError, r"with a tensor of shape \(4,\). Only cut tensors"),
         (lambda cut: None, HookError, "cut_batch cut nothing, and each of the 2 ranks would do the whole work"),
         (
             lambda cut: cut.cut(torch.zeros(3, 8)),

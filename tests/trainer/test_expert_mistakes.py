@@ -38,7 +38,7 @@ TWO: Any = SimpleNamespace(size=lambda: 2)  # a mesh of two ranks
 def test_experts_that_ranks_cannot_share_evenly_are_named() -> None:
     with pytest.raises(ConfigError, match=r"gate has shape \[3, 12, 8\], and expert_parallel=2 ranks cannot share its"):
         split_experts(GatedExperts(3, 8, 12), TWO)
-    with pytest.raises(ConfigError, match="MoE has no parameters of its own to share by experts"):
+    with pytest.raises(ConfigError, match="MoE has no direct parameters to share by experts"):
         split_experts(MoE(8, 12, 4, 2), TWO)
 
 

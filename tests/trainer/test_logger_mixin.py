@@ -186,8 +186,8 @@ def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_eva
     assert lines == [(step, {"squared": 4.0 * step}) for step in range(1, 9)]
     assert memory.column("train/loss").keys() == {4, 8}
     assert [step for step, name, _ in memory.media if name == "note"] == list(range(1, 9))
-    ignored = [line for line in caplog.messages if "where nothing is logged" in line]
-    assert ignored == ["log('too early') was called in a sanity validation, where nothing is logged: ignored."]
+    ignored = [line for line in caplog.messages if "which logs nothing" in line]
+    assert ignored == ["log('too early') was called in a sanity validation, which logs nothing: ignored."]
 
 
 @pytest.mark.parametrize(

@@ -371,12 +371,12 @@ def test_fit_of_a_finished_run_returns_at_once_and_evaluation_still_works() -> N
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ({"max_samples": 4}, "nothing to train at step 2: 4 of 4 samples are done. Raise max_samples to go on"),
+        ({"max_samples": 4}, "nothing to train at step 2: 4 of 4 samples are done. Raise max_samples to continue"),
         (
             {"n_epochs": 2, "max_steps": 8},
             "nothing to train at step 8: 2 of 2 epochs and 8 of 8 steps are done. Raise n_epochs and max_steps",
         ),
-        ({"fast_dev_run": True}, "Use fast_dev_run=False to go on"),
+        ({"fast_dev_run": True}, "Use fast_dev_run=False to continue"),
     ],
     ids=str,
 )

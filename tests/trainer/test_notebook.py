@@ -116,7 +116,7 @@ def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes
         second.evaluate()  # resumes, and trains nothing
         first.set_limits(n_epochs=2)
         first.fit()
-        with pytest.raises(CheckpointError, match="another trainer of this process has trained .* Build this one anew"):
+        with pytest.raises(CheckpointError, match="another trainer of this process has trained .* this one again"):
             second.fit()
         fit(built(3))
         written, message = files(), "has trained runs/.* since this one did, whose state is older"
@@ -175,7 +175,7 @@ def test_ctrl_c_at_a_prompt_returns_from_fit_with_everything_saved_and_fit_goes_
     assert f"saved [{step}]" in done.stdout
     assert "ended at 8 8" in done.stdout, done.stderr
     assert "as by hand" in done.stdout, done.stderr
-    assert "fit() goes on" in done.stderr
+    assert "fit() continues" in done.stderr
 
 
 def saving_config() -> Any:

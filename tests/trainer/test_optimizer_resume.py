@@ -153,7 +153,7 @@ def test_state_of_each_rank_is_refused_on_another_mesh(directory: Path, monkeypa
     name = "of each rank"
     with pytest.raises(
         CheckpointError,
-        match=r"each rank has state of its own in optimizer 'optimizer' \(model\.0\.0\.0\..*optimizer=\"new\"",
+        match=r"each rank has separate state in optimizer 'optimizer' \(model\.0\.0\.0\..*optimizer=\"new\"",
     ):
         resume(Sharded, name, f"{name} to one")
 

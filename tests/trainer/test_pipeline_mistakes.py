@@ -140,9 +140,9 @@ def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks() -> None:
     for told in run_world(be_careless, 2):
         assert "the ranks of a pipeline (pipeline_parallel) have different batches" in told["batches"]
         assert "(pipeline_parallel) were given other weights of the same micro-batches" in told["weights"]
-        assert "the model was called under pipeline_parallel=2, with gradients, where each rank has" in told["model"]
-        assert "backward() was called under pipeline_parallel=2, where no rank has a whole" in told["backward"]
-        assert "was given weight=float under pipeline_parallel=2, where each micro-batch has its own" in told["weight"]
+        assert "the model was called under pipeline_parallel=2, with gradients, but each rank only has" in told["model"]
+        assert "backward() was called under pipeline_parallel=2, but no rank has a whole" in told["backward"]
+        assert "was given weight=float under pipeline_parallel=2, but each micro-batch needs its own" in told["weight"]
         assert "a batch of 15 samples cannot be cut into microbatches=4 of one size" in told["odd"]
         assert "was given 16 samples and a tensor of shape [8, 6]" in told["targets"]
         assert "Under pipeline_parallel=2 some ranks have parts of them, or no outputs" in told["rows"]
@@ -240,10 +240,10 @@ class Other(Trained):
 
 MISTAKES = {
     "elsewhere": "the step asked for 'weight' of None ('NoneType' object has no attribute 'weight') under pipeline_par",
-    "groups": "one parameter, of which several stages have copies, and embedding.weight is in group 0 of optim",
+    "groups": "one parameter with copies in several stages, and embedding.weight is in group 0 of optim",
     "of nothing": "configure_optimizers failed (optimizer got an empty parameter list): each rank has the layers of",
     "microbatches": "microbatches=1 is less than pipeline_parallel=2",
-    "unfrozen": "what stage 0 of self.model gives needs gradients, and did not in the first batch of this shape",
+    "unfrozen": "the outputs of stage 0 of self.model need gradients, and did not in the first batch of this shape",
 }
 
 

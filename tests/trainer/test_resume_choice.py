@@ -82,7 +82,7 @@ def test_best_is_the_one_whose_own_validation_was_best(mode: str, step: int, cap
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         trainer = fit_scripted((*script, 0.0), save_every_n_steps=2, resume="best", best_mode=mode)
     assert trainer.loaded == [f"step_{step:08d}"]
-    assert f"going on from step {step}; set aside: " in caplog.text
+    assert f"continuing from step {step}; set aside: " in caplog.text
     assert trainer.saved == [*range(step + 2, 8, 2), 7]
     assert steps_of(trainer) == [*range(1, step + 1), *trainer.saved]
 

@@ -45,7 +45,7 @@ KINDS: dict[str, Callable[[Optimizer, int], lrs.LRScheduler]] = {
 }
 NAMED = {
     "step": "step_size=6 instead of 2",
-    "cosine": "scheduler (CosineAnnealingLR) is now built with T_max=20 instead of 6, and the checkpoint's goes on",
+    "cosine": "scheduler (CosineAnnealingLR) is now built with T_max=20 instead of 6, and the checkpoint's stays",
     "one cycle": "total_steps=21 instead of 7",
     "sequence": "milestones=[10] instead of [3], schedulers[0].total_iters=10 instead of 3, "
     "schedulers[1].T_max=10 instead of 3",
@@ -155,7 +155,7 @@ def test_another_learning_rate_is_no_argument_and_the_checkpoint_s_goes_on(caplo
     fit(trained(make_config("run", SHORT)))
     same = fit(trained(make_config("run", SHORT + 1, rate=0.7)))
     assert same.used == by_hand(make, SHORT, SHORT + 1)[SHORT:]
-    assert "this config has lr=0.7, and the checkpoint's 0.05 goes on" in caplog.text
+    assert "this config has lr=0.7, and the checkpoint's 0.05 stays in use" in caplog.text
     assert "is now built" not in caplog.text
 
 
@@ -202,7 +202,7 @@ def test_what_a_cycle_altered_returns_to_what_the_optimizer_was_configured_with(
         ({"schedule": "extend"}, "a CosineAnnealingLR, whose rates follow from those before"),
         ({"optimizer": "moments"}, 'branch with optimizer="moments"'),
         ({"optimizer": "new"}, 'branch with optimizer="new"'),
-        ({"schedule": "new"}, "the checkpoint's 0.05 goes on. Configure that rate"),
+        ({"schedule": "new"}, "the checkpoint's 0.05 stays in use. Configure that rate"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name_and_leaves_no_failed_run(words: dict[str, Any], told: str) -> None:

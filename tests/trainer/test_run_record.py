@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_with_other_code_names_the_files_that_changed(
     for steps in (4, 6):
         run(training={"max_steps": steps})
     (line,) = [line for line in caplog.messages if "other code" in line]
-    assert line == "the run goes on from step 2 with other code than it was started with last: layers_of_a_user.py."
+    assert line == "the run resumes at step 2 with other code than its last start: layers_of_a_user.py."
     for name in ("layers_of_a_user", "data_of_a_user"):
         del sys.modules[name]
 
@@ -205,4 +205,4 @@ def test_of_a_rank_that_died_nobody_says_another_ones_cause(tmp_path: Path) -> N
         run_world(fail_on_one, 2, Dies)
     record = record_of(tmp_path / ALONE)
     assert (record.state, record.failed_rank) == ("failed", 1)
-    assert re.match(r"rank 1 \(process \d+ on .*\) is gone without a word: killed", str(record.why))
+    assert re.match(r"rank 1 \(process \d+ on .*\) is gone without an error: killed", str(record.why))

@@ -84,7 +84,7 @@ class Slip(Two):
             ["self.scheduler has not been stepped so far, so self.optimizer keeps its learning rate."],
         ),
         (ForgetsPlateau, ["self.plateau has not been stepped so far"]),
-        (Twice, ["self.scheduler is handed to step() and stepped by hand as well: it has gone 2 steps in 1."]),
+        (Twice, ["self.scheduler is passed to step() and stepped by hand as well: it has gone 2 steps in 1."]),
         (
             Slip,
             [

@@ -148,7 +148,7 @@ def test_python_pushes_what_the_command_does_and_a_tokenizer_beside_it(hub: Hub,
 def test_what_cannot_be_pushed_is_said_before_anything_is_sent(hub: Hub, run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no whole checkpoint of step 8"):
         dt.push_to_hub(run, "somebody/net", step=8)
-    with pytest.raises(CheckpointError, match="is not a directory. Give that of the files"):
+    with pytest.raises(CheckpointError, match="is not a directory. Give the directory of files"):
         dt.push_to_hub(run, "somebody/net", beside=tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"has \['config.json'\], which the export writes"):

@@ -265,7 +265,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "offsets": (short_file, "it.safetensors cannot be read"),
     "index above": (index_of({"weight": "../secret.safetensors"}), "outside its directory"),
     "a name in two files": (twice, "several files contain ['weight']"),
-    "no state dict": (pickled(torch.ones(3)), "no state dict was found"),
+    "no state dict": (pickled(torch.ones(3)), "without a state dict"),
     "sparse": (pickled({"weight": torch.eye(3, 4).to_sparse()}), "weight in"),
 }
 

@@ -194,7 +194,7 @@ class GroupStream(TrainStream):
         naming_loader(part.name, lambda: part.stream.seek(place.position, place.rank_state, state=state))
 
     def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
-        advice = "Give it what it had, or start a run of its own from the checkpoint's weights."
+        advice = "Give it what it had, or start a new run from the checkpoint's weights."
         if "loaders" not in state:
             raise self._of_one_loader()
         saved, names = state["loaders"], [part.name for part in self._parts]
@@ -216,7 +216,7 @@ class GroupStream(TrainStream):
     def _of_one_loader(self) -> DataError:
         return DataError(
             f"the checkpoint is of a run over one training loader, not over {[part.name for part in self._parts]}. "
-            "Give it the loader it had, or start a run of its own from the checkpoint's weights."
+            "Give it the loader it had, or start a new run from the checkpoint's weights."
         )
 
     # -- windows
@@ -258,7 +258,7 @@ class GroupStream(TrainStream):
         return self._leader is not None and self._end == "shortest" and ends.get(self._leader.name, False)
 
     def _turn_without_window(self, part: Member, count: float) -> float:
-        """Number of the turn at which the loader has used up its `count` windows."""
+        """Number of the turn when the loader has used up its `count` windows."""
         if count == math.inf:
             return count
         places = [place for place, turn in enumerate(self._turns) if part in turn]
@@ -371,7 +371,7 @@ def group_stream(
 
 
 def _count_of_one(loader: LoaderGroup | AlternatingLoaders, name: str, count: SampleCount | None) -> SampleCount | None:
-    """What counts the samples of one loader's batch: a function of the user's takes what `training_step` gets."""
+    """Counts the samples of one loader's batch; a user's function receives the argument of `training_step`."""
     if count is None or count.own is None:
         return count
     own = count.own
@@ -389,7 +389,7 @@ class Place(NamedTuple):
     has_ended: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data; without what is of this rank alone."""
+        """As plain data, without this rank's own part."""
         return self._replace(rank_state=None)._asdict() | {"position": asdict(self.position)}
 
 
@@ -406,7 +406,7 @@ def refuse_state_of_group(state: dict[str, Any] | None) -> None:
     if state is not None and "loaders" in state:
         raise DataError(
             f"the checkpoint is of a run over the training loaders {list(state['loaders'])}, and this one has one "
-            "loader. Give it what it had, or start a run of its own from the checkpoint's weights."
+            "loader. Give it what it had, or start a new run from the checkpoint's weights."
         )
 
 

@@ -17,16 +17,16 @@ LONGEST_PERIOD = 10_000
 class LoaderGroup:
     """Named training loaders that are read together: each batch is a dict with one batch of each.
 
-    A plain dict of loaders does the same. Each loader may be of any kind that can be used alone, has its own batch
-    size, and from the run's seed and its name a seed of its own. Each begins again when it ends, by itself: which of
-    its samples are in a step follows from the number of steps alone. Only whole optimizer steps are read: what is left
-    at a loader's end, less than its part of one, is left out of that pass.
+    A plain dict of loaders does the same. Each loader may be of any kind that works in a trainer. It has its own batch
+    size, and its own seed from the run's seed and its name. Each loader restarts independently when it ends, so the
+    samples of a step only depend on the number of steps. Only whole optimizer steps are read: samples at a loader's end
+    that do not fill its part of a step are left out of that pass.
 
     Args:
-        loaders: The loaders by name.
-        end: What is a pass over the group, and so an epoch: one over its "longest" loader, one over its "shortest",
-            where the others go on in the next pass where they are, or none ("cycle": limit the run by steps, samples
-            or tokens; `train_steps_per_epoch` makes epochs).
+        loaders: Maps names to loaders.
+        end: The pass over the group, which is an epoch. "longest" and "shortest" are a pass over that loader; the
+            others continue in the next pass at their position. "cycle" never ends: limit the run by steps, samples or
+            tokens, and use `train_steps_per_epoch` to make epochs.
 
     Raises:
         DataError: There is no loader, one is a group itself or in it twice, or `end` is unknown.
@@ -39,20 +39,20 @@ class LoaderGroup:
 
 class AlternatingLoaders:
     """Named training loaders that take turns by optimizer steps: each batch is `(name, batch)` of the one whose turn it
-    is.
-
+    All micro-batches of a step are from one loader, on all ranks, so a step's data depends neither on accumulation
+    nor on the number of ranks. Turns are spread evenly: `{"text": 3, "images": 1}` is text, text, images, text. Each
     All micro-batches of a step are of one loader, on all ranks: so what a step reads depends neither on accumulation
     nor on the number of ranks. Turns are spread evenly: `{"text": 3, "images": 1}` is text, text, images, text. Each
     pass begins with the first turn. Else the loaders are read as in a LoaderGroup.
 
     Args:
-        loaders: The loaders by name.
-        ratio: How many steps each has of a round, whole numbers above 0; None is one for each.
-        end: A pass is over when it is the turn of a loader that has nothing left: of the last one to which that
-            happens ("longest"), or the first ("shortest"); or never ("cycle").
+        loaders: Maps names to loaders.
+        ratio: Steps of each loader in a round, whole numbers above 0. None is one for each.
+        end: A pass ends at the turn of a loader that has nothing left: when the last loader gets there ("longest"),
+            the first ("shortest"), or never ("cycle").
 
     Raises:
-        DataError: As of LoaderGroup, or the ratio is not of these names, or not of whole numbers above 0.
+        DataError: As in LoaderGroup, or the ratio has other names, or values that are not whole numbers above 0.
     """
 
     def __init__(

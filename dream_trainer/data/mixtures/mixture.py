@@ -62,25 +62,25 @@ class _Plan:
 
 
 class Mixture(OrderedDataset):
-    """Samples of several sources, each in a random order of its own, drawn by weights.
+    """Samples of several sources, drawn by weights, each source in its own random order.
 
-    The order depends on the seed and the position alone. Of each source every sample is drawn once before any is drawn
-    again; in `n` blocks of 1,024 samples it is drawn as often as its weight says, to within `log2(n) + 1` samples.
+    The order only depends on the seed and the position. Every sample of a source is drawn once before any is drawn
+    again. In `n` blocks of 1,024 samples a source is drawn as its weight says, to within `log2(n) + 1` samples.
 
     Args:
-        sources: Map-style datasets by name: `__getitem__` and `__len__`.
-        weights: Of each source: not negative, of any sum. Default: the same for all.
-        unit: What weights, and the places of stages, count: "samples", or "tokens", where a source is drawn by its
-            weight over the mean of its `lengths`.
-        stages: Other weights from some place on, in rising order.
+        sources: Maps names to map-style datasets: `__getitem__` and `__len__`.
+        weights: Weight of each source: not negative; any sum. Default: equal weights.
+        unit: Unit of weights and of the places of stages: "samples", or "tokens", which divides a source's weight by
+            the mean of its `lengths`.
+        stages: Other weights from given places on, in rising order.
         max_epochs: How often each of these sources may be gone through; then it is left out. The mixture ends when no
             source with a weight is left; without a limit it is endless.
-        num_samples: The length of a pass, which the next one follows: stages, limits and counts of what was drawn are
-            those of the whole run. Default: a pass is the whole mixture, and the next one begins it in another order.
-        seed: Of the order. Default: the run's.
-        on_change: What happens to a run whose checkpoint is of another mixture: "refuse", or "continue" with this one
-            from that position on, and a warning of what is other. Sources of the same name and length then go on where
-            they were; one of another length begins its next epoch.
+        num_samples: The length of a pass. Stages, limits and counts of drawn samples continue over the whole run.
+            Default: a pass is the whole mixture, and the next one restarts it in another order.
+        seed: Seed of the order. Default: the run's.
+        on_change: Policy when the checkpoint has another mixture: "refuse", or "continue" with this one from that
+            position, with a warning that lists the differences. Sources of the same name and length then keep their
+            position; a source of another length begins its next epoch.
 
     Raises:
         ConfigError: Weights are negative, not finite, all zero, or of unknown sources; or another option is.
@@ -196,7 +196,7 @@ class Mixture(OrderedDataset):
             position = end
         return found
 
-    # -- what was drawn, and weights that change
+    # -- drawn samples, and changing weights
 
     def drawn(self, position: int) -> dict[str, Drawn]:
         """Samples and epochs of each source before a position of this pass, in the whole run."""
@@ -214,7 +214,7 @@ class Mixture(OrderedDataset):
         Call it on all ranks, between two steps. It is part of checkpoints.
 
         Raises:
-            ConfigError: As of the constructor.
+            ConfigError: As in the constructor.
         """
         self._asked = checked_weights(weights, self.names)
 
@@ -242,7 +242,7 @@ class Mixture(OrderedDataset):
             for unit, value in zip(Drawn._fields, drawn, strict=True)
         }
 
-    # -- going on
+    # -- resuming
 
     @property
     def first_position(self) -> int:
@@ -306,12 +306,12 @@ class Mixture(OrderedDataset):
         told = "; ".join(differences) or "its sources were in another order"
         if self._on_change == "refuse" or "num_samples" in changed:
             raise DataError(
-                f"the checkpoint is of another mixture ({told}). Give it what it had; or, but for num_samples, "
-                'on_change="continue" to go on with this mixture from that position.'
+                f"the checkpoint is of another mixture ({told}). Give it what it had; or, except for num_samples, "
+                'on_change="continue" to continue with this mixture from that position.'
             )
-        if self._told_at != state["position"] and _is_main():  # a run may be told several times where it goes on
+        if self._told_at != state["position"] and _is_main():  # a resume may call this several times
             logger.warning(
-                "The run goes on with another mixture, from position %d on: %s. Of packed rows, what was left of the "
+                "The run continues with another mixture, from position %d on: %s. With packed rows, the rest of the "
                 "block that was begun is left out.",
                 state["position"],
                 told,
@@ -409,7 +409,7 @@ def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int
 
 def _check_sources(sources: Mapping[str, Any]) -> None:
     if not sources:
-        raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
+        raise DataError('A mixture of no sources has no samples. Give them names: Mixture({"code": dataset, ...}).')
     for name, source in sources.items():
         if isinstance(source, IterableDataset | OrderedDataset) or not isinstance(source, Sized):
             raise DataError(

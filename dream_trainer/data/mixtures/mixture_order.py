@@ -1,6 +1,6 @@
-"""From which source each sample of a mixture comes, as arithmetic on its position. Weights are those of its stages and
-ramps, and what they were changed to while the run went on. In a block of a segment each source has a part of a line by
-its weight; the block's van der Corput offset moves the whole numbers on it, so shares are exact to log2(n) samples."""
+"""The source of each sample of a mixture, as arithmetic on the position. Weights come from stages, ramps and changes
+made during the run. In a block of a segment each source has a part of a line by its weight. The block's van der Corput
+offset moves the whole numbers on the line, so shares are exact to log2(n) samples."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def weights_by_position(
     """From which position on each source has which weight in samples."""
     by_sample = [Fraction(1)] * len(weights) if means is None else [1 / Fraction(mean) for mean in means]
     found: dict[int, list[Fraction]] = {0: [Fraction(weight) for weight in weights.values()]}
-    begins = {0: 0}  # of each position, where the stage begins whose weights those are
+    begins = {0: 0}  # maps each position to the start of the stage that its weights belong to
     place = _Places(by_sample, is_tokens=means is not None)
     planned = found[0]
     place.weigh(planned)
@@ -98,7 +98,7 @@ def weights_by_position(
         place.weigh(target)
         planned = target
     for at, changed in changes:
-        # What is left of a ramp that has begun is left out: the change counts until the next stage.
+        # The rest of a running ramp is dropped: the change holds until the next stage.
         found = {place: value for place, value in found.items() if place <= at or begins[place] > at}
         found[at], begins[at] = [Fraction(weight) for weight in changed.values()], at
     begun = max(at for at in found if at <= first)
@@ -147,8 +147,8 @@ def scrambled(words: _Words) -> _Words:
 class IndexPermutation:
     """Permutations of `range(length)`, one for each epoch, by arithmetic: no memory, and the same time for any index.
 
-    A Feistel network permutes the fields of a rectangle that is hardly larger; what falls outside of `length` goes
-    through it again, until it falls inside.
+    A Feistel network permutes the fields of a slightly larger rectangle. Results outside `length` pass the network
+    again until they fall inside.
 
     Args:
         length: How many there are to order, from 1 to 2**62.
@@ -203,7 +203,7 @@ class Segment:
 
     @cached_property
     def _limits(self) -> list[tuple[int, int]]:
-        """Of each source but the last, where its part of a block ends: whole slots, and the rest in 2**-64 of one."""
+        """The end of each source's part of a block, except the last's: whole slots, and the rest in 2**-64 slots."""
         total = sum(self.weights)
         ends, before = [], Fraction(0)
         for weight in self.weights[:-1]:

@@ -29,7 +29,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class PackedSegments:
-    """Where the documents of a batch begin, for kernels that take sequences of many lengths one behind the other."""
+    """Where the documents of a batch begin, for kernels that take sequences of many lengths one after the other."""
 
     cu_seqlens: Tensor
     """First token of each document in the flattened batch, and the number of tokens: int32, `(documents + 1,)`. A row's
@@ -63,8 +63,8 @@ def packed_attention_mask(
         kind: "auto" is "varlen" on CUDA in half precision from compute capability 8.0 on, "flex" on CUDA else, and
             "sdpa" elsewhere.
         causal: Whether a token sees none that come after it.
-        device: Where attention is computed. None: where `documents` are.
-        dtype: What attention is computed in, for "auto".
+        device: Device that computes attention. None for the device of `documents`.
+        dtype: Dtype that attention is computed in, for "auto".
 
     Raises:
         ValueError: `kind` is unknown, or `documents` are of another shape.
@@ -86,7 +86,7 @@ def packed_attention_mask(
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | PackedSegments) -> Tensor:
-    """Attention under any of the masks; keys and values may have fewer heads, each for as many queries.
+    """Attention under any of the masks; keys and values may have fewer heads (grouped queries).
 
     Segments on another device than CUDA are attended to one by one, with the work of the documents' lengths squared.
 
@@ -94,7 +94,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | B
         query: Shape `(rows, heads, row_length, width)`.
         key: The same, or with fewer heads.
         value: As `key`.
-        mask: What `packed_attention_mask` gave for the batch.
+        mask: Result of `packed_attention_mask` for the batch.
 
     Returns:
         The shape of `query`.
@@ -129,7 +129,7 @@ def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Pack
 def mask_kind(
     documents: Tensor, kind: Literal["auto", "sdpa", "flex", "varlen"], device: torch.device, dtype: torch.dtype | None
 ) -> Literal["sdpa", "flex", "varlen"]:
-    """The kind of mask for `documents` that `kind` asks for; raises ValueError for what is none."""
+    """The kind of mask for `documents` by `kind`; raises ValueError for unknown kinds."""
     if kind not in _KINDS:
         raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, _KINDS))}.")
     if documents.ndim != 2:
@@ -160,7 +160,7 @@ Kind = Literal["auto", "sdpa", "flex", "varlen"]
 
 
 def handlers(attention: ContextAttention) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """What `packed_attention_mask` and `packed_attention` are where `attention` replaces PyTorch's."""
+    """Versions of `packed_attention_mask` and `packed_attention` for use when `attention` replaces PyTorch's."""
     shared = (_OfHeads if isinstance(attention, UlyssesAttention) else _OfPositions)(attention)  # type: ignore[arg-type]
     return {packed_attention_mask: shared.mask, packed_attention: shared.attend, attend_elsewhere: shared.attend}
 

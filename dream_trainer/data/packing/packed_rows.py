@@ -1,6 +1,6 @@
-"""Rows of documents' tokens, what each predicts and which document it belongs to. They are made block by block: a
-block's rows are made of its own documents only, by their lengths, so a place is a block's number and how many rows came
-before it. PackedRows fills its rows; PaddedRows gives each document its own, and rows of like length share a step."""
+"""Rows of documents' tokens, with the label and the document of each token. Rows are made block by block, only from the
+block's documents and by their lengths, so a place is a block's number and a count of rows. PackedRows fills
+its rows; PaddedRows makes one row per document, and rows of like length share a step."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def pack_concatenated(lengths: NDArray[Any], row_length: int) -> RowPlan:
 
 
 def pack_one_by_one(lengths: NDArray[Any], row_length: int) -> RowPlan:
-    """Gives each piece a row of its own, longest rows first."""
+    """Gives each piece a separate row, longest rows first."""
     documents, starts, sizes = _cut(lengths, row_length)
     order = np.argsort(-sizes, kind="stable")
     return RowPlan(np.arange(len(sizes) + 1), documents[order], starts[order], sizes[order])
@@ -132,7 +132,7 @@ _FEWEST_ROWS = 512  # the last rows of a block stay partly empty: 2 of 512 are 0
 _FEWEST_DOCUMENTS, _MOST_DOCUMENTS = 1024, 65536
 _MOST_ROWS = 8192
 _EMPTY_BLOCKS = 1000
-# Parts of a block have about as many rows at least: the last rows of each stay partly empty too.
+# Parts of a block have at least about this number of rows: the last rows of each stay partly empty too.
 _FEWEST_ROWS_OF_PART = 32
 
 
@@ -148,7 +148,7 @@ class _Block:
     number: int
     first_row: int  # position of its first row
     plan: RowPlan
-    order: NDArray[np.int64]  # the rows of `plan` in the order in which they come
+    order: NDArray[np.int64]  # the rows of `plan` in the order they come
     lengths: NDArray[Any]
 
     @property
@@ -201,7 +201,7 @@ class DocumentRows(OrderedDataset):
     @property
     @abstractmethod
     def _kind(self) -> dict[str, Any]:
-        """What decides which tokens are in which row, besides the documents and what is the same for all kinds."""
+        """Options of this kind that decide each row's tokens, besides the documents and the shared options."""
 
     @abstractmethod
     def _pack(self, lengths: NDArray[Any]) -> RowPlan:
@@ -209,7 +209,7 @@ class DocumentRows(OrderedDataset):
 
     @abstractmethod
     def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
-        """The order in which a block's rows come."""
+        """The order of a block's rows."""
 
     def __len__(self) -> int:
         """Rows of a pass, counted from all lengths at about 1 us each; ENDLESS if the documents never end."""
@@ -325,7 +325,7 @@ class DocumentRows(OrderedDataset):
     def _find(self, position: int) -> _Block:
         number, first_row = self._start()
         if position < first_row:
-            raise IndexError(f"Row {position} lies before row {first_row}, at which this pass was gone on with.")
+            raise IndexError(f"Row {position} lies before row {first_row}, where this pass was resumed.")
         if not self._is_endless:
             first_rows = self._first_rows()
             if position >= first_rows[-1]:
@@ -413,13 +413,13 @@ class DocumentRows(OrderedDataset):
         ]
         if other:
             raise DataError(
-                f"The run goes on with rows made in another way: {', '.join(other)}. Which rows were consumed does not "
-                "say which documents would be, then. Make them as before, or start a run of its own from the "
+                f"The run resumes with rows made in another way: {', '.join(other)}. The consumed rows then do not "
+                "tell which documents were consumed. Make them as before, or start a new run from the "
                 "checkpoint's weights."
             )
 
     def _build_row(self, position: int, room: int | None) -> dict[str, Tensor]:
-        """The row at `position`, with `room` for tokens; None gives it as much as it has tokens."""
+        """The row at `position`, with `room` for tokens; None makes it as long as its tokens."""
         block = self._block_at(position)
         pieces = block.plan.pieces(int(block.order[position - block.first_row]))
         sizes = [size for _, _, size in pieces]
@@ -448,7 +448,7 @@ class DocumentRows(OrderedDataset):
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
     def _load(self, position: int, length: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
-        """Token ids of a document, its labels, and what each label counts."""
+        """Token ids of a document, its labels, and the weight of each label."""
         document, weights, following = self.documents[position], None, None
         place = f"The document at position {position}"
         if isinstance(document, Mapping):
@@ -460,7 +460,7 @@ class DocumentRows(OrderedDataset):
         if ids.shape != (length,):
             wrong = (
                 f"has {length} tokens by the lengths that its rows were planned with, and was loaded with shape "
-                f"{ids.shape}. Measure the lengths anew, and load a document as the same tokens each time."
+                f"{ids.shape}. Measure the lengths again, and load a document as the same tokens each time."
             )
         elif length and ids.dtype.kind not in "iu":
             wrong = f"is of {ids.dtype}. Token ids are integers."
@@ -515,7 +515,7 @@ def _check_documents(documents: object) -> None:
     name = type(documents).__name__
     if not isinstance(documents, OrderedDataset):
         raise DataError(
-            f"Rows are made of documents in an order of their own, and {name} has none. Give "
+            f"Rows are made of documents that have an order, and {name} has none. Give "
             'Mixture({"name": documents}), also of a single source.'
         )
     if not isinstance(documents, HasLengths):
@@ -530,33 +530,32 @@ def _check_documents(documents: object) -> None:
 
 
 class PackedRows(DocumentRows):
-    """Documents packed into rows of `row_length` tokens, in blocks that know nothing of each other.
+    """Documents packed into rows of `row_length` tokens, in independent blocks.
 
     Give it to a `DistributedDataLoader`. A row is a dict of tensors of shape `(row_length,)`:
 
-        tokens     int64; `pad_id` where there is room left
-        labels     int64: the document's next token, also where the row ends before the document does; -100 at the
-                   document's end, in padding, and where the weight is 0
-        positions  int64, from 0 in each piece of a document
-        documents  int64: which piece of a document, from 0 in each row; -1 is padding
-        weights    float32: how much each label counts, 1 if the document says nothing else; 0 where there is none
+        tokens     int64; `pad_id` in the room that is left.
+        labels     int64: the document's next token, even if the row ends before the document; -100 at the document's
+                   end, in padding, and for weights of 0.
+        positions  int64, from 0 in each piece of a document.
+        documents  int64: number of the piece of a document, from 0 in each row; -1 is padding.
+        weights    float32: weight of each label, 1 unless the document has weights; 0 without a label.
 
     Args:
-        documents: The documents in their order, such as a `Mixture` of `TokenFile`s. They say their lengths.
+        documents: The documents in their order, such as a `Mixture` of `TokenFile`s. They need lengths.
         row_length: Tokens in a row.
-        method: "best_fit" cuts only documents longer than a row, and fills rows to 98% and more where many documents
-            are shorter; "concatenate" puts them one behind the other and cuts wherever a row ends.
+        method: "best_fit" only cuts documents longer than a row, and fills rows to at least 98% if many documents are
+            shorter. "concatenate" puts documents one after the other and cuts at each row's end.
         pad_id: Token id of padding.
-        block_size: Documents that are packed together, over whose rows those of a long one are spread. None: as many as
-            fill 512 rows; where documents are long 1024 of them, or as many as fill 8192 rows.
+        block_size: Documents that are packed together; a long document's rows are spread over the block. None for the
+            number that fills 512 rows; with long documents 1024, or the number that fills 8192 rows.
         field: Name of the token ids in documents that are mappings.
         vocabulary_size: Number of token ids; with it, each is checked when it is loaded.
 
     Raises:
-        DataError: `documents` have no order of their own, no lengths, or are none; `method` is neither, `row_length` or
-            `block_size` not positive, or `pad_id` no token id. When a row is loaded: a document is not what its length
-            says, its token ids are outside the vocabulary or its weights negative; or of 1024 documents none has a
-            token to learn.
+        DataError: `documents` have no order, no lengths, or length 0. `method` is unknown, `row_length` or `block_size`
+            is not positive, or `pad_id` is not a token id. On loading a row: a document differs from its stated length.
+            Its token ids are outside the vocabulary, or its weights negative. 1024 documents have no token to learn.
     """
 
     def __init__(
@@ -593,11 +592,11 @@ class PackedRows(DocumentRows):
 
 
 class PaddedRows(DocumentRows):
-    """Documents as rows of their own lengths, ordered so that a global batch holds rows of like length.
+    """One row per document, ordered so that a global batch holds rows of like length.
 
-    Give it to a `DistributedDataLoader` with `collate_fn=rows.collate`. A row is what `PackedRows` gives, with one
-    document in it and as long as that; a document longer than `row_length` is cut into several, of which a warning
-    says how many there are among the first. `collate` pads the rows of a micro-batch to the longest.
+    Give it to a `DistributedDataLoader` with `collate_fn=rows.collate`. A row has the format of `PackedRows`, with one
+    document and its length. A document longer than `row_length` is cut into several rows, and a warning counts such
+    documents among the first ones. `collate` pads the rows of a micro-batch to the longest.
 
     Args:
         documents: The documents in their order, with lengths, as for `PackedRows`.
@@ -605,7 +604,7 @@ class PaddedRows(DocumentRows):
         bucket_size: Rows of like length that come together: the samples of one optimizer step over all ranks.
         pad_id: Token id of padding.
         block_size: Documents that are sorted by length together. None: 64 buckets' worth.
-        multiple_of: A batch's length is rounded up to a multiple of this, for which kernels are made.
+        multiple_of: A batch's length is rounded up to a multiple of this, which suits kernels.
         field: Name of the token ids in documents that are mappings.
         vocabulary_size: Number of token ids; with it, each is checked when it is loaded.
 
@@ -666,7 +665,7 @@ class PaddedRows(DocumentRows):
         if num_long and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
                 "%d of the first %d documents are longer than row_length=%d (the longest is of %d tokens) and are cut "
-                "into rows of their own.",
+                "into separate rows.",
                 num_long,
                 len(lengths),
                 self.row_length,

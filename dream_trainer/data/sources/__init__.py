@@ -1,1 +1,1 @@
-"""Where samples come from: files read by number, token files and how they are written, sequential sources in shards."""
+"""Sources of samples: files read by number, token files and their writer, sequential sources in shards."""

@@ -42,7 +42,7 @@ class WithLengths(Dataset[Any]):
         self.lengths = np.asarray(lengths, dtype=np.int64)
         if self.lengths.shape != (len(dataset),):
             raise DataError(
-                f"there are lengths of shape {self.lengths.shape} for {len(dataset)} samples. Measure them anew."
+                f"there are lengths of shape {self.lengths.shape} for {len(dataset)} samples. Measure them again."
             )
 
     def __len__(self) -> int:

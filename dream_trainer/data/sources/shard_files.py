@@ -48,7 +48,7 @@ class ShardFiles(ABC):
 
     @abstractmethod
     def _find_samples(self, path: Path) -> tuple[int, Any]:
-        """How many samples a file has, and what `_read` finds them by."""
+        """The number of samples in a file, and the index that `_read` uses."""
 
     @abstractmethod
     def _read(self, shard: int, number: int) -> Any:
@@ -56,10 +56,10 @@ class ShardFiles(ABC):
 
 
 class JsonLines(ShardFiles):
-    """Lines of .jsonl files; a sample is what the line says, such as a dict. Blank lines do not count.
+    """Lines of .jsonl files; a sample is a line's value, such as a dict. Blank lines do not count.
 
     Args:
-        paths: As of ShardFiles. Compressed files cannot be read by number.
+        paths: As in ShardFiles. Compressed files cannot be read by number.
     """
 
     suffixes = (".jsonl",)
@@ -92,7 +92,7 @@ class ParquetRows(ShardFiles):
     groups reads each many times. Write small ones (`row_group_size=1000`), or keep several.
 
     Args:
-        paths: As of ShardFiles.
+        paths: As in ShardFiles.
         columns: Which to read; all by default.
         kept_groups: How many row groups are kept.
     """
@@ -139,13 +139,13 @@ class ParquetRows(ShardFiles):
 class TarSamples(ShardFiles):
     """Samples of WebDataset's .tar files, by number.
 
-    A sample is the files that follow each other and have one name up to the first dot: a dict of `__key__`, the name,
-    and by what follows that dot, in lower case, the content as bytes, or what `decode` makes of it. Files without a
-    dot, or with one in front, are no samples.
+    A sample is a series of files that share their name up to the first dot: a dict of `__key__`, that name, and each
+    file's content under the rest of its name, in lower case. Contents are bytes, or the result of `decode`. Files
+    without a dot, or with a leading dot, are no samples.
 
     Args:
-        paths: As of ShardFiles. Compressed files cannot be read by number.
-        decode: Called with what follows the dot, and the bytes.
+        paths: As in ShardFiles. Compressed files cannot be read by number.
+        decode: Called with the part of the name after the dot, and the bytes.
     """
 
     suffixes = (".tar",)

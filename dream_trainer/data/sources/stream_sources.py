@@ -1,5 +1,5 @@
-"""Sources that a `StreamLoader` reads in sequence, shard by shard. Some readers hand out the very `state_dict` they go
-on with, so it is copied before anything else is read."""
+"""Sources that a `StreamLoader` reads in sequence, shard by shard. Some readers return a `state_dict` that they keep
+changing, so it is copied before anything else is read."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class ShardedSource(ABC):
 
     @abstractmethod
     def open(self, shard: int) -> Any:
-        """A new StatefulIterable over one shard, from its beginning. One with a `set_epoch` is told the epoch."""
+        """A new StatefulIterable over one shard, from its beginning. Its `set_epoch`, if any, is called."""
 
     def name(self, shard: int) -> str:
-        """What messages call a shard; a checkpoint has it, so it stays the same."""
+        """Name of a shard in messages and checkpoints; must stay the same."""
         return f"shard {shard}"
 
     def place(self, shard: int) -> str:
@@ -51,7 +51,7 @@ class ShardedSource(ABC):
 
 
 class IterableShards(ShardedSource):
-    """Shards that a class of yours reads.
+    """Shards that your own class reads.
 
     Args:
         reader: Makes the reader of one shard from its item: an object with `__iter__`, `state_dict` and
@@ -87,7 +87,7 @@ class HuggingFaceShards(ShardedSource):
     """The shards of a streaming dataset of Hugging Face's `datasets`.
 
     Args:
-        dataset: What `load_dataset(..., streaming=True)` returned, and what was made of it by `map`, `filter` and such.
+        dataset: Result of `load_dataset(..., streaming=True)`, possibly with `map`, `filter` and others applied.
 
     Raises:
         DataError: It is shuffled in a buffer, and so does not come back to where it was.
@@ -121,8 +121,8 @@ class HuggingFaceShards(ShardedSource):
 class WebDatasetShards(ShardedSource):
     """Tar files in the WebDataset format, read in sequence.
 
-    Files that follow each other and share their name up to the first dot of it are one sample: a dict of `__key__`
-    (that name) and the content of each file as bytes under the rest of its name, in lower case. Decode it with `Map`.
+    Consecutive files that share their name up to its first dot are one sample: a dict of `__key__` (that name) and the
+    content of each file as bytes. The key of a file is the rest of its name, in lower case. Decode it with `Map`.
 
     Args:
         files: A directory, whose `*.tar` are read in the order of their names, or a list of files.
@@ -178,7 +178,7 @@ class TarSample(NamedTuple):
         return contents
 
 
-# Of what WebDataset takes for a sample's file: the name up to the first dot after the last slash, and the rest.
+# WebDataset's split of a sample's file name: up to the first dot after the last slash, and the rest.
 _TAR_NAME = re.compile(r"^(?!__[^/]*__$)((?:.*/)?[^./][^./]*)\.([^/]+)$")
 
 
@@ -198,7 +198,7 @@ def tar_samples(path: Path, file: BinaryIO, offset: int = 0) -> Iterator[TarSamp
                 files = {}
             key, extension = name[1], name[2].lower()
             if extension in files:
-                raise DataError(f"{path} has two files {member.name!r} in one sample. Write it anew.")
+                raise DataError(f"{path} has two files {member.name!r} in one sample. Write it again.")
             files[extension] = member.offset_data, member.size
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(f"{path} is damaged: {error}. Only plain tar files can be read.") from error

@@ -1,6 +1,6 @@
-"""Documents of token ids in memory-mapped files: NAME.bin, NAME.index.npy with where each document begins, and the
-header NAME.json, which is written last: without it the shard does not count. docs/mixtures.md describes the format;
-NAME.npy, a one-dimensional array of token ids, may take the place of NAME.bin and NAME.json."""
+"""Documents of token ids in memory-mapped files: NAME.bin, NAME.index.npy with each document's start, and the header
+NAME.json. The header is written last; a shard without it does not count. docs/mixtures.md describes the format.
+NAME.npy, a one-dimensional array of token ids, can replace NAME.bin and NAME.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dream_trainer.errors import DataError
 
 FORMAT = "dream-trainer tokens"
 VERSION = 1
-PLAN = "plan.txt"  # what `dream-trainer data tokenize` is to make in a directory: JSON, with a task for each shard
+PLAN = "plan.txt"  # the work of `dream-trainer data tokenize` in a directory: JSON, a task per shard
 Tokens = npt.NDArray[np.integer[Any]]
 
 
@@ -38,11 +38,11 @@ class TokenFile:
     Files are mapped when a document is first read, in each process by itself; pickled, it is its path.
 
     Args:
-        path: A shard's .bin or .npy file, or a directory: all shards in it, by name.
+        path: A shard's .bin or .npy file, or a directory: all shards in it, sorted.
 
     Raises:
         DataError: A file is missing, of another kind, or shorter than it should be; or a directory does not have all
-            shards that `dream-trainer data tokenize` was to make there.
+            shards that `dream-trainer data tokenize` should have made there.
 
     Attributes:
         vocabulary_size: Number of token ids; None where no file says it.
@@ -151,7 +151,7 @@ def _open_bin(path: Path) -> _Shard:
     described = path.with_suffix(".json")
     if not described.exists():
         raise DataError(
-            f"{path} has no header {described.name} beside it, so nothing tells what is in it. `dream-trainer data "
+            f"{path} has no header {described.name} next to it, so its format is unknown. `dream-trainer data "
             "tokenize` or a TokenFileWriter writes both."
         )
     header = _header(described)
@@ -204,7 +204,7 @@ def _check_index(path: Path, num_tokens: int, num_documents: int | None) -> Path
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """What the header of a token file says; None of another file."""
+    """Header of a token file; None for other files."""
     try:
         header = json.loads(path.read_text())
     except ValueError:
@@ -213,13 +213,13 @@ def _header(path: Path) -> dict[str, Any] | None:
 
 
 class TokenFileWriter:
-    """Writes one shard; use it with `with`, in one process at a time. What was written is seen only when that ends
+    """Writes one shard; use it with `with`, in one process at a time. The shard only becomes visible when that ends
     without an exception.
 
     Args:
         path: The shard's .bin file; its directory is created.
         vocabulary_size: Number of token ids. Up to 65,536 take two bytes each, more take four.
-        facts: What else the header is to say, as plain data.
+        facts: Other entries of the header, as plain data.
 
     Attributes:
         num_tokens: Tokens written so far.
@@ -232,7 +232,7 @@ class TokenFileWriter:
                 f"vocabulary_size={vocabulary_size} is not from 1 to 2**32: token ids take up to four bytes."
             )
         self.path = Path(path)
-        refuse(self.path.suffix != ".bin", f"a token file is named NAME.bin, not {self.path.name}.", DataError)
+        refuse(self.path.suffix != ".bin", f"token files must be called NAME.bin, not {self.path.name}.", DataError)
         self.vocabulary_size = vocabulary_size
         self.dtype = np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
         self.num_tokens = 0
@@ -249,7 +249,7 @@ class TokenFileWriter:
         if not _locked(self._file, _part(self.path)):
             self._file.close()
             raise DataError(f"{self.path} is being written by another process. Wait for it, or end it.")
-        self._file.truncate(0)  # what one that was killed has left
+        self._file.truncate(0)  # left by a killed process
         return self
 
     def add(self, tokens: npt.ArrayLike) -> None:
@@ -297,7 +297,7 @@ def _part(path: Path) -> Path:
 
 
 def _locked(file: BinaryIO, path: Path) -> bool:
-    """Whether the file is this process's alone, and still at its path: another one may have ended just now."""
+    """Whether this process holds the file's lock, and the file is still at its path: another may just have ended."""
     is_held = file_locks.take(file)
     if is_held is None:
         file_locks.warn_of_no_locks(path.parent)

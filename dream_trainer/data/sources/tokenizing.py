@@ -65,7 +65,7 @@ def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
 
 
 def open_tokenizer(name: str, end: str | None) -> Tokenizer:
-    """The tokenizer of a name: "bytes" (256 ends a document), a tokenizer.json, or what transformers knows."""
+    """The tokenizer of a name: "bytes" (256 ends a document), a tokenizer.json, or a name for transformers."""
     if name == "bytes":
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
@@ -78,7 +78,7 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
         refuse(not Path(name).exists(), f"there is no tokenizer {name}.", DataError)
         try:
             fast = FastTokenizer.from_file(name)
-        except Exception as error:  # which is of no class of its own
+        except Exception as error:  # which has no specific class
             raise DataError(f"{name} is no tokenizer.json: {error}") from error
         size, end_id = fast.get_vocab_size(), None if end is None else fast.token_to_id(end)
     else:
@@ -151,7 +151,7 @@ def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:
 
 def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
     path, told = output / PLAN, json.dumps(plan, indent=1)
-    # A plan by which nothing was made, for a mistake in the command, may be replaced.
+    # A plan that made nothing yet, e.g. of a mistaken command, may be replaced.
     if path.exists() and path.read_text() != told and any(output.glob("shard-*.json")):
         raise DataError(
             f"{output} has shards of other inputs, or by another tokenizer ({path} says which). Give another directory "
@@ -172,7 +172,7 @@ def _place(task: Task, document: int) -> str:
 
 
 def _texts(task: Task) -> Iterator[Any]:
-    """What is to be tokenized, in order: text, unless a row has something else in its field."""
+    """Values to tokenize, in order: text, unless a row has something else in its field."""
     if task.kind == "text":
         for name in task.inputs:
             try:

@@ -1,5 +1,5 @@
-"""StreamLoader, and training from its lanes: one rank's windows, loaded by workers that own lanes, and how they go on
-at any step."""
+"""StreamLoader, and training from its lanes: one rank's windows, loaded by workers that own lanes, resumable at any
+step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOST_TURNS = 4  # sets of lanes where the user does not say
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Lanes of one turn that fill whole micro-batches among themselves, so that one worker can load them alone."""
+    """Lanes of one turn that fill whole micro-batches among themselves, so a single worker can load them."""
 
     turn: int
     lanes: tuple[int, ...]
@@ -91,7 +91,7 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
     if num_shards < dp_size:
         raise DataError(
             f"the source has {num_shards} {_shards(num_shards)}, fewer than dp_size={dp_size} data-parallel ranks, and "
-            f"each rank reads shards of its own. Use at most {num_shards} ranks, or write the data in {dp_size} shards "
+            f"each rank reads different shards. Use at most {num_shards} ranks, or write the data in {dp_size} shards "
             "or more."
         )
     possible = [lane for lane in divisors(global_batch) if lane <= num_shards]
@@ -248,13 +248,13 @@ def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[S
     reader = source.open(shard)
     if not isinstance(reader, StatefulIterable):
         raise DataError(
-            f"{type(reader).__name__} cannot say where it is in its shard, so a run could not go on in its middle. "
-            "Give it `state_dict()` and `load_state_dict(state)` beside `__iter__`, or use an indexed dataset."
+            f"{type(reader).__name__} cannot tell its position in its shard, so a run could not resume in its middle. "
+            "Give it `state_dict()` and `load_state_dict(state)` besides `__iter__`, or use an indexed dataset."
         )
     if isinstance(reader, EpochAware):
         reader.set_epoch(epoch)
     if state is not None:
-        reader.load_state_dict(pickle.loads(pickle.dumps(state)))  # a reader may go on with the object that it gets
+        reader.load_state_dict(pickle.loads(pickle.dumps(state)))  # a reader may keep and change the object
     return reader, iter(reader)
 
 
@@ -265,14 +265,14 @@ def close(iterator: Iterator[Any] | None) -> None:
 
 
 def refuse_forgetful(source: ShardedSource, shard: int) -> None:
-    """Reads a few samples of a shard twice, the second time from a state: what comes must be the same."""
+    """Reads a few samples of a shard twice, the second time from a state; raises if they differ."""
     expected: list[Any] = []
     found: list[Any] = []
     before = 0
     for before in _READ_BEFORE:
         try:
             expected, found = _read_twice(source, shard, before)
-        except Exception:  # the lane that reads the shard will raise it too, and says at which sample
+        except Exception:  # the lane that reads the shard will raise it too, with the sample
             return
         if expected:
             break
@@ -305,35 +305,33 @@ _READ_BEFORE, _READ_AFTER = (16, 4, 1), 4  # fewer where the shard has no more
 class StreamLoader:
     """Batches from a sequential source in shards, dealt to ranks and workers, that resumes at any step.
 
-    Which samples make up an optimizer step depends on the seed and the source alone, not on ranks, workers or
-    accumulation: shards are dealt to lanes, and a step takes equally many samples from each of its lanes
-    (docs/data.md). The trainer tells it rank and seed; iterated by itself it yields what a single process sees
-    with seed 0.
-
+    The samples of an optimizer step only depend on the seed and the source, not on ranks, workers or accumulation.
+    Shards are dealt to lanes, and a step takes equally many samples from each of its lanes (docs/data.md). The trainer
+    passes it rank and seed. Without a trainer it yields the samples of a single process with seed 0.
     Args:
         source: A ShardedSource (`WebDatasetShards`, `IterableShards`, `HuggingFaceShards` or your own), or a streaming
             dataset of Hugging Face's `datasets`.
         batch_size: Samples in one micro-batch of one rank.
-        transforms: What is done to samples, in this order: `Map`, `Filter`, `Batch`, `Unbatch`, `Shuffle`. In workers.
+        transforms: Transforms, in this order: `Map`, `Filter`, `Batch`, `Unbatch`, `Shuffle`. Run in workers.
         lanes: Lanes that each step reads; it divides the global batch, and the data-parallel ranks divide it. None for
             the largest divisor of the global batch that there are shards for, up to 64.
-        turns: Sets of lanes, read by consecutive steps in turn, so that several workers find work where a step has one
-            micro-batch; `lanes * turns` shards are read at a time. None for as many as there are shards for, up to
-            4, or as deal the shards evenly.
-        shuffle_shards: Whether each lane reads its shards in a random order of their own in each epoch. Samples are
+        turns: Sets of lanes, read by consecutive steps in turn, so that several workers find work if a step has one
+            micro-batch; `lanes * turns` shards are read at a time. None for up to 4, limited by the number of shards,
+            or for the number that deals the shards evenly.
+        shuffle_shards: Whether each lane reads its shards in a different random order in each epoch. Samples are
             shuffled by `Shuffle(window)` among the transforms.
         repeat: Whether each lane begins its shards again when it has read them. With False a pass ends for all with the
             last step that each lane can fill, and the next epoch begins with all shards.
         num_workers: Processes that load ahead; 0 loads in the training process.
         collate_fn: Turns a list of samples into a batch.
-        on_error: What to do with a sample for which a transform raises: "raise", or "skip", which is counted and
-            logged. What the source itself raises ends the run.
+        on_error: Policy for a sample whose transform raises: "raise", or "skip" with a count in the logs. Errors of the
+            source itself end the run.
         max_skipped: With "skip", how many samples each lane may skip in the whole run; with `repeat=False`, in each
             pass.
         pin_memory: Whether batches are copied to page-locked memory.
         prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
-        timeout: Seconds to wait for a batch from a worker; 0 is for ever.
+        timeout: Seconds to wait for a batch from a worker; 0 waits forever.
         worker_init_fn: Called with 0 in each worker when it starts.
 
     Raises:
@@ -394,7 +392,7 @@ def sharded_source(source: object) -> ShardedSource:
         return HuggingFaceShards(source)
     raise DataError(
         f"{type(source).__name__} is not a source in shards. Give a streaming dataset of Hugging Face, "
-        "WebDatasetShards(directory), or IterableShards(reader, items) for readers of your own; a dataset with "
+        "WebDatasetShards(directory), or IterableShards(reader, items) for your own readers; a dataset with "
         "`__len__` and `__getitem__` belongs in a DistributedDataLoader."
     )
 
@@ -445,7 +443,7 @@ class LaneStream(TrainStream):
         steps, rest = divmod(position.samples, self._plan.global_batch)
         if rest:
             raise DataError(
-                f"The run goes on after {position.samples} samples, which is no multiple of the global batch of "
+                f"The run resumes after {position.samples} samples, which is no multiple of the global batch of "
                 f"{self._plan.global_batch}. Keep the global batch of the run."
             )
         self._begin(position.epoch)
@@ -469,7 +467,7 @@ class LaneStream(TrainStream):
         try:
             batches, marks, end = self._load(step)
         except BaseException:
-            # Of a window that was not loaded whole, be it for a signal, nothing counts: it is loaded again.
+            # A window that was not loaded whole, for any reason including a signal, does not count: it is loaded again.
             self.close()
             raise
         if end is not None:
@@ -529,13 +527,13 @@ class LaneStream(TrainStream):
                 logger.warning("skipped %s (lane %d has skipped %d)", report, mark.lane, mark.skipped)
 
     def _own_states(self, rank_state: dict[str, Any] | None, steps: int) -> dict[str, Any]:
-        """Of the lanes that were saved, those that this rank reads and that were read before."""
+        """States of the saved lanes that this rank reads and that were read before."""
         saved = {} if rank_state is None else rank_state.get("stream", {})
         now = self._facts.items() if saved else ()
         differing = [f"{name}: {saved[name]} then, {fact} now" for name, fact in now if saved.get(name) != fact]
         if differing:
             raise DataError(
-                f"The run goes on in the middle of a stream that is another one now ({'; '.join(differing)}), so it "
+                f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}), so it "
                 "would not read the samples that are left. Give it the source and options it had, or start another "
                 "experiment."
             )
@@ -544,7 +542,7 @@ class LaneStream(TrainStream):
         missing = [lane for lane in lanes if str(lane) not in states]
         if missing:
             raise DataError(
-                f"The run goes on after {steps} steps, and the states of lanes {missing[:8]} are not known on this "
+                f"The run resumes after {steps} steps, and the states of lanes {missing[:8]} are not known on this "
                 "rank: a stream cannot be read from its middle without them. Seek with the `united` states of all "
                 "ranks."
             )
@@ -578,8 +576,8 @@ class LaneStream(TrainStream):
         if workers > len(self._chains):
             logger.warning(
                 "%d of num_workers=%d have nothing to load: a batch comes from one worker, and a rank's shards are "
-                "read in %d groups that each fill batches. Use as many workers, or raise turns= of the StreamLoader "
-                "(it is %d, and lanes=%d), for which there must be shards.",
+                "read in %d groups that each fill batches. Use that number of workers, or raise turns= of the "
+                "StreamLoader (it is %d, and lanes=%d), if there are enough shards.",
                 workers - len(self._chains),
                 workers,
                 len(self._chains),
@@ -613,7 +611,7 @@ def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation:
 
 
 class Mark(NamedTuple):
-    # what a batch tells of one lane
+    # a batch's record of one lane
     lane: int
     begun: bytes | None
     skipped: int
@@ -693,6 +691,6 @@ def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | No
 
 def _end(lane: int, left: int, per_lane: int) -> str:
     return (
-        f"lane {lane} has {left} of the {per_lane} samples that a step takes from each lane. They, and what other "
-        "lanes still have, are not read in this pass."
+        f"lane {lane} has {left} of the {per_lane} samples that a step takes from each lane. They, and the rest of "
+        "the other lanes, are not read in this pass."
     )

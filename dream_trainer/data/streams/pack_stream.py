@@ -19,7 +19,7 @@ from dream_trainer.errors import DataError
 
 @dataclass(frozen=True)
 class Pack(Transform):
-    """Packs documents into rows of `row_length` tokens, as `PackedRows` does; what follows sees rows.
+    """Packs documents into rows of `row_length` tokens, as `PackedRows` does; later transforms see rows.
 
     A document is an array, tensor or list of token ids, or a mapping that has them under `field`: tokenise it by a
     `Map` before. `documents` consecutive documents of a lane are in memory together and packed among themselves; their

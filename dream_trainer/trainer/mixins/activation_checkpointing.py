@@ -25,7 +25,7 @@ class ActivationCheckpointingMixin(AbstractTrainer):
     def apply_activation_checkpointing(self) -> None:
         """Makes the blocks of every trained model recompute their activations.
 
-        A model without blocks beside one that has some, such as a critic, keeps its own, which is said once.
+        A model without blocks, such as a critic, keeps its activations if another model has blocks; this logs once.
 
         Raises:
             ConfigError: No trained model has repeated blocks.

@@ -1,7 +1,7 @@
-"""CheckpointMixin: when a checkpoint is saved, and from which one a run continues.
+"""CheckpointMixin: when checkpoints are saved, and which one a run resumes from.
 
 It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
-See trainer/saved_state.py and trainer/state_registry.py for what is saved and given back, trainer/resume.py for which.
+See trainer/saved_state.py and trainer/state_registry.py for the saved state, trainer/resume.py for the choice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CheckpointMixin(AbstractTrainer):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where this run's checkpoints are, or a link to that place; of an object store, where they wait to be sent."""
+        """Directory of this run's checkpoints, or a link to it; with an object store, the upload staging directory."""
         return self.run_dir / "checkpoints"
 
     def checkpoints(self) -> list[Manifest]:
@@ -87,11 +87,11 @@ class CheckpointMixin(AbstractTrainer):
     def save_checkpoint(self) -> Path:
         """Saves the run as it is now and waits until that is on the disk; between windows, called by every rank.
 
-        A checkpoint that this step has already is replaced, as weights may have been changed since. Its metrics stay
+        An existing checkpoint of this step is replaced, as weights may have changed since. Its metrics stay
         those of the step's validation.
 
         Returns:
-            The checkpoint's directory; in an object store, where it is once it is sent.
+            The checkpoint's directory, or its path in the object store once it is uploaded.
 
         Raises:
             CheckpointError: Some rank could not write; raised on every rank, earlier checkpoints are whole.
@@ -124,8 +124,8 @@ class CheckpointMixin(AbstractTrainer):
         """The checkpoint of the best validation.
 
         Args:
-            metric: By which; None: `best_metric` of CheckpointParameters.
-            mode: Whether its "min" or "max" is best; None: as `best_mode`, or as the metric's name says.
+            metric: The metric; None is `best_metric` of CheckpointParameters.
+            mode: Whether its "min" or "max" is best. None takes `best_mode`, or infers it from the metric's name.
 
         Returns:
             Its manifest: `path`, `step`, `metrics`.
@@ -136,7 +136,7 @@ class CheckpointMixin(AbstractTrainer):
         return self.__best(metric, mode)[1]
 
     def __best(self, metric: str | None, mode: Mode | None) -> tuple[str, Manifest]:
-        """The metric that is meant, and the best checkpoint by it, as rank 0 sees it; a collective."""
+        """The chosen metric, and the best checkpoint by it, as rank 0 sees it; a collective."""
         if mode is not None:
             check_choice("mode", mode, ("min", "max"))
         start(self._runtime)
@@ -155,15 +155,15 @@ class CheckpointMixin(AbstractTrainer):
         )
 
     def load_best(self, metric: str | None = None, mode: Mode | None = None) -> Path:
-        """Puts the weights of the best validation's checkpoint into the models; between windows, called by every rank.
+        """Loads the weights of the best validation's checkpoint into the models; between windows, called by every rank.
 
         If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
-        again from it. A later `fit` goes on from these weights, with the optimizers, schedules and counters of the last
+        again from it. A later `fit` starts from these weights, with the optimizers, schedules and counters of the last
         step. Frozen weights that no checkpoint has (`save_frozen=False`) and modules' extra state stay as they are.
 
         Args:
-            metric: As of `best_checkpoint`.
-            mode: As of `best_checkpoint`.
+            metric: As in `best_checkpoint`.
+            mode: As in `best_checkpoint`.
 
         Returns:
             The checkpoint's directory.
@@ -222,13 +222,13 @@ class CheckpointMixin(AbstractTrainer):
 
         Args:
             path: Directory to write, or a `.safetensors`, `.pt` or `.pth` file.
-            model: Name of the model; may be left out where there is one.
+            model: Name of the model; may be left out if there is only one.
             weights: "model": its own; "ema" or "swa", or "ema.<n>" with several: the averages of that callback.
             dtype: Floating-point type to write; None leaves each as it is.
             max_shard_size: Bytes per file, as a number or such as "5GB".
-            merge_adapters: Of a model that peft has wrapped the adapters are written, in peft's layout; with this, the
-                base with them added, under the base's own names.
-            overwrite: Whether to replace what is there.
+            merge_adapters: By default a peft model's adapters are written, in peft's layout. True writes the base
+                weights with the adapters merged in, under the base model's names.
+            overwrite: Whether to replace an existing export.
 
         Returns:
             The files written.
@@ -342,7 +342,7 @@ class CheckpointMixin(AbstractTrainer):
             self._runtime.saver.lacks_checkpoint = parameters.resume is not None and not has_weights
 
     def _resumes_locally(self, local: LocalCheckpoints, parameters: CheckpointParameters) -> bool:
-        """Whether every host had what its ranks need of the newest state; then it is loaded."""
+        """Loads the newest state from the hosts if every host has its ranks' part; returns whether it did."""
         root, world = self._checkpoints_root(), self.world
         newest = newest_to_resume(root, self.checkpoint_dir, parameters, world)
         found = local.find(newest) if newest is not None else None
@@ -369,7 +369,7 @@ class CheckpointMixin(AbstractTrainer):
             yield
 
     def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT, *, newest: Manifest | None = None) -> None:
-        """`newest` is the run's newest checkpoint, where `manifest` is of what its hosts keep for themselves."""
+        """`newest` is the run's newest checkpoint if `manifest` belongs to a host-local checkpoint."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         saved_state.restore(self._runtime, manifest, self.__form, None if is_own else branch)
         self._runtime.origin.parent = manifest.parent
@@ -392,20 +392,20 @@ class CheckpointMixin(AbstractTrainer):
         self._notify("on_load", manifest.path)
 
     def _say_what_changed(self, manifest: Manifest, begins: BranchParameters | None) -> None:
-        """`begins` has what goes along where the run begins from another one's checkpoint."""
+        """`begins` lists the state taken over when the run begins from another run's checkpoint."""
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
         changed = changed_fields(manifest, self._runtime.config)
         if changed:
-            but = ", but for those of optimizers: learning rates and the like are the checkpoint's"
+            but = ", except optimizer options: learning rates and the like are the checkpoint's"
             logger.warning(
                 "the config differs from the checkpoint's: %s. The new values apply%s.",
                 "; ".join(changed),
                 but if begins is None or begins.optimizer == "keep" else "",
             )
 
-    # -- what the loop tells
+    # -- called by the loop
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
@@ -432,11 +432,11 @@ class CheckpointMixin(AbstractTrainer):
         parameters = self.__parameters()
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
-        return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
+        return named | super()._best_modes() | named  # the checkpoints' own metric comes first
 
 
 def _settled(runtime: Runtime) -> Moment:
-    """Waits until it is known that the steps so far were good ones, on all ranks; a collective."""
+    """Waits for confirmation that all steps so far were good, on all ranks; a collective."""
     runtime.hooks.settle()
     runtime.coordinator.check_order()
     return Moment(runtime.progress.global_step, has_pending_work=runtime.progress.owed is not None)
@@ -466,14 +466,14 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
 
 
 def any_is_loaded(runtime: Runtime) -> bool:
-    """Whether setup gave models weights from elsewhere: by `load_weights`, or in a `load_pretrained` of the user's."""
+    """Whether setup gave models weights from elsewhere: by `load_weights`, or in the user's `load_pretrained`."""
     loads = any(not is_ours(part) for part in definers(type(runtime.hooks), "load_pretrained"))
     parameters = (p for model in runtime.registry.models().values() for p in model.parameters())
     return loads or any(origin_of(parameter) is not None for parameter in parameters)
 
 
 def _refuse_other_adapters(path: Path, models: Mapping[str, nn.Module], world: Ranks) -> None:
-    """Of models that have adapters both here and there; a single one may have another name there."""
+    """For models with adapters both here and there; a single adapter may have another name there."""
     saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
     if len(models) == len(saved) == 1:
         saved = dict(zip(models, saved.values(), strict=True))

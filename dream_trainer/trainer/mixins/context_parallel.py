@@ -35,7 +35,7 @@ Step = Callable[[Any, int], Any]
 class ContextParallelMixin(AbstractTrainer):
     """Context-parallel training. Override `cut_batch(batch, cut)`.
 
-    `predict` computes whole sequences on each rank, and so does a forward outside of the steps.
+    `predict` computes whole sequences on each rank, and so does a forward outside the steps.
 
     Example:
         ```python
@@ -56,17 +56,17 @@ class ContextParallelMixin(AbstractTrainer):
     _parallelism: ClassVar[Parallelism | None] = CONTEXT
 
     def cut_batch(self, batch: Any, cut: Callable[..., Any]) -> Any:
-        """What a step gets of `batch`, with every tensor along the sequence cut to this rank's positions. Required
-        if `device_parameters.context_parallel` > 1; if it is overridden, it is called before each step on any number of
-        ranks, so that the steps need not know.
+        """Cuts every tensor along the sequence in `batch` to this rank's positions, for the step. Required if
+        `device_parameters.context_parallel` > 1. An override is called before each step on any number of ranks, so that
+        steps do not depend on it.
 
-        A mask `[batch, 1, queries, keys]` is cut along its queries alone: `cut(mask, dim=-2)`. Labels are shifted
+        A mask `[batch, 1, queries, keys]` is only cut along its queries: `cut(mask, dim=-2)`. Labels are shifted
         before they are cut, not in the step, and positions are tensors of the batch.
 
         Args:
             batch: On the device.
             cut: `cut(tensor, dim=1)` gives this rank's positions of a tensor whose dimension `dim` is the sequence;
-                the tensor itself where no ranks share it.
+                the tensor itself without context parallelism.
 
         Example:
             ```python
@@ -123,7 +123,7 @@ class ContextParallelMixin(AbstractTrainer):
 
 
 def _step_seed(runtime: Runtime, batch_idx: int) -> int:
-    """Of what ranks that share sequences draw alike: the same for a step whenever it runs, and where it is resumed."""
+    """Seed for draws that are equal on context-parallel ranks; fixed for a step, also after a resume."""
     seed, progress, dp_rank = runtime.config.seed, runtime.progress, runtime.world.dp_rank
     if not runtime.state.training:
         return hash_seed(b"val" + runtime.state.val_name.encode(), seed, batch_idx, dp_rank)
@@ -148,7 +148,7 @@ def _whole(tensor: Tensor, dim: int = 1) -> Tensor:
 def _checked(runtime: Runtime, batch: Any) -> Any:
     if batch is None:
         raise HookError(
-            f"{type(runtime.hooks).__name__}.cut_batch returned None. Return the batch, with cut(tensor) in place of "
+            f"{type(runtime.hooks).__name__}.cut_batch returned None. Return the batch, with cut(tensor) instead of "
             "each tensor along the sequence."
         )
     return batch
@@ -171,8 +171,8 @@ class SequenceCut:
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise HookError(
-                f"cut_batch called cut({self._name(tensor)}, dim={dim}) with {what}. Cut tensors along the sequence "
-                "alone, and name their dimension: cut(tensor, dim=...)."
+                f"cut_batch called cut({self._name(tensor)}, dim={dim}) with {what}. Only cut tensors along the "
+                "sequence, and name their dimension: cut(tensor, dim=...)."
             )
         length, parts = tensor.shape[dim], self._attention.parts
         if length == 0 or length % parts.n_chunks:
@@ -215,7 +215,7 @@ class SequenceCut:
         self._attention.shapes.given.clear()
 
     def _name(self, tensor: Any) -> str:
-        """What a message calls a tensor: its place in the batch, if it has one."""
+        """Name of a tensor for messages: its place in the batch, if it has one."""
         place = next((name for name, leaf in _places(self._batch, "batch") if leaf is tensor), None)
         return place or "a tensor made in cut_batch"
 

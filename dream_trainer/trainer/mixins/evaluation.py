@@ -36,7 +36,7 @@ class EvalMixin(AbstractTrainer):
 
     @property
     def best(self) -> dict[str, float]:
-        """Best value so far of each of `eval_parameters.best_metrics`, and of the checkpoints' `best_metric`, by name;
+        """Maps each of `eval_parameters.best_metrics` and the checkpoints' `best_metric` to its best value so far;
         NaN is never best."""
         return self.__best
 
@@ -139,7 +139,7 @@ class EvalMixin(AbstractTrainer):
         parameters: EvalParameters = self._runtime.config.eval_parameters
         modes = self._best_modes()
         for name, mode in parameters.best_metrics.items():
-            if modes[name] != mode and parameters != EvalParameters():  # nobody asked for the default's
+            if modes[name] != mode and parameters != EvalParameters():  # not for the default metrics
                 raise ConfigError(
                     f"best_metrics has {name}={mode!r}, and checkpoint_parameters.best_metric keeps those where it is "
                     f"best by {modes[name]!r}. Set best_metrics or best_mode, so that both say the same."
@@ -164,7 +164,7 @@ class EvalMixin(AbstractTrainer):
         super()._validated(metrics)
         parameters = self._runtime.config.eval_parameters
         missing = sorted(parameters.best_metrics.keys() - metrics.keys())
-        if missing and parameters != EvalParameters():  # nobody asked for the default's
+        if missing and parameters != EvalParameters():  # not for the default metrics
             self.warn_once(
                 "best_metrics",
                 f"best_metrics names {missing}, which the validation did not give. It gave {sorted(metrics)}.",
@@ -174,7 +174,7 @@ class EvalMixin(AbstractTrainer):
                 self.best[name], self.__best_steps[name] = metrics[name], self.global_step
 
     def _best_modes(self) -> dict[str, Mode]:
-        known = super()._best_modes()  # the one by which checkpoints are kept is the first
+        known = super()._best_modes()  # the checkpoints' own metric comes first
         return known | dict(self._runtime.config.eval_parameters.best_metrics) | known
 
     def __state(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 class ExpertParallelMixin(AbstractTrainer):
-    """Expert-parallel training of every `dream_trainer.modules.MoE`, with nothing to write. Override
-    `apply_expert_parallel(mesh)` for layers of others.
+    """Expert-parallel training of every `dream_trainer.modules.MoE`, without code of yours. Override
+    `apply_expert_parallel(mesh)` for other MoE layers.
 
     Example:
         ```python

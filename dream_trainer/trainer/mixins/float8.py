@@ -40,7 +40,7 @@ class Float8Mixin(AbstractTrainer):
     def apply_float8(self) -> None:
         """Makes the linear layers of every model's blocks multiply in float8.
 
-        Layers whose sizes are no multiples of 16 (on each rank, where they are split) stay as they are, which is said.
+        Layers whose sizes (per rank, if sharded) are not multiples of 16 are not converted; this is logged.
 
         Raises:
             ConfigError: The device has no such products; a model has no repeated blocks, or no layer in them fits.

@@ -1,4 +1,4 @@
-"""LocalSGDMixin: groups of ranks train on their own for many steps, then their parameters are averaged."""
+"""LocalSGDMixin: groups of ranks train independently for many steps, then their parameters are averaged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LocalSGDMixin(AbstractTrainer):
     arXiv:2311.08105).
 
     The state of each worker's optimizers stays its own, as in the papers. Each worker counts the same in the average,
-    whatever it has trained on.
+    with any amount of data.
 
     Example:
         ```python
@@ -54,7 +54,7 @@ class LocalSGDMixin(AbstractTrainer):
         self._runtime.workers = self._runtime.config.local_sgd_parameters.workers
 
     def register_state(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """As of every trainer, but for tensors, of which each worker would have others.
+        """Like every trainer's, except for tensors, which would differ between workers.
 
         Raises:
             ConfigError: `scope="tensors"`.
@@ -94,7 +94,7 @@ class LocalSGDMixin(AbstractTrainer):
                 "a round",
                 f"training ends at step {self.global_step}, in the middle of a round of "
                 f"{self._runtime.rounds.steps} steps. Validations, checkpoints and exports have the average of the "
-                "workers, but the models of this process have the weights of its own worker.",
+                "workers, but the models of this process have its own worker's weights.",
             )
 
     @contextmanager
@@ -129,11 +129,11 @@ def _refuse_what_crosses_workers(runtime: Runtime) -> None:
                 )
 
 
-# -- Rounds: groups of ranks (workers) train on their own, and their parameters are averaged every so many steps.
+# -- Rounds: groups of ranks (workers) train independently, and their parameters are averaged every few steps.
 #
-# A round begins with the same parameters on all workers, which are kept. At its end each worker's way from there is
-# averaged over the workers, in flat buckets, and an outer SGD takes the mean as its gradient: with a learning rate of 1
-# and no momentum that gives the average of the parameters, and leaves what nobody changed as it was, to the bit.
+# All workers begin a round with the same parameters, which are kept. At its end each worker's change since then is
+# averaged over the workers, in flat buckets, and an outer SGD takes the mean as its gradient. With a learning rate of 1
+# and no momentum this gives the average of the parameters, and keeps unchanged parameters equal to the bit.
 # Buffers whose policy is the mean (parallel/joined_buffers.py) are averaged in the same way, without the outer SGD.
 
 
@@ -162,7 +162,7 @@ class Rounds(NoRounds):
 
     @property
     def is_running(self) -> bool:
-        """Whether workers have taken steps of their own since their parameters were averaged."""
+        """Whether workers have stepped independently since their parameters were averaged."""
         return self._began_at is not None and self.progress.global_step > self._began_at
 
     @torch.no_grad()
@@ -177,7 +177,7 @@ class Rounds(NoRounds):
 
     @torch.no_grad()
     def end_if_due(self) -> None:
-        """A window is complete; where it is a round's last, the workers become one model; a collective then."""
+        """A window is complete; if it is a round's last, the workers are averaged; a collective then."""
         if not self.is_running or self.progress.global_step % self.steps:
             return
         averaged = self._averaged()
@@ -220,11 +220,11 @@ class Rounds(NoRounds):
     def _is_apart(self) -> bool:
         return self.is_running and self.world.workers > 1
 
-    # -- checkpoints: the model's names have the average; in a round, each worker's own weights lie beside it
+    # -- checkpoints: the model's names hold the average; within a round, each worker's weights are saved as well
 
     @torch.no_grad()
     def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint has of the trainer's tensors, and of the rounds; a collective."""
+        """The trainer's and the rounds' tensors for a checkpoint; a collective."""
         saved, averaged = dict(tensors), self._averaged()
         for name, start in self._start.items():
             if name in tensors and self._has_momentum(start):
@@ -239,7 +239,7 @@ class Rounds(NoRounds):
         return saved
 
     def tensors_to_load(self, tensors: dict[str, Tensor], saved: Collection[str], *, is_own: bool) -> dict[str, Tensor]:
-        """Where a checkpoint is loaded to: this worker's own weights; another run's has the average alone."""
+        """Targets for loading a checkpoint: this worker's own weights; another run's only has the average."""
         self._began_at, self._outer, self._start = None, None, {}
         if not is_own:
             return tensors
@@ -268,7 +268,7 @@ class Rounds(NoRounds):
     # -- the parts
 
     def _averaged(self) -> dict[str, Tensor]:
-        """What workers have of their own and average, by its name in checkpoints."""
+        """The tensors that workers hold separately and average, keyed by their names in checkpoints."""
         models = self.registry.models()
         groups = [group for optimizer in self.registry.optimizers().values() for group in optimizer.param_groups]
         owned = {id(parameter) for group in groups for parameter in group["params"]}

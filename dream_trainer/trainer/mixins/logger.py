@@ -32,9 +32,9 @@ from dream_trainer.trainer.mixin_hooks import unlogged
 class LoggerMixin(AbstractTrainer):
     """Logging from anywhere in the trainer.
 
-    What `training_step` returns is logged under `train/`: numbers and tensors of one element, nested dicts as
-    `train/outer/inner`; anything else in it is for `post_train_batch` and passed over. What `log` gets keeps its name.
-    Override `configure_loggers` to write somewhere of your own.
+    Results of `training_step` are logged under `train/`: numbers and tensors of one element, nested dicts as
+    `train/outer/inner`. Other results are for `post_train_batch` and not logged. Names given to `log` are kept.
+    Override `configure_loggers` to write to your own logger.
     """
 
     _config_class: ClassVar[type | None] = LoggerConfigMixin
@@ -61,11 +61,11 @@ class LoggerMixin(AbstractTrainer):
 
     @property
     def history(self) -> History:
-        """The lines that were logged, in order: `step`, `epoch`, `samples`, `time`, then the metrics by name.
+        """The lines that were logged, in order: `step`, `epoch`, `samples`, `time`, then the metrics under their names.
 
-        A sequence that grows; it keeps the last `logger_parameters.history_lines`, and metrics.jsonl has all. The same
-        on all ranks but for `time`, which is each rank's own clock, and also without any logger. After a resume the
-        lines of before come first, read from metrics.jsonl; without that file it begins at the resume.
+        A sequence that grows; it keeps the last `logger_parameters.history_lines`, and metrics.jsonl has all. It is the
+        same on all ranks except for `time` (each rank's own clock), also without any logger. After a resume the
+        earlier lines come first, read from metrics.jsonl; without that file it begins at the resume.
         """
         return self.__run_log.history
 
@@ -121,7 +121,7 @@ class LoggerMixin(AbstractTrainer):
         own = self._runtime.parallel.gradients.own_time
         return own.windows, own.seconds, self.seconds_waiting_for_data
 
-    # -- what the loop tells
+    # -- called by the loop
 
     @override
     def _finish_setup(self) -> None:
@@ -187,7 +187,7 @@ class LoggerMixin(AbstractTrainer):
             super()._tell_end(event, *args)
             return
         counts = not (self.is_sanity_validation or self.is_evaluating)
-        if counts or self.global_step > 0:  # before the first step, what waits has that step
+        if counts or self.global_step > 0:  # before the first step, waiting values belong to that step
             self.__run_log.land()
         with self.__run_log.line_of_its_own(counts=counts):
             super()._tell_end(event, *args)

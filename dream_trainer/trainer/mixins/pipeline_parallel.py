@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 _NORMS = (
-    "normalise each micro-batch of a pipeline by itself, where one process normalises its whole batch: what is learned "
-    "depends on microbatches. Use norms that act on each sample, such as nn.GroupNorm or nn.LayerNorm."
+    "normalise each micro-batch of a pipeline by itself, but one process normalises its whole batch: results "
+    "depend on microbatches. Use norms that act on each sample, such as nn.GroupNorm or nn.LayerNorm."
 )
 
 
 class PipelineParallelMixin(AbstractTrainer):
-    """Pipeline-parallel training. Override `pipeline_stages` to choose what each stage holds.
+    """Pipeline-parallel training. Override `pipeline_stages` to choose each stage's parts.
 
-    The model's forward asks for what its stage may lack: of what other stages hold, lists have nothing, and other names
-    are None. What it returns there is the next stage's argument.
+    The model's forward reads names that its stage may lack: lists then omit the blocks of other stages, and other names
+    are None. Its return value there is the next stage's argument.
 
     Example:
         ```python
@@ -76,11 +76,11 @@ class PipelineParallelMixin(AbstractTrainer):
         return super().model_blocks(model)
 
     def pipeline_stages(self, model: nn.Module, n_stages: int) -> Sequence[Sequence[str]] | None:
-        """The names of what each stage holds of `model`: of parts, as
-        `named_modules` has them, and of parameters. Each parameter is in one stage. None: each rank has all.
+        """The names of each stage's parts of `model` (as in `named_modules`) and parameters. Each parameter is in one
+        stage. None keeps the model whole on each rank.
 
-        Default: equally many blocks each, by `model_blocks`; what is registered before them is in the first stage, and
-        what follows in the last, as is what lies between two stages' blocks in the one before it. None for a model of
+        Default: equal numbers of blocks, by `model_blocks`. Modules registered before the blocks are in the first
+        stage, later ones in the last, and those between two stages' blocks in the earlier one. None for a model of
         fewer blocks.
         """
         from dream_trainer.parallel.pipeline_stages import even_stages
@@ -96,8 +96,8 @@ class PipelineParallelMixin(AbstractTrainer):
             mesh: The ranks of the pipeline, in order.
 
         Raises:
-            ConfigError: No model that is trained can be cut into so many stages, two of them share a parameter, or
-                something else is asked for that a pipeline cannot do.
+            ConfigError: No trained model can be cut into that number of stages, two stages share a parameter, or
+                the config asks for a feature that a pipeline does not support.
             HookError: `pipeline_stages` does not name each parameter once.
         """
         from dream_trainer.compat.pipelining import ranks_of_stages
@@ -141,7 +141,7 @@ class PipelineParallelMixin(AbstractTrainer):
         if microbatches < self.world.stages:
             raise ConfigError(
                 f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
-                "never work at once. Use as many or more."
+                "never work at once. Use at least one per stage."
             )
         refuse_short_batches(self._runtime, microbatches)
         self._say_whose_numbers_are_a_stages()
@@ -186,8 +186,8 @@ class PipelineParallelMixin(AbstractTrainer):
                     f"optimizer {name} in stages",
                     f"self.{name} is a {type(optimizer).__name__}, which has the parameters of this rank's stages of "
                     f"the pipeline (pipeline_parallel={self.world.stages}). If it takes a number over all its "
-                    "parameters, such as a norm or a distance, each stage has one of its own, and trains otherwise "
-                    "than one process does; what is taken of each parameter is right.",
+                    "parameters, such as a norm or a distance, each stage has a different one, and trains differently "
+                    "from one process; numbers per parameter are right.",
                 )
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
@@ -207,14 +207,14 @@ class PipelineParallelMixin(AbstractTrainer):
         *,
         weight: Callable[[Any], Tensor | float] | Tensor | float | None = None,
     ) -> Tensor:
-        """See MixinHooks; of a model in stages the batch's micro-batches go through them."""
+        """See MixinHooks; with stages, the batch's micro-batches pass through them."""
         pipeline = self.__pipelines.get(model)
         if pipeline is None:
             return super().forward_backward(model, inputs, targets, loss_fn, weight=weight)
         if weight is not None and not callable(weight):
             raise StepError(
                 f"forward_backward() was given weight={type(weight).__name__} under pipeline_parallel="
-                f"{self.world.stages}, where each micro-batch has its own. Pass a function of targets, as in "
+                f"{self.world.stages}, but each micro-batch needs its own. Pass a function of targets, as in "
                 "weight=lambda targets: (targets != -100).sum()."
             )
         pipeline.refuse_inside_another()
@@ -230,7 +230,7 @@ class PipelineParallelMixin(AbstractTrainer):
         scaled = None if scale is None else partial(scale.scaled, is_weighted=weights is not None)
 
         def run() -> Tensor:
-            own_time.enter_collective()  # most of what a stage waits is for the others
+            own_time.enter_collective()  # a stage mostly waits for other stages
             loss = pipeline.train(batch, targets, loss_fn, weights, scaled=scaled, reduces=reduces)
             own_time.leave_collective()
             return loss
@@ -248,7 +248,7 @@ class PipelineParallelMixin(AbstractTrainer):
     def _say_what_is_whole(self, *_: Any) -> None:
         self.warn_once(
             "weights of a stage",
-            "state_dict() within gathered() has the weights of this rank's stages alone, where one process has the "
+            "state_dict() within gathered() only has the weights of this rank's stages; in one process it has the "
             "whole model's. export() writes the whole model, and so do checkpoints.",
         )
 
@@ -259,7 +259,7 @@ def _may_split(devices: DeviceParameters) -> bool:
 
 
 def refuse_short_batches(runtime: Runtime, microbatches: int) -> None:
-    """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
+    """Raises if batches can be cut into equal micro-batches, and an epoch's last one cannot."""
     assert runtime.data.stream is not None  # connected before
     for stream in runtime.data.stream.parts.values():
         if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end

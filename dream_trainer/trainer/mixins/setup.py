@@ -171,8 +171,8 @@ def _make_real_weights_equal(runtime: Runtime, build: Build) -> None:
     if early:
         runtime.warn_once(
             "built early",
-            f"{', '.join(early)} was built before configure_models, where the run's seed does not apply: unless its "
-            f"weights come from elsewhere, each start has others. Build it in configure_models.{taken}",
+            f"{', '.join(early)} was built before configure_models, so the run's seed does not apply: unless its "
+            f"weights come from elsewhere, each start has different ones. Build it in configure_models.{taken}",
         )
     elif differ:
         runtime.warn_once(

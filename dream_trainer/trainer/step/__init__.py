@@ -1,1 +1,1 @@
-"""The arithmetic of a step: what happens between `backward` and the optimizer, and when it is left out."""
+"""The arithmetic of a step: the work between `backward` and the optimizer, and when it is skipped."""

@@ -1,4 +1,4 @@
-"""Accumulation: one window from its start to its end, and what each `backward` adds to it.
+"""Accumulation: one window from start to end, with the contribution of each `backward`.
 
 Gradients are summed as they come and normalised once, in `step`, by what the window really contained, so unequal
 counts are exact (docs/measurements/step.md#exact-gradients).
@@ -44,7 +44,7 @@ class Turns:
         self._marks: dict[Optimizer, list[tuple[int, int]]] = {}
 
     def number_of(self, optimizers: Sequence[Optimizer]) -> int:
-        """One that says which optimizers these are, of those that the trainer has, and in which order."""
+        """A number that encodes which of the trainer's optimizers these are, and their order."""
         numbers = {id(optimizer): number for number, optimizer in enumerate(self.optimizers, start=1)}
         return sum(numbers.get(id(optimizer), 0) * 64**place for place, optimizer in enumerate(optimizers))
 
@@ -171,7 +171,7 @@ class Accumulation:
         self.is_open = False
         self.counted_batches = 0  # all but those of `backward(None)`
         self.goes_back_here = True  # whether backwards of models that no stage divides run on this rank
-        self.trains_whole_models = False  # whether there are such models beside stages
+        self.trains_whole_models = False  # whether there are such models in addition to stages
         self.is_uneven = False  # whether ranks hold different numbers of samples in it
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
@@ -186,10 +186,10 @@ class Accumulation:
         self._overlapping: list[OverlappedAveraging] = []
 
     def averages(self, averaging: Averaging, former: Averaging | None) -> None:
-        """From now on tells `averaging`, in place of `former`, of backwards and last micro-batches."""
+        """Notifies `averaging` instead of `former` of backwards and last micro-batches from now on."""
         if former:
             self._averagings.remove(former)
-        if averaging:  # else it has nothing to average, as in a process alone
+        if averaging:  # falsy if there is nothing to average, as in a single process
             self._averagings.append(averaging)
         if isinstance(former, OverlappedAveraging):
             former.close()
@@ -309,7 +309,7 @@ class Accumulation:
         final = [self.reduced.get(optimizer) == self._backwards for optimizer in optimizers]
         if any(final) and not all(final):
             raise StepError(
-                "step() was given optimizers of which reduce_gradients() had only some. Give it all that are stepped "
+                "step() was given optimizers that reduce_gradients() had only some of. Give it all that are stepped "
                 "together."
             )
         if not all(final):
@@ -341,7 +341,7 @@ class Accumulation:
                 self._refuse_mixture()
             if self._divided_samples:
                 raise StepError(
-                    f"{self._call}() was called without weight= under {self._divided_samples}, where "
+                    f"{self._call}() was called without weight= under {self._divided_samples}, but "
                     "ranks have different numbers of labels in their parts of a sequence. Pass weight=the number of "
                     "labels that the loss is the mean of: here, of this rank's part."
                 )
@@ -371,11 +371,9 @@ class Accumulation:
 
     def _refuse_backward(self) -> NoReturn:
         if not self.is_open:
-            raise StepError(
-                f"{self._call}() was called between two windows, where its gradients would leak into the next."
-            )
+            raise StepError(f"{self._call}() was called between two windows: its gradients would leak into the next.")
         raise StepError(
-            f"backward() was called under {self._world.mesh_shape.setting('pp')}, where no rank has a whole model's "
+            f"backward() was called under {self._world.mesh_shape.setting('pp')}, but no rank has a whole model's "
             "graph. Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; "
             "it does the same in one process."
         )
@@ -455,8 +453,8 @@ class Accumulation:
         if self._divided_samples:
             raise StepError(
                 f"step() found gradients that self.{self._call}() has not made, under "
-                f"{self._divided_samples}, where ranks have different numbers of labels in their parts of a sequence. "
-                f"In place of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
+                f"{self._divided_samples}, and ranks have different numbers of labels in their parts of a sequence. "
+                f"Instead of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
             )
         self._warn_once(
             "own backward",
@@ -496,7 +494,7 @@ class Accumulation:
         return None if self.loss_scale is None else self.loss_scale.state_dict()
 
     def load_loss_scale_state(self, state: dict[str, Any] | None) -> None:
-        """Restores what `loss_scale_state` returned; ignored by a run that continues in another precision."""
+        """Restores the result of `loss_scale_state`; ignored by a run that continues in another precision."""
         if self.loss_scale is not None and state is not None:
             self.loss_scale.load_state_dict(state)
 
@@ -538,7 +536,7 @@ class _Mark(NamedTuple):
 
 
 class OwnGradients:
-    """What a backward left on some parameters of each optimizer."""
+    """Gradients that a backward left on some parameters of each optimizer."""
 
     def __init__(self, gradients: GradientState) -> None:
         self._gradients = gradients
@@ -570,7 +568,7 @@ class OwnGradients:
                     continue  # dropped, or set by hand
                 if now is not mark.gradient or write_count(local_tensor(now)) != mark.writes_to_gradient:
                     raise StepError(
-                        f"a gradient of shape {tuple(now.shape)} was changed between backward() and step(), where it "
+                        f"a gradient of shape {tuple(now.shape)} was changed between backward() and step(), when it "
                         f"is this rank's own: clipped there, each rank's has another norm. {_FIX}; or change it in "
                         "pre_optimizer_step."
                     )

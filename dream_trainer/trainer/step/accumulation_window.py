@@ -1,4 +1,4 @@
-"""AccumulationWindow: what callbacks can see of the micro-batches between two optimizer steps."""
+"""AccumulationWindow: the callbacks' view of the micro-batches between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AccumulationWindow:
 
     @property
     def data(self) -> Window | None:
-        """What was loaded for it: its samples over all ranks, and the position in the data after it."""
+        """Its loaded data: the number of samples over all ranks, and the position in the data after it."""
         return self._runtime.data.feed.window if self._runtime.session.is_ready else None
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:
@@ -61,19 +61,19 @@ class AccumulationWindow:
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step did not change the weights, so that
-        a listener can do the same without a host read; None if it is known that the step changed them."""
+        """In `post_optimizer_step`: a 0-dim device tensor, nonzero if the step did not change the weights. None if the
+        step is known to have changed them. Listeners can act on the tensor without a host read."""
         return self._runtime.optimizer_step.maybe_skipped if self._runtime.session.is_ready else None
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """Under fp16, what losses are multiplied by: a 0-dim device tensor that changes in place; else None."""
+        """The loss multiplier under fp16: a 0-dim device tensor that changes in place; otherwise None."""
         scale = self._runtime.accumulation.loss_scale if self._runtime.session.is_ready else None
         return None if scale is None else scale.scale
 
     @property
     def losses(self) -> Sequence[Tensor]:
-        """What `backward` was given in the micro-batch, detached; empty unless `watch` was called."""
+        """Losses given to `backward` in the micro-batch, detached; empty unless `watch` was called."""
         return (self._runtime.accumulation.losses or ()) if self._runtime.session.is_ready else ()
 
     def watch(self, left_out: Callable[[Optimizer], None]) -> None:

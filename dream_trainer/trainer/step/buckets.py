@@ -29,7 +29,7 @@ K = TypeVar("K")
 BUCKET_BYTES = 25 * 2**20
 _AT_ONCE = 2  # one is packed while another is summed
 _KEPT_FROM = 8 * 2**20  # less is taken from what activations left free, whose pages the process has already
-_PARTS = 3  # a float64 is the sum of so many float32
+_PARTS = 3  # float32 values that add up to a float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Averaging:
         return bool(self._buckets)
 
     def before_backward(self) -> None:
-        """A backward is about to run, and may give gradients to what is frozen again when they are averaged."""
+        """A backward is about to run, and may give gradients to parameters that are frozen when they are averaged."""
         if self._asleep:
             self._asleep = [p for p in self._asleep if not p.requires_grad]
 
@@ -131,7 +131,7 @@ class Averaging:
         return [(bucket, parameters) for bucket, parameters in all_ if parameters]
 
     def _let_sleep(self) -> None:
-        """What is frozen now is not sent again before it is trained."""
+        """Frozen parameters are not sent again before they are trained."""
         self._asleep = [p for bucket in self._buckets for p in bucket.parameters if not p.requires_grad]
 
     def _carrier(self, taking: Sequence[tuple[Bucket, list[nn.Parameter]]]) -> Bucket | None:
@@ -212,7 +212,7 @@ class Sent:
 
 
 def _divide(grads: list[Tensor], views: list[Tensor], n_ranks: int) -> None:
-    if views[0].device.type == "cpu":  # one pass over memory in place of two
+    if views[0].device.type == "cpu":  # one pass over memory instead of two
         n = torch.tensor(float(n_ranks), dtype=grads[0].dtype)
         for grad, view in zip(grads, views, strict=True):
             torch.div(grad, n, out=view)

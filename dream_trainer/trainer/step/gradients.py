@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class ParameterGroup:
     copies: int  # number of ranks of a step that hold each element
     is_sharded: bool  # whether they are DTensors
-    divisor: float  # what gradients are still to be divided by, once a backward has averaged them over ranks
+    divisor: float  # remaining divisor after a backward has averaged gradients over ranks
     is_counted: bool  # a norm over stages takes their squares from this rank
     parameters: list[nn.Parameter]
 
@@ -50,7 +50,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What `step` needs to know of a set of optimizers, computed once."""
+    """Facts about a set of optimizers that `step` needs, computed once."""
 
     parameters: list[nn.Parameter]  # all their parameters, each once
     groups: list[ParameterGroup]  # the same, grouped by how many ranks hold each of their elements
@@ -62,9 +62,9 @@ class StepPlan:
     shared_ids: frozenset[int]
     guards_itself: bool  # whether every optimizer skips a step on the device if its `found_inf` is set
     n_groups: tuple[int, ...]  # parameter count per optimizer group when the plan was made, to notice `add_param_group`
-    dtype: torch.dtype  # the widest dtype among the parameters, in which the norm is computed
+    dtype: torch.dtype  # the widest dtype among the parameters; the norm is computed in it
     one_dtype: bool  # whether all parameters have it
-    is_mixed: bool  # whether DTensors are stepped beside plain parameters, as parts are
+    is_mixed: bool  # whether DTensors and plain parameters are stepped together
     ranks: dist.ProcessGroup | None  # those that step together; None for all
 
 
@@ -217,7 +217,7 @@ def norm_over_stages(norm: Tensor, stages: dist.ProcessGroup) -> Tensor:
 
 
 def scale_gradients(plan: StepPlan, grads: list[list[Tensor]], factor: Tensor) -> None:
-    """Multiplies the gradients in place by a 0-dim tensor; by a Python float it would cost three times as much."""
+    """Multiplies the gradients in place by a 0-dim tensor; a Python float would cost three times more."""
     for group_gradients in grads:
         if not group_gradients:
             continue

@@ -1,7 +1,7 @@
-"""What happens when a gradient norm is NaN or infinite: the policies "raise", "skip" and "retry".
+"""Handling of NaN and infinite gradient norms: the policies "raise", "skip" and "retry".
 
-On an accelerator fused optimizers skip a step on the device by `found_inf`, and the norms are read only every
-`SETTLE_EVERY` steps; until then "raise" lets no further step change anything.
+On an accelerator fused optimizers skip a step on the device by `found_inf`. The norms are only read every
+`SETTLE_EVERY` steps. Until then "raise" lets no further step change anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LossScale:
         self._one = torch.ones((), device=device)
 
     def scaled(self, loss: Tensor, *, is_weighted: bool) -> Tensor:
-        """What to call `backward` on instead of `loss`, times its weight if it has one."""
+        """The scaled loss for `backward`, times its weight if it has one."""
         return loss * (self.scale / WEIGHT_DIVISOR if is_weighted else self.scale)
 
     def inverse(self, *, is_weighted: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""OptimizerStep: what `step` does with a window's gradients: reduce, normalise, clip, guard, step, and zero."""
+"""OptimizerStep: the work of `step` on a window's gradients: reduce, normalise, clip, guard, step, and zero."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class OptimizerStep:
         self._local_gradients, self._own_time = gradients, gradients.own_time
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._stepped: set[nn.Module] = set()
-        self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # found right, beside the models so far
+        self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # pairs checked against the models so far
         self._inverses: dict[int, Tensor] = {}
         self._before_step, self._after_step = before.listeners, after.listeners
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
@@ -264,7 +264,7 @@ class OptimizerStep:
             norm = norm_over_stages(norm, self._stages)
         if self._own_time.is_wanted:
             self._own_time.leave_collective()
-        # A second turn in the window is made of its last micro-batch alone.
+        # A second turn in the window only consists of its last micro-batch.
         is_again = self._turns.has_stepped(optimizers) or not self._accumulation.reduced.keys().isdisjoint(optimizers)
         n_batches = 1 if is_again else self._accumulation.counted_batches
         scale, empty = self._scale(weight, total, n_batches)
@@ -320,7 +320,7 @@ class OptimizerStep:
         return norm, total
 
     def _norm_of_changed(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
-        """The norm once more; one for all ranks, even if a listener on one of them changed its copy of gradients."""
+        """The norm, computed again; one for all ranks, even if a listener on one of them changed its gradients."""
         if self._world.step_size == 1:
             return self._local_norm(plan, grads)
         return global_norm(plan, grads, None, self._device)[0]
@@ -346,14 +346,14 @@ class OptimizerStep:
     def _refuse_left_out_block(self, parameter: nn.Parameter) -> NoReturn:
         raise StepError(
             f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank {self._world.rank} did "
-            "not. Blocks are gathered from all ranks: run each on every rank, times 0 where it is not wanted, draw the "
-            "choice from a seed that all ranks share, or keep the model whole (dp_shard=1)."
+            "not. Blocks are gathered from all ranks: run each on every rank (times 0 if unwanted), or draw the choice "
+            "from a seed that all ranks share. Or keep the model whole (dp_shard=1)."
         )
 
     def _scale(
         self, weight: Weight | None, total: Weight | None, n_batches: int
     ) -> tuple[Tensor | None, Tensor | bool]:
-        """What the summed gradients are multiplied by (None: by one), and whether the total weight is 0."""
+        """The factor for the summed gradients (None is one), and whether the total weight is 0."""
         if weight is None or total is None:
             if n_batches == 1:
                 return None, False
@@ -386,7 +386,7 @@ class OptimizerStep:
         self._guard.left_out.append(listener)
 
     def settle(self) -> None:
-        """Reads the norms not yet read, counts the skipped steps, and raises if the policy says so."""
+        """Reads the norms not yet read, counts the skipped steps, and raises if the policy asks for it."""
         self._guard.settle()
 
 

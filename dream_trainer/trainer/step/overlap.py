@@ -37,7 +37,7 @@ class OverlappedAveraging(Averaging):
         self._number: dict[Tensor, int]  # the place in `_window` of each parameter
         self._awaited: list[set[Tensor]]
         self._sent: list[Sent]
-        self._early: list[tuple[nn.Parameter, Tensor, int]]  # what was sent in a backward, as it was then
+        self._early: list[tuple[nn.Parameter, Tensor, int]]  # values sent in a backward, as they were then
         self._begin()
         self._hooks: dict[Tensor, RemovableHandle] = {}
 

@@ -26,7 +26,7 @@ _FIXES = ("Put it into the same group", "Have it split alike")
 
 
 def connect_copies(registry: Registry, world: World, gradients: GradientState) -> None:
-    """Has `step` add up the gradients of what several stages have; a collective, if stages share some."""
+    """Makes `step` sum the gradients of parameters that several stages have; a collective if any are shared."""
     whole = [id(p) for model in registry.models().values() if not is_cut(model) for p in model.parameters()]
     gradients.whole |= set(whole)
     gradients.tied |= dict.fromkeys(whole, tuple(range(world.stages)))
@@ -51,7 +51,7 @@ def connect_copies(registry: Registry, world: World, gradients: GradientState) -
         for found, fix in zip(zip(*of_ranks, strict=True), _FIXES, strict=True):
             if len({said.partition(" is ")[2] for said in found}) > 1:
                 raise HookError(
-                    f"{' and '.join(tie.names)} are one parameter, of which several stages have copies, and "
+                    f"{' and '.join(tie.names)} are one parameter with copies in several stages, and "
                     f"{', '.join(dict.fromkeys(found))}. {fix} under each of its names."
                 )
     gradients.tied |= {id(parameter): ties[key][0].ranks for key, (_, parameter) in own.items()}
@@ -132,13 +132,13 @@ class TiedGradients:
             self._gradients.used.add(id(parameter))  # by another stage
 
     def _add_up_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives what models that are whole have on the rank that went back through them to all others."""
+        """Sends whole models' gradients from the rank that ran their backward to all others."""
         if not parameters:
             return
         import torch.distributed as dist
 
-        # Beside the device, for which nobody waits: the others have no gradients, and ask which there are.
-        goes_back = bool(self._accumulation.goes_back_here)  # what others may have is the same once more
+        # On the host, without waiting for the device: the other ranks have no gradients, and ask which exist.
+        goes_back = bool(self._accumulation.goes_back_here)  # other ranks' gradients would be duplicates
         has_gradient = torch.tensor([goes_back and p.grad is not None for p in parameters])
         is_there = self._world.all_gather(has_gradient).any(dim=0).tolist()
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -157,7 +157,7 @@ class TiedGradients:
                 self._note(parameter)
 
     def _share_buffers(self) -> None:
-        """Gives what losses have changed in models that are whole, where the last stage is, to all others."""
+        """Sends the changes that losses made to whole models on the last stage to all other ranks."""
         import torch.distributed as dist
 
         if self._with_buffers is None:
@@ -188,7 +188,7 @@ class TiedGradients:
         for names in dict.fromkeys(names for _, trained in of_ranks for names in trained):
             if len({trained[names] for _, trained in of_ranks if names in trained}) > 1:
                 raise StepError(
-                    f"{' and '.join(names)} are one parameter, of which several stages have copies, and it is "
+                    f"{' and '.join(names)} are one parameter with copies in several stages, and it is "
                     "frozen in some of them. Freeze it under each of its names, or under none."
                 )
 

@@ -1,1 +1,1 @@
-"""What a user's trainer class defines: what of it is called, and what is refused."""
+"""Definitions in a user's trainer class: which are called, and which raise an error."""

@@ -1,4 +1,4 @@
-"""What a trainer's constructor checks of its class, config and callbacks."""
+"""Checks of a trainer's class, config and callbacks in its constructor."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _check_config_classes(cls: type, config: Any) -> None:
             names = ", ".join(base.__name__ for base in [*bases, needed])
             write = f"Write `class {own.__name__}({names})`"
             if is_ours(own):
-                write = f"Write one of your own, `@dataclass class Config({names})`, and build the trainer with it"
+                write = f"Write one, `@dataclass class Config({names})`, and build the trainer with it"
             raise ConfigError(
                 f"{part.__name__} needs {needed.__name__}, which {own.__name__} does not inherit. {write}."
             )
@@ -70,14 +70,14 @@ def _check_hooks(cls: type) -> None:
 
 
 def _hooks(cls: type[MixinHooks], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
-    """The names of what may be overridden in the user's trainer and in each class of callbacks."""
+    """The overridable names of the user's trainer and of each callback class."""
     of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
     hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
     return hooks | {type(callback): {*vars(Callback)} for callback in callbacks}
 
 
 def _refuse_uncalled(cls: type, names: set[str]) -> None:
-    """Raises HookError if a definition in a user's class comes after ours in the MRO, where nothing calls it."""
+    """Raises HookError if a user's definition comes after ours in the MRO, so that nothing calls it."""
     events = set(EVENTS) if issubclass(cls, Hooks) else set()
     for name in sorted(names - events):
         owners = definers(cls, name)
@@ -162,7 +162,7 @@ def _bare(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _may_change_arguments(decorated: Any) -> bool:
-    """Whether a decorator is the user's, who knows what it hands on; those of PyTorch and contextlib hand on all."""
+    """Whether a decorator is the user's and may change arguments; PyTorch's and contextlib's pass all of them."""
     if not isinstance(decorated, FunctionType):
         return True
     return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
@@ -219,7 +219,7 @@ def uncalled_methods(runtime: Runtime) -> list[str]:
         f"nothing calls {cls.__name__}.{name}: only {_CALLED_BY[name]} does. Add it to the trainer."
         if name in _CALLED_BY
         else f"nothing calls {cls.__name__}.{name}, which is not a hook; the nearest hook is {nearest}. Rename it: to "
-        f"{nearest}, or to my_{name} if code of yours outside the class calls it."
+        f"{nearest}, or to my_{name} if your code outside the class calls it."
         for cls, name, _ in users_functions
         if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
     ]
@@ -246,7 +246,7 @@ _CALLED_BY_US = frozenset(
 )
 
 
-# -- Names that a user's trainer and the framework may not both use: one would replace the other without a word.
+# -- Names that a user's trainer and the framework may not both use: one would silently replace the other.
 #
 # Methods are compared when the trainer is built, attributes when they are assigned.
 
@@ -269,8 +269,8 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         is_method = callable(written(value)) and callable(vars(ours[-1])[name])
         if value is None and callable(vars(ours[-1])[name]):
             raise HookError(
-                f"{part.__name__}.{name} is None, and the framework calls it. Leave it out: what is not overridden "
-                "does what its default does."
+                f"{part.__name__}.{name} is None, and the framework calls it. Leave it out: without an override the "
+                "default runs."
             )
         if not is_method or (name in _CALLED_BY_US and not hands_on(part, name)):
             raise _taken(f"{part.__name__}.{name}", name, ours[-1])
@@ -280,7 +280,7 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
     if not hands_on(part, name):
         raise HookError(
             f"{part.__name__}.{name} does not call super().{name}(...), so that the mixins behind it would not be "
-            "asked. Call it, and hand on what it returns together with yours (docs/extend.md). If it is no mixin's "
+            "asked. Call it, and return its result together with yours (docs/extend.md). If it is no mixin's "
             "hook, give it another name."
         )
 
@@ -297,7 +297,7 @@ def check_assignment(trainer: MixinHooks, name: str, value: Any) -> None:
 
 @cache
 def names_of_ours(cls: Any) -> dict[str, type]:
-    """What the framework defines in the classes of `cls`, but for names that Python keeps apart (`__name`)."""
+    """The framework's definitions in the classes of `cls`, except names that Python mangles (`__name`)."""
     parts = [part for part in reversed(cls.__mro__) if is_ours(part)]
     names: dict[str, type] = {
         name: part for part in parts for name in vars(part) if not name.startswith(("__", f"_{part.__name__}__"))

@@ -14,7 +14,7 @@ from dream_trainer.config.parameter_class import is_ours as is_ours
 
 
 def definers(cls: type, name: str) -> list[type]:
-    """The classes that define `name`, in the order in which Python looks."""
+    """The classes that define `name`, in Python's lookup order."""
     return [part for part in cls.__mro__ if name in vars(part)]
 
 
@@ -24,7 +24,7 @@ def heard(cls: type, event: str) -> list[type]:
     is_reached = False
     mixed = _mixed(cls, event)
     for part in (part for part in definers(cls, event) if is_ours(part) or part in mixed):
-        if is_ours(part):  # the documented no-op, which hands on to nobody
+        if is_ours(part):  # the documented no-op, which calls no other
             is_reached = False
             continue
         if not is_reached:
@@ -34,7 +34,7 @@ def heard(cls: type, event: str) -> list[type]:
 
 
 def _mixed(cls: type, event: str) -> set[type]:
-    """The user's classes that define `event`, but for those that a class with a single base overrides."""
+    """The user's classes that define `event`, except those that a class with a single base overrides."""
     if is_ours(cls):
         return set()
     mixed_in = {cls} if event in vars(cls) else set()
