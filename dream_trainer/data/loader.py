@@ -60,12 +60,12 @@ class DistributedDataLoader:
         persistent_workers: Whether workers outlive an epoch.
         prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
-        timeout: Seconds to wait for a batch from a worker; 0 waits forever.
+        timeout: Seconds to wait for a batch from a worker. 0 waits forever.
         worker_init_fn: Called with the worker's number when it starts.
 
     Raises:
         DataError: The dataset is not map-style or empty, `batch_size` is not a positive integer, or an OrderedDataset
-            is to be shuffled.
+            would be shuffled.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class DistributedDataLoader:
 
 
 class PerRankLoader:
-    """Declares that `loader` yields this rank's own batches already, different ones on each rank.
+    """Declares that `loader` already yields this rank's own batches, different ones on each rank.
 
     The trainer then uses it as it is at any world size. It needs no length, and ranks may have different numbers of
     batches: training ends for all of them with the last window that each can fill.

@@ -30,7 +30,7 @@ class OrderedDataset(Dataset[Any], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples in a pass; ENDLESS where it never ends."""
+        """Samples in a pass; ENDLESS if it never ends."""
 
     @abstractmethod
     def __getitem__(self, position: int) -> Any:
@@ -128,7 +128,7 @@ class MarkedBatches:
         return self
 
     def release(self) -> None:
-        """Lets go of the iterator, whose worker processes live for as long as something refers to it. Marks stay."""
+        """Releases the iterator, whose worker processes live for as long as something refers to it. Marks stay."""
         self._iterator = iter(())
 
     def __iter__(self) -> Iterator[Any]:

@@ -24,7 +24,7 @@ class GraphBatch(Protocol):
 
 
 class SampleCount:
-    """Counts the samples of batches that come from a loader of the user's."""
+    """Counts the samples of batches that come from a user's loader."""
 
     def __init__(self, own: Callable[[Any], int] | None = None, warn: Callable[[str], None] | None = None) -> None:
         self.own = own

@@ -64,7 +64,7 @@ class Callback:
         """Named tensors to keep in the checkpoint: DTensors, or plain and equal on all ranks. Default: none.
 
         They are written as they are and loaded in place, so they must exist from `post_setup` on. Loading them comes
-        before `load_state_dict`, which is not called where a checkpoint lacks one of them.
+        before `load_state_dict`, which is not called if a checkpoint lacks one of them.
         """
         return {}
 
@@ -186,11 +186,11 @@ class LoggingCallback(Callback):
     """A callback that logs its own metrics: an interface. A subclass with an `__init__` calls this one.
 
     Args:
-        name: First part of the metrics' names; no two callbacks of a run may have the same, since what is logged
-            under one name is reduced together.
+        name: First part of the metrics' names. No two callbacks of a run may have the same, since values under one
+            name are reduced together.
 
     Raises:
-        ConfigError: The name is not one.
+        ConfigError: The name is invalid.
 
     Example:
         ```python

@@ -29,7 +29,7 @@ class Logger(ABC):
 
     Attributes:
         requires: Packages that it imports when it opens; a missing one is an error when the trainer is built.
-        is_open_early: Whether it is opened before training, since the user's code may write to it by itself; others are
+        is_open_early: Whether it is opened before training, since user code may write to it directly; others are
             opened when there is something to write.
     """
 
@@ -50,7 +50,7 @@ class Logger(ABC):
         """Called once before the first `log`, and again after a checkpoint was loaded in the middle of a run.
 
         `run_dir` may not exist yet. Records of steps after `resumed_step` will come again, so drop them; it is None
-        for a run that starts from nothing.
+        for a new run.
         """
 
     @abstractmethod

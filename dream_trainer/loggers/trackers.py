@@ -160,7 +160,7 @@ class WandbLogger(_JournalLogger):
         self._id = secrets.token_hex(4)
         self._resumed_step = 0
         self._row = self._next_row = self._step = 0  # W&B's step of our last row, and of the next; its optimizer step
-        self._has_others = False  # rows of the user's
+        self._has_others = False  # the user's rows
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:

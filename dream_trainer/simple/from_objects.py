@@ -1,4 +1,4 @@
-"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of the user's."""
+"""Trainer: trains a model, a loss and an optimizer that exist already, without a user class."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Trainer:
         lr: Learning rate for a name, class or function; None is its default.
         schedule: A name ("cosine"), `ScheduleParameters`, a schedule over the given optimizer, or a function of the
             optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`.
-        schedule_unit: When a schedule steps that is not a name or parameters.
+        schedule_unit: When a schedule object or function steps.
         batch_size: Samples of one rank's batch; None is `training`'s, 32 by default.
         shuffle: Whether each epoch of training samples has a different order; a Mixture has its own order.
         epochs: Epochs of the whole run; None is `training`'s, 1 without any limit.
@@ -212,7 +212,7 @@ class Trainer:
         return self.history
 
     def train_epoch(self) -> Row:
-        """Trains to the end of the epoch, or the next one, whatever the limits, and returns its row of `history`."""
+        """Trains to the end of the epoch, or the next one, regardless of limits, and returns its row of `history`."""
         self.dream.fit_epoch()
         return dict(self._epochs.rows[-1])
 
@@ -278,7 +278,7 @@ class Trainer:
     # -- files
 
     def load_best(self) -> Path:
-        """Puts the weights of the best checkpoint into the model, and returns its path.
+        """Loads the weights of the best checkpoint into the model, and returns its path.
 
         If an average of the weights is validated, such as EMA's, it is the checkpoint's average, and the average starts
         again from it. A later `fit` starts from these weights, with the optimizer, schedules and counters of the last

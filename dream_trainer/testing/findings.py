@@ -241,7 +241,7 @@ class TrainerChecks:
         return first_difference([self["alone"]], [self.again]) is None
 
     def hook(self, name: str) -> str:
-        """A method of the user's, and where it is."""
+        """A user's method, and its place."""
         place = self.facts["hooks"].get(name)
         return f"{self.facts['class']}.{name}" + (f" ({place})" if place else "")
 

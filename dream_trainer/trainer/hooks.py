@@ -153,7 +153,7 @@ class Hooks:
         """
         return count_tokens(batch)
 
-    # -- state of the user's
+    # -- the user's state
 
     def state_dict(self) -> dict[str, Any]:
         """The user's own state, equal on all ranks: numbers, strings, small CPU tensors, containers of them."""

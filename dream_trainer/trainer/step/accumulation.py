@@ -158,7 +158,7 @@ class Accumulation:
         self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None  # under fp16
         self._backward_context = without_autocast(devices, world.device)
         self._stages, self._divided_samples = world.stages, world.divided_samples
-        self._call = "forward_backward" if self._stages > 1 else "backward"  # of the user's, as messages name it
+        self._call = "forward_backward" if self._stages > 1 else "backward"  # the user's call, for messages
         self._parallel, self._local_gradients = parallel, parallel.gradients
         self.turns = Turns(registry, parallel.gradients)
         self._own = OwnGradients(self._local_gradients)
