@@ -12,11 +12,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from tests.api import (
-    ModelSummary,
-    TrainerSummary,
-    forward_flops,
-)
+from tests.api import ModelSummary, TrainerSummary, forward_flops
 from tests.trainer.small import fit, make_config
 from tests.worlds import run_world
 

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import (
-    DistributedDataLoader,
-    Every,
-    Mixture,
-    Throughput,
-    dtype_at_work,
-    peak_flops,
-)
+from tests.api import DistributedDataLoader, Every, Mixture, Throughput, dtype_at_work, peak_flops
 from tests.callbacks.recording import Clock, Logged, Recorder, names, record
 from tests.trainer.small import Batch, Validates, batches, make_config
 

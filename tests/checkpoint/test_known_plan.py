@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tests.api import (
-    KnownPlan,
-    Ranks,
-    load_tensors,
-    write_checkpoint,
-)
+from tests.api import KnownPlan, Ranks, load_tensors, write_checkpoint
 from tests.checkpoint.states import make_snapshot
 from tests.worlds import run_world
 

@@ -160,11 +160,7 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
         ("a.yaml", "schedule.name: cosine", r"A dot does not nest: write name under schedule, as in schedule: {name: "),
         ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
         ("a.yaml", "learning_rate: fast", "a.yaml sets learning_rate to 'fast'. It takes float."),
-        (
-            "a.yaml",
-            "training_parameters: {max_time: 1:30}",
-            r"max_time to '1:30'. It takes Optional\[datetime",
-        ),
+        ("a.yaml", "training_parameters: {max_time: 1:30}", r"max_time to '1:30'. It takes Optional\[datetime"),
         ("a.yaml", "seed: 1\nlearning_rate: 0123", "a.yaml sets learning_rate to 0123 on line 2.*Write 123, 0o123 "),
         ("a.yaml", "weights: {b: x}", r"It takes collections.abc.Mapping\[str, float\]\. .*weights\['b'\]"),
         ("a.yaml", "logger_parameters: {loggers: csv}", r"It takes tuple\[str, ...\]\. Write \[csv\]\."),

@@ -33,10 +33,7 @@ SHORT = IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
     [
         ((3, 8, 4, None, None), "3 shards, fewer than dp_size=4 data-parallel ranks.* at most 3 ranks, .* in 4 shards"),
         ((8, 8, 1, 5, None), "lanes=5 is not a divisor of the global batch of 8 .* Use 1, 2, 4 or 8"),
-        (
-            (8, 8, 4, 2, None),
-            "lanes=2 cannot be dealt .* dp_size=4 .* Use 1 or 2 ranks, or lanes=4 or 8 in a new",
-        ),
+        ((8, 8, 4, 2, None), "lanes=2 cannot be dealt .* dp_size=4 .* Use 1 or 2 ranks, or lanes=4 or 8 in a new"),
         ((8, 8, 1, 4, 3), "lanes=4 with turns=3 needs 12 shards, and the source has 8. Use turns from 1 to 2"),
     ],
 )

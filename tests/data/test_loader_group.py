@@ -176,12 +176,7 @@ class Reader:
 
     def __init__(self, loader: Any) -> None:
         self.stream = train_stream(
-            loader,
-            accumulation=2,
-            dp_rank=0,
-            dp_size=1,
-            seed=3,
-            batch_size=SampleCount(self.samples),
+            loader, accumulation=2, dp_rank=0, dp_size=1, seed=3, batch_size=SampleCount(self.samples)
         )
         self.position, self.rank_state, self.is_over = DataPosition(0, 0, 0), None, False
         self.ahead: Any = None

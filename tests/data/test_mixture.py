@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    BLOCK,
-    ENDLESS,
-    ConfigError,
-    DataError,
-    Mixture,
-    Stage,
-    weights_by_position,
-)
+from tests.api import BLOCK, ENDLESS, ConfigError, DataError, Mixture, Stage, weights_by_position
 
 
 class Numbered:

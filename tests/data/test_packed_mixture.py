@@ -11,12 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tests.api import (
-    DataError,
-    Mixture,
-    PackedRows,
-    Stage,
-)
+from tests.api import DataError, Mixture, PackedRows, Stage
 from tests.data.documents import APART, PackedJob, document, web_like_lengths
 from tests.data.reading import Layout
 
@@ -83,8 +78,7 @@ def other_weights(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stops", "number", "between"),
-    [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)],
+    ("stops", "number", "between"), [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)]
 )
 def test_a_curriculum_goes_on_twice_with_the_same_tokens_in_each_step(
     between: Callable[[Job], None], number: int, stops: tuple[int, int]

@@ -7,11 +7,7 @@ import json
 
 import pytest
 
-from tests.api import (
-    DocumentRows,
-    PackedRows,
-    PaddedRows,
-)
+from tests.api import DocumentRows, PackedRows, PaddedRows
 from tests.data.documents import NumberedDocuments, PackedJob, web_like_lengths
 from tests.data.reading import Layout
 

@@ -19,14 +19,7 @@ from torch.utils.data import (
 )
 
 from dream_trainer.checkpoint import typed_json
-from tests.api import (
-    DataPosition,
-    TrainStream,
-    draws_at_start_only,
-    hash_seed,
-    iterate,
-    seed_cpu,
-)
+from tests.api import DataPosition, TrainStream, draws_at_start_only, hash_seed, iterate, seed_cpu
 from tests.data import reading
 from tests.data.reading import read, windows_until
 from tests.data.samples import global_states

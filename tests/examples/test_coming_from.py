@@ -22,12 +22,7 @@ from tests.examples.launch import ROOT, run_script
 from tests.worlds import run_world
 
 EXAMPLES = ROOT / "examples" / "coming_from"
-INITIAL = {
-    "pytorch": "initial.pt",
-    "lightning": "initial.pt",
-    "accelerate": "initial.pt",
-    "hf_trainer": "initial",
-}
+INITIAL = {"pytorch": "initial.pt", "lightning": "initial.pt", "accelerate": "initial.pt", "hf_trainer": "initial"}
 PAGES = {name: ROOT / "docs" / "coming-from" / f"{name.replace('_', '-')}.md" for name in INITIAL}
 Numbers = dict[str, list[float]]
 

@@ -79,11 +79,7 @@ with Job(config) as trainer:
 @pytest.mark.pitfall(82)
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [
-        ("stateful-plain", 1),
-        pytest.param("stateful-persistent", 1, marks=pytest.mark.slow),
-        ("own-plain", 2),
-    ],
+    [("stateful-plain", 1), pytest.param("stateful-persistent", 1, marks=pytest.mark.slow), ("own-plain", 2)],
 )
 def test_a_signal_to_the_group_saves_though_workers_get_it_too(kind: str, ranks: int, tmp_path: Path) -> None:
     port = free_port()

@@ -12,10 +12,7 @@ import wandb
 from wandb.sdk.lib import module
 
 import dream_trainer as dt
-from tests.api import (
-    WandbLogger,
-    WandbParameters,
-)
+from tests.api import WandbLogger, WandbParameters
 from tests.loggers.readers import MEDIA, newest_wandb_file, stamp, wandb_files, wandb_history, wandb_records
 from tests.loggers.wandb_server import wandb_server
 from tests.trainer.small import Alone, Batch, Validates, batches, make_config

@@ -115,10 +115,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(attn_mask=torch.ones(8, 24, dtype=torch.bool), is_causal=True),
         "is_causal=True and attn_mask. Use one of them",
     ),
-    "bias": (
-        lambda: attend(attn_mask=causal_lower_right(8, 8)),
-        "CausalBias, which knows nothing .* is_causal=True",
-    ),
+    "bias": (lambda: attend(attn_mask=causal_lower_right(8, 8)), "CausalBias, which knows nothing .* is_causal=True"),
     "queries of none": (lambda: attend(queries=5), "attention of 5 queries to 8 keys, which are .* the queries are no"),
     "keys of none": (lambda: attend(keys=5, is_causal=True), "causal attention of 8 queries, this .* to 5 keys, which"),
     "varlen": (
@@ -137,19 +134,13 @@ def test_what_would_see_one_ranks_positions_alone_is_refused(mistake: str) -> No
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_is_compiled_is_refused_by_the_compiler_with_our_words() -> None:
-    with (
-        step(GatheredAttention(KnownParts(0, [])), 8),
-        pytest.raises(Unsupported, match="torch.compile, or flex_"),
-    ):
+    with step(GatheredAttention(KnownParts(0, [])), 8), pytest.raises(Unsupported, match="torch.compile, or flex_"):
         flex_attention(*[torch.zeros(1, 2, 8, 16)] * 3)
 
 
 def test_heads_that_ranks_cannot_divide_are_named() -> None:
     attention = UlyssesAttention(SequenceParts(0, RANKS, None, is_balanced=False))
-    with (
-        step(attention, 8),
-        pytest.raises(ConfigError, match="context_parallel=3 gives .* 4 heads of queries and 4"),
-    ):
+    with step(attention, 8), pytest.raises(ConfigError, match="context_parallel=3 gives .* 4 heads of queries and 4"):
         attend(is_causal=True)
     for shape in ((8, 3), (2, 1, 3, 8, 3)):
         with step(attention, 8), pytest.raises(StepError, match="whose heads it does not know"):

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import (
-    ConfigError,
-    GroupParameters,
-    OptimizerParameters,
-    ScheduleParameters,
-    from_dict,
-    parse,
-    to_dict,
-)
+from tests.api import ConfigError, GroupParameters, OptimizerParameters, ScheduleParameters, from_dict, parse, to_dict
 
 CLASSES = {
     "adamw": torch.optim.AdamW,

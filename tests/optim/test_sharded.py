@@ -10,14 +10,7 @@ import torch
 import torch.nn as nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop
 
-from tests.api import (
-    ConfigError,
-    Muon,
-    OptimizerParameters,
-    build_optimizer,
-    build_optimizers,
-    refuse_unshardable,
-)
+from tests.api import ConfigError, Muon, OptimizerParameters, build_optimizer, build_optimizers, refuse_unshardable
 from tests.optim.models import N_TOKENS, batch, loss, model, train
 from tests.worlds import run_world
 

@@ -76,7 +76,7 @@ class AzureServer:
         address = f"http://127.0.0.1:{self._port}/{ACCOUNT}"
         self.environment = {
             "AZURE_STORAGE_CONNECTION_STRING": f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
-            f"BlobEndpoint={address};",
+            f"BlobEndpoint={address};"
         }
         self.start()
 

@@ -160,12 +160,7 @@ def count(labels: Tensor) -> Tensor:
 def split(model: Model, mesh: Any, case: Case) -> None:
     """Splits layers, and by choice sequences between them; "dtensors" gives blocks DTensors and not rank's parts."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     is_local = case.plan != "dtensors"
     stream = Replicate() if case.plan == "layers" else Shard(1)

@@ -141,6 +141,4 @@ EXACT: dict[str, Build] = {
 }
 """Optimizers that compute the same on any mesh."""
 
-OF_EACH_RANK: dict[str, Build] = {
-    "of each rank": lambda model: OfEachRank(model.parameters()),
-}
+OF_EACH_RANK: dict[str, Build] = {"of each rank": lambda model: OfEachRank(model.parameters())}

@@ -200,9 +200,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def by_hand(
-    windows: Sequence[Sequence[tuple[Any, ...]]],
-    *,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    windows: Sequence[Sequence[tuple[Any, ...]]], *, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
 ) -> nn.Module:
     """The loop as one writes it: each window's loss is the mean over its micro-batches."""
     model = filled_network()

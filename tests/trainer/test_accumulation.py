@@ -248,14 +248,7 @@ def test_forward_backward_is_forward_and_backward() -> None:
 # -- nothing to learn
 
 
-@pytest.mark.parametrize(
-    ("calls", "counted"),
-    [
-        ("none", [0, 2]),
-        ("none none", [0, 2]),
-        ("none loss none", [0, 1, 2]),
-    ],
-)
+@pytest.mark.parametrize(("calls", "counted"), [("none", [0, 2]), ("none none", [0, 2]), ("none loss none", [0, 1, 2])])
 def test_a_batch_counts_once_or_not_at_all_however_often_none_is_said_of_it(calls: str, counted: list[int]) -> None:
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
         for call in calls.split() if batch_idx == 1 else ["loss"]:

@@ -41,11 +41,7 @@ class Worse(Told):
 
 @pytest.mark.parametrize(
     ("kind", "words", "epochs", "best"),
-    [
-        (Told, BranchParameters(), 5, 1.0),
-        (Told, BranchParameters(counters="new"), 3, 1.0),
-        (Worse, ANEW, 5, 3.0),
-    ],
+    [(Told, BranchParameters(), 5, 1.0), (Told, BranchParameters(counters="new"), 3, 1.0), (Worse, ANEW, 5, 3.0)],
     ids=["all kept", "new counters", "new counters and data"],
 )
 def test_a_branch_of_a_run_that_early_stopping_ended_trains_with_all_its_patience(

@@ -56,10 +56,7 @@ COMPILED_4 = [
     Case(2, tp=2, backend="aot_eager", shard="auto"),
     Case(2, tp=2, backend="aot_eager", recompute="selective"),
 ]
-WORLD_4 = [
-    Case(2, dp=2, shard=2, attention="ulysses", packed=True, accumulation=2),
-    Case(2, tp=2, shard="auto"),
-]
+WORLD_4 = [Case(2, dp=2, shard=2, attention="ulysses", packed=True, accumulation=2), Case(2, tp=2, shard="auto")]
 FURTHER_4 = [
     Case(2, dp=2, packed=True, accumulation=2),
     Case(2, dp=2, shard=2, attention="ulysses"),

@@ -11,15 +11,7 @@ import torch
 import dream_trainer as dt
 from tests.api import EVENTS
 from tests.callbacks.factories import FACTORIES
-from tests.trainer.small import (
-    Alone,
-    Spread,
-    Validates,
-    batches,
-    fit,
-    make_config,
-    weights,
-)
+from tests.trainer.small import Alone, Spread, Validates, batches, fit, make_config, weights
 
 
 class Hears(dt.Callback):

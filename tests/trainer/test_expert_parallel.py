@@ -15,17 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.api import DistributedDataLoader, ExpertExchange, split_experts
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.mixtures import (
-    BATCH,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    Case,
-    Rows,
-    Trained,
-    config_of,
-    everything,
-)
+from tests.trainer.mixtures import BATCH, LENGTH, VOCABULARY, WIDTH, Case, Rows, Trained, config_of, everything
 from tests.trainer.test_experts import assert_as_by_hand, stop_and_go_on
 from tests.worlds import run_world
 

@@ -93,11 +93,7 @@ def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
     results = []
     for experiment, steps in (("unbroken", 4), ("broken", 2), ("broken", 4)):
         config = config_of(
-            case,
-            experiment,
-            training={"max_steps": steps},
-            checkpoints=checkpoints,
-            callbacks=[EMA(decay=0.5)],
+            case, experiment, training={"max_steps": steps}, checkpoints=checkpoints, callbacks=[EMA(decay=0.5)]
         )
         with Trained(config) as trainer:
             trainer.fit()

@@ -208,8 +208,7 @@ def test_a_global_batch_of_turns_with_other_sizes_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
-    [("empty", "DataError: rank 0: the training loader 'own': .*0 batches"), ("ratio", "ratio")],
+    ("kind", "says"), [("empty", "DataError: rank 0: the training loader 'own': .*0 batches"), ("ratio", "ratio")]
 )
 def test_what_one_rank_cannot_read_or_has_otherwise_is_named_on_all(kind: str, says: str, tmp_path: Path) -> None:
     code = f"from tests.trainer.test_loader_groups import train_refused; train_refused({kind!r})"

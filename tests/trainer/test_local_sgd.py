@@ -20,16 +20,7 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
-from tests.trainer.small import (
-    WIDTH,
-    Batch,
-    Samples,
-    batches,
-    fill,
-    fit,
-    run_config,
-    run_ranks,
-)
+from tests.trainer.small import WIDTH, Batch, Samples, batches, fill, fit, run_config, run_ranks
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -559,9 +550,7 @@ def test_a_run_goes_on_with_other_ranks_in_each_worker() -> None:
     run_world(train_parts, 2, [("replicas", 6, saves), ("shards", 6, saves)])
     later = {"save_every_n_steps": 11}
     run_world(
-        train_parts,
-        4,
-        [("replicas", 11, later | {"devices": REPLICAS}), ("shards", 11, later | {"devices": SHARDED})],
+        train_parts, 4, [("replicas", 11, later | {"devices": REPLICAS}), ("shards", 11, later | {"devices": SHARDED})]
     )
     found = run_world(train_parts, 2, [("replicas", 14, {}), ("shards", 14, {}), ("straight", 14, {})])
     for worker, expected in zip(found, by_hand(2, DILOCO, steps=14, make=Unnormed)["states"], strict=True):

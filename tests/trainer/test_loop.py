@@ -489,11 +489,7 @@ def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_ste
         save_every_n_steps=2, save_every_n_epochs=None, async_save=False
     )
     fit(Idles(config, batches(12), batches(1)))
-    assert done == [
-        *(("validates", 2, 4), ("saves", 2, 4)),
-        *(("validates", 4, 8), ("saves", 4, 8)),
-        ("saves", 5, 10),
-    ]
+    assert done == [*(("validates", 2, 4), ("saves", 2, 4)), *(("validates", 4, 8), ("saves", 4, 8)), ("saves", 5, 10)]
 
 
 # -- the end

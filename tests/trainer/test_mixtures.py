@@ -46,10 +46,7 @@ def test_a_run_draws_what_the_mixture_says_and_logs_it(
 
 @pytest.mark.parametrize(
     ("parts", "workers"),
-    [
-        ([(1, 2, 7), (2, 1, 8), (4, 2, STEPS)], 0),
-        ([(2, 4, 14), (1, 1, 15), (1, 4, STEPS)], 2),
-    ],
+    [([(1, 2, 7), (2, 1, 8), (4, 2, STEPS)], 0), ([(2, 4, 14), (1, 1, 15), (1, 4, STEPS)], 2)],
     ids=["1-2-4", "2-1-1 with workers"],
 )
 def test_stopped_and_resumed_on_other_ranks_each_step_has_the_same_samples(

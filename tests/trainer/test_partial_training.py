@@ -125,9 +125,7 @@ def train(case: str) -> dict[str, Any]:
             max_steps=STEPS, train_batch_size=GLOBAL_BATCH // 4, gradient_accumulation_steps=2, gradient_clip_norm=CLIP
         ),
         checkpoint_parameters=dt.CheckpointParameters(
-            save_every_n_epochs=None,
-            init_renames={r"^0\.(\d)\.0\.": r"0.\1.0.layer."},
-            **initial,
+            save_every_n_epochs=None, init_renames={r"^0\.(\d)\.0\.": r"0.\1.0.layer."}, **initial
         ),
     )
     with CASES[case](config) as trainer:

@@ -171,10 +171,7 @@ def by_hand(start: dict[str, Tensor], dropped: dict[str, list[Tensor]]) -> dict[
 
 
 CASES = [Case(in_sequence=False, recompute="full")]
-FURTHER = [
-    Case(in_sequence=True, recompute="full"),
-    Case(in_sequence=True, recompute="selective", backend="aot_eager"),
-]
+FURTHER = [Case(in_sequence=True, recompute="full"), Case(in_sequence=True, recompute="selective", backend="aot_eager")]
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER, marks=pytest.mark.slow)])

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LinearLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.optim.swa_utils import SWALR
 
 from tests.trainer.small import Spread, Validates, batches, make_config
@@ -79,10 +73,7 @@ class Slip(Two):
 @pytest.mark.parametrize(
     ("cls", "told"),
     [
-        (
-            Forgets,
-            ["self.scheduler has not been stepped so far, so self.optimizer keeps its learning rate."],
-        ),
+        (Forgets, ["self.scheduler has not been stepped so far, so self.optimizer keeps its learning rate."]),
         (ForgetsPlateau, ["self.plateau has not been stepped so far"]),
         (Twice, ["self.scheduler is handed to step() and stepped by hand as well: it has gone 2 steps in 1."]),
         (

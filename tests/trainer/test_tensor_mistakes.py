@@ -10,13 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import (
-    ConfigError,
-    EqualParts,
-    RanksDifferError,
-    World,
-    shard_by_blocks,
-)
+from tests.api import ConfigError, EqualParts, RanksDifferError, World, shard_by_blocks
 from tests.worlds import run_world
 
 HEAD = 4

@@ -14,16 +14,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, HookError, start
-from tests.trainer.arithmetic import (
-    BATCH,
-    Case,
-    Model,
-    Tokens,
-    fill,
-    full,
-    make_optimizer,
-    reference,
-)
+from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, fill, full, make_optimizer, reference
 from tests.trainer.small import run_config
 from tests.worlds import run_world
 
@@ -98,12 +89,7 @@ class Trained(dt.DreamTrainer):
 def split(model: Model, mesh: Any, plan: str, *, loss_parallel: bool) -> None:
     """Splits all of `model` and its sequences, all but its norms, or only the matrices in its blocks."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     stream = Shard(1) if plan == "sequence" else Replicate()
     if plan != "blocks":

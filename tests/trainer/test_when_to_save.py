@@ -61,10 +61,7 @@ def fit_timed(config: Config, slow_ranks: tuple[int, ...] = (0,), length: int = 
         return fit(trainer)
 
 
-@pytest.mark.parametrize(
-    ("minutes", "steps"),
-    [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (7.0, [])],
-)
+@pytest.mark.parametrize(("minutes", "steps"), [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (7.0, [])])
 def test_minutes_between_saves_are_counted_by_the_clock(minutes: float, steps: list[int]) -> None:
     assert fit_timed(make_config(save_every_n_minutes=minutes, **NOTHING)).saved == steps
 

@@ -319,8 +319,7 @@ def planted_shard(at: Path, plant: Plant) -> Path:
 
 @pytest.mark.pitfall(43)
 @pytest.mark.parametrize(
-    "planted",
-    [planted_pt, planted_old_pt, planted_pickle, planted_safetensors, planted_metadata, planted_shard],
+    "planted", [planted_pt, planted_old_pt, planted_pickle, planted_safetensors, planted_metadata, planted_shard]
 )
 def test_a_file_made_to_run_code_is_refused_by_name_and_runs_none(
     planted: Callable[[Path, Plant], Path], tmp_path: Path
