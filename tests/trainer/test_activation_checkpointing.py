@@ -15,14 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from tests.api import (
-    ActivationCheckpointingParameters,
-    ConfigError,
-    DistributedDataLoader,
-    Recomputed,
-    fsdp_modules,
-    repeated_blocks,
-)
+from tests.api import ConfigError, DistributedDataLoader, Recomputed, fsdp_modules, repeated_blocks
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_config
 from tests.worlds import run_world
@@ -80,7 +73,7 @@ def config_of(mode: Mode, **parameters: Any) -> dt.DreamTrainerConfig:
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
         device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode),
         training_parameters=dt.TrainingParameters(max_steps=3, gradient_accumulation_steps=2),
-        activation_checkpointing_parameters=ActivationCheckpointingParameters(**parameters),
+        activation_checkpointing_parameters=dt.ActivationCheckpointingParameters(**parameters),
     )
 
 
