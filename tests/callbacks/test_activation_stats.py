@@ -242,9 +242,6 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
         observed(Logged, batches(1), modules=["attention"], n_epochs=1)
 
 
-# -- on two ranks, which test_on_ranks.py starts
-
-
 class Parts(Spread, dt.TensorParallelMixin, dt.LoggerMixin):
     """Outputs that are DTensors: cut over the ranks, and not yet summed over them."""
 

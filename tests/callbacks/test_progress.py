@@ -200,9 +200,6 @@ def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
     assert second == ""
 
 
-# -- validations, saves and resumes
-
-
 class Saving(Regression, dt.CheckpointMixin, dt.EvalMixin):
     """With checkpoints."""
 
@@ -234,9 +231,6 @@ def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
         r"epoch 1 \| step 13/24",
         second.getvalue(),
     )
-
-
-# -- the arithmetic
 
 
 def test_rates_are_of_training_alone_and_the_time_left_counts_validation_in() -> None:

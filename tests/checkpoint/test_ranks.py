@@ -116,9 +116,6 @@ def outcome(function: Callable[[], Any]) -> str:
     return "ok"
 
 
-# -- what the ranks of a world of two do
-
-
 def save_two(root: Path) -> dict[str, Any]:
     world = open_world()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
@@ -290,9 +287,6 @@ def test_ranks_may_hold_different_names_as_under_a_pipeline(saved: list[dict[str
     assert "it contains stage1, which this run does not have" in first["unused"]
 
 
-# -- in a thread
-
-
 def save_in_a_thread(root: Path) -> dict[str, Any]:
     """Ten saves in a thread, while this one trains by collectives and changes warning filters."""
     world = open_world()
@@ -328,9 +322,6 @@ def test_saving_in_a_thread_leaves_the_training_thread_alone(tmp_path: Path) -> 
         loaded = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in api.tensor_metadata(path).items()}
         api.load_tensors(path, loaded, world=api.Ranks.alone())
         assert_bits_equal(bits(loaded), report["expected"])
-
-
-# -- one rank is killed
 
 
 def save_until_killed(root: Path, call: int) -> None:

@@ -48,9 +48,6 @@ def steps(root: Path) -> set[int]:
     return {manifest.step for manifest in api.list_checkpoints(root)}
 
 
-# -- the policy
-
-
 @pytest.mark.parametrize(
     ("retention", "expected"),
     [
@@ -104,9 +101,6 @@ def test_the_best_is_a_number_and_the_earlier_of_equals(values: tuple[Any, ...],
 def test_a_policy_that_cannot_work_is_named(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(api.ConfigError, match=told):
         api.CheckpointParameters(**arguments)
-
-
-# -- on the disk
 
 
 @pytest.mark.pitfall(30)

@@ -114,9 +114,6 @@ def counting(directory: Path, **options: Any) -> Iterator[Counter]:
     run.finish()
 
 
-# -- when
-
-
 def test_it_saves_by_epochs(tmp_path: Path) -> None:
     with counting(tmp_path, **NOTHING | {"save_every_n_epochs": 2}) as run:
         for epoch in (1, 2, 3, 4):
@@ -156,9 +153,6 @@ def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
         assert run.saved == []
         run.saver.save()
         assert run.saved == [3]
-
-
-# -- one at a time
 
 
 def test_a_save_that_comes_due_while_one_is_written_is_skipped_if_that_is_asked_for(
@@ -208,9 +202,6 @@ def test_the_time_that_training_waits_is_counted(tmp_path: Path) -> None:
     assert run.saver.seconds == 2
 
 
-# -- what fails
-
-
 def test_after_an_exception_a_save_that_fails_is_only_said(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     directory.write_text("no directory can be made here")
@@ -229,9 +220,6 @@ def test_an_exception_does_not_save_if_the_config_says_so(tmp_path: Path) -> Non
         run.train(2)
         run.saver.save_after_exception(2)
     assert run.saved == []
-
-
-# -- branches and retention
 
 
 def goes_on_from(saver: api.Saver, manifest: api.Manifest, *, is_own: bool) -> None:

@@ -155,9 +155,6 @@ def test_shapes_and_dtypes_must_be_the_saved_ones(tmp_path: Path, target: torch.
     assert not target.any()
 
 
-# -- when it cannot be written
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with states.small_disk(tmp_path / "disk", "1m") as disk:
@@ -178,9 +175,6 @@ def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay_whole(small_disk: 
     assert content(first) == before
     save(small_disk, 3)
     assert steps(small_disk) == [1, 3]
-
-
-# -- when it is killed
 
 
 def disk_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> list[tuple[str, Path]]:

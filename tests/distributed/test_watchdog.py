@@ -45,9 +45,6 @@ def run_alone(function: str, cwd: Path) -> tuple[int, str, float]:
     return status, text, time.monotonic() - began
 
 
-# -- several ranks
-
-
 def dozes() -> None:
     time.sleep(600)
 
@@ -123,9 +120,6 @@ def test_a_rank_that_writes_no_stacks_is_named_and_keeps_nobody_waiting(tmp_path
     )
     assert status == 1
     assert "1 of 2 ranks wrote none (1)" in text
-
-
-# -- one process
 
 
 def loads_data_for_ever() -> None:

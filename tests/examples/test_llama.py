@@ -41,9 +41,6 @@ def build(**changes: Any) -> Any:
     return model
 
 
-# -- the model
-
-
 def test_no_position_sees_a_later_token() -> None:
     model = build().float()
     tokens = torch.randint(256, (2, 40))
@@ -61,9 +58,6 @@ def test_presets_have_as_many_parameters_as_published(preset: str, published: in
     with torch.device("meta"):
         model = Llama(PRESETS[preset])
     assert sum(parameter.numel() for parameter in model.parameters()) == published
-
-
-# -- Hugging Face
 
 
 LLAMA_3_ROPE = {
@@ -139,9 +133,6 @@ def test_a_model_that_is_no_plain_llama_is_refused(change: dict[str, Any], told:
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=told):
         config_from_hf(tmp_path)
-
-
-# -- the trainer
 
 
 def train(cwd: Path, *arguments: str, n_processes: int = 1, max_steps: int = N_STEPS) -> dict[int, float]:

@@ -42,9 +42,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- one rank
-
-
 @pytest.mark.pitfall(45)
 def test_ragged_weighted_means_equal_the_closed_form(world: World) -> None:
     draw = random.Random(1)
@@ -209,9 +206,6 @@ def test_saved_in_the_middle_and_loaded_gives_the_same_bits(world: World, reduce
     for value, weight in pairs[17:]:
         second.add("x", value, weight, reduce)
     assert second.reduce(world) == straight.reduce(world)
-
-
-# -- several ranks: one world per size runs every case
 
 
 def records(rank: int) -> list[tuple[str, float, float, str]]:

@@ -93,9 +93,6 @@ def run(tmp_path: Path) -> Counter:
     return Counter(tmp_path)
 
 
-# -- numbers
-
-
 def test_a_line_is_written_a_window_after_it_was_due_so_that_nobody_waits(run: Counter) -> None:
     run.window(1.0)
     run.window(3.0)
@@ -122,9 +119,6 @@ def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) 
     assert run.notes.got == []
 
 
-# -- a validation's end
-
-
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
     run.window(1.0)
     with run.log.line_of_its_own(counts=True):
@@ -133,9 +127,6 @@ def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Count
         assert run.told == [(1, {"val/rank": 7.0})]
     assert run.told == [(1, {"val/rank": 7.0})]
     assert state["lines"] == 1
-
-
-# -- state
 
 
 def test_lines_that_were_written_after_the_checkpoint_are_told_again_and_written_once(tmp_path: Path) -> None:

@@ -162,9 +162,6 @@ def test_what_a_forward_changes_moves_once_and_gradients_are_the_plain_models(na
     assert all(map(same, found, expected))
 
 
-# -- what blocks are given, and what is outside of them
-
-
 class Encodes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

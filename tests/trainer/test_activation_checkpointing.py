@@ -190,9 +190,6 @@ def test_a_copied_model_computes_with_its_own_weights(mode: Mode) -> None:
         assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-# -- what cannot be
-
-
 class Normed(nn.Module):
     """Blocks with batch norm, whose statistics a forward moves."""
 

@@ -54,9 +54,6 @@ def test_fast_dev_run_writes_no_checkpoint_and_reads_none() -> None:
     assert not fresh.checkpoint_dir.exists()
 
 
-# -- what is saved
-
-
 @pytest.mark.pitfall(6)
 def test_saved_counters_are_those_of_the_completed_work() -> None:
     training = {"max_steps": 4, "gradient_accumulation_steps": 2}
@@ -147,9 +144,6 @@ class NewComer(Counts):
     pass
 
 
-# -- what is resumed
-
-
 @pytest.mark.parametrize("form", ["step", "relative", "absolute"])
 def test_a_step_or_a_path_is_resumed_instead_of_the_newest(form: str) -> None:
     earlier = run(training={"n_epochs": 2}, save_every_n_steps=2)
@@ -196,9 +190,6 @@ def test_a_finished_run_goes_on_under_a_larger_limit(limit: dict[str, int]) -> N
     assert_same_weights(weights(longer.model), weights(straight.model))
 
 
-# -- other configs
-
-
 def test_another_seed_is_refused() -> None:
     run()
     with pytest.raises(CheckpointError, match=r"seed=42, and this run has 43.*Set seed=42"):
@@ -225,9 +216,6 @@ def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: py
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         run(training={"n_epochs": 2}, learning_rate=0.05)
     assert "config differs" not in caplog.text
-
-
-# -- signals
 
 
 class Interrupted(Saves):
@@ -257,9 +245,6 @@ def test_a_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
     trainer = run()
     assert stopped.seen + trainer.seen == expected.seen
     assert_same_weights(weights(trainer.model), weights(expected.model))
-
-
-# -- ranks
 
 
 class AsksOnRank1(Saves):

@@ -194,9 +194,6 @@ def observe_inductor() -> dict[str, Any]:
     return {way: run(Trained, config_of(way, backend=backend, n_ranks=2)) for way, backend in ways.items()}
 
 
-# -- what cannot be
-
-
 @pytest.mark.pitfall(26)
 def test_nothing_is_compiled_unless_asked_for() -> None:
     assert not dt.DeviceParameters().compile

@@ -162,9 +162,6 @@ def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: lis
                 )
 
 
-# -- a model that knows nothing of it
-
-
 class Foreign(Trained):
     """A model of transformers, of which this trainer only says where the tokens are."""
 

@@ -151,9 +151,6 @@ def test_something_that_is_no_callback_is_refused() -> None:
             dt.CallbackCollection(given)  # type: ignore[arg-type]
 
 
-# -- describe
-
-
 def test_describe_shows_setup_order_and_listeners_before_launch(capsys: pytest.CaptureFixture[str]) -> None:
     class Late(dt.Callback):
         order = 7

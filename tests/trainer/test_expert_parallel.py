@@ -67,9 +67,6 @@ def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Ca
     assert_as_by_hand(cases)
 
 
-# -- what crosses ranks
-
-
 class Sent(TorchDispatchMode):
     """Counts the bytes of rows that this rank gives to be exchanged, those for itself too."""
 
@@ -110,9 +107,6 @@ def test_a_step_sends_what_the_page_says() -> None:
         even = cases[case] * layers * chosen * WIDTH * 8 / 2
         assert all(f"| {even / 2**10:.2f} KiB for each of its tokens, if loads are even |" in text for _, text in ranks)
         assert all("| ep |\n| --- | --- | --- |\n| 0 | 0 | 0 |\n| 1 | 1 | 1 |" in text for _, text in ranks)
-
-
-# -- layers of others
 
 
 class Stacked(nn.Module):
@@ -165,9 +159,6 @@ def test_layers_of_others_share_their_experts_by_a_hook() -> None:
             torch.testing.assert_close(there[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
-# -- what is done with the weights
-
-
 def use(cases: Sequence[Case]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
@@ -197,9 +188,6 @@ def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path
         torch.testing.assert_close(ranks[0][0]["alone"], expected["alone"], rtol=1e-10, atol=1e-10)
         found = load_file(tmp_path / f"{case.world_size}-{case.shard}.safetensors")
         torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-10)
-
-
-# -- checkpoints
 
 
 def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:

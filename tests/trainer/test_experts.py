@@ -85,9 +85,6 @@ def test_training_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
     assert_as_by_hand(cases)
 
 
-# -- checkpoints
-
-
 def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
     checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
     results = []
@@ -109,9 +106,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit() -> None:
     assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
     assert same_bits(resumed["state"], unbroken["state"])
     assert not any("loads" in name for name in unbroken["state"])
-
-
-# -- a window that runs again
 
 
 class Unsteady(Trained):
@@ -136,9 +130,6 @@ def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
             trainer.fit()
             states.append(everything(trainer))
     assert same_bits(*states)
-
-
-# -- in a pipeline
 
 
 class Stages(Model):

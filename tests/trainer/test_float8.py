@@ -187,9 +187,6 @@ def by_hand(
     return losses
 
 
-# -- one process
-
-
 @pytest.mark.parametrize(
     ("recipe", "recompute"), [("tensorwise", "none"), ("rowwise", "full"), ("tensorwise", "selective")]
 )
@@ -375,9 +372,6 @@ def test_whole_copies_and_averages_are_in_the_weights_own_precision(ranks: list[
         assert same_bits(averaged["gathered"], averaged["weights"])
         assert averaged["validated"] > 0
         assert rank["sharded"]["validated"] > 0
-
-
-# -- wrong input
 
 
 def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,9 +119,6 @@ def test_what_is_made_to_be_overridden_may_be() -> None:
     assert (trainer._own, trainer.rate, trainer.extra) == (1, 2, 3)
 
 
-# -- names of other frameworks
-
-
 @pytest.mark.parametrize(
     ("use", "answer"),
     [
@@ -156,9 +153,6 @@ def test_step_with_its_arguments_the_wrong_way_round_says_the_right_way() -> Non
 
     with pytest.raises(StepError, match=r"self\.step\(model, optimizer\)"), Mine(make_config(), batches(2)) as trainer:
         trainer.fit()
-
-
-# -- configs
 
 
 @pytest.mark.pitfall(81)

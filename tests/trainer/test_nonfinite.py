@@ -239,9 +239,6 @@ def test_raise_lets_no_optimizer_train_on_after_a_bad_step_if_one_of_two_cannot_
     small.assert_same_weights(small.weights(trainer.two), small.by_hand(before, make_optimizer=second))
 
 
-# -- over ranks
-
-
 class BadSpread(Poisoned, small.Spread):
     poisoned_rank = 1
 

@@ -173,9 +173,6 @@ def saving_config() -> Any:
     return config
 
 
-# -- signal handlers of the user's own
-
-
 @pytest.mark.pitfall(87)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_handler_of_the_users_that_was_there_before_fit_is_called_too(number: signal.Signals) -> None:

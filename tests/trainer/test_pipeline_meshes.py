@@ -77,9 +77,6 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
         assert len(rank["norms"]) == case.steps
 
 
-# -- checkpoints
-
-
 @pytest.mark.parametrize(
     "meshes",
     [
@@ -158,9 +155,6 @@ def test_a_run_goes_on_to_the_bit(cases: list[Case]) -> None:
         for straight, (broken, resumed) in of_rank:
             assert same_bits(resumed["loaded"], broken["state"])
             assert same_bits(resumed["state"], straight["state"])
-
-
-# -- what crosses ranks
 
 
 CASES = [Case(dp=2, shard=2, tp=2, steps=2), Case(dp=2, shard=1, cp=2, steps=2)]

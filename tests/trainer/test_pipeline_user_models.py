@@ -67,9 +67,6 @@ def test_a_list_of_layers_is_empty_where_others_hold_all_of_it() -> None:
     assert model.head is None
 
 
-# -- trained on two ranks, and by hand
-
-
 class Numbers(torch.utils.data.Dataset):
     def __init__(self) -> None:
         self.x, self.y = torch.randn(2, 24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
@@ -119,9 +116,6 @@ def test_skips_that_cross_are_trained_as_in_one_process(on_two_ranks: list[Any])
     assert found.keys() == dict(model.named_parameters()).keys()
     for name, weight in found.items():
         torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-11, atol=1e-11, msg=name)
-
-
-# -- optimizers by name and by depth
 
 
 HEAD = dt.GroupParameters(pattern=r"^head\.", lr=3e-3)

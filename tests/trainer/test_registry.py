@@ -142,9 +142,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step() ->
         Closes(make_config(max_steps=1), batches(1)).fit()
 
 
-# -- the surface
-
-
 MIXINS = {name for name in mixins.__all__ if name.endswith("Mixin") and not name.endswith("ConfigMixin")}
 
 

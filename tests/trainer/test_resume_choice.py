@@ -42,9 +42,6 @@ class Looks(dt.Callback):
         self._start = weights(trainer.model)
 
 
-# -- which one
-
-
 def test_evaluating_a_run_without_a_checkpoint_says_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
     def said(trainer: Saves, *, fits: bool = False) -> int:
         caplog.clear()
@@ -129,9 +126,6 @@ def test_best_without_a_value_is_an_error_that_says_so() -> None:
         fit_scripted((1.0, 2.0), resume="best")
 
 
-# -- weights from elsewhere
-
-
 def export_of_another_run() -> tuple[str, dict[str, torch.Tensor]]:
     """A file with weights that are not those a run of the tests starts from."""
     trainer = run(experiment="elsewhere")
@@ -181,9 +175,6 @@ def test_init_from_a_file_that_is_not_there_names_it() -> None:
         run(init_from="nowhere.safetensors")
 
 
-# -- damage: of other kinds in tests/checkpoint/test_damage.py
-
-
 @pytest.mark.pitfall(29)
 def test_the_next_older_is_loaded_exactly_and_one_warning_names_the_file(caplog: pytest.LogCaptureFixture) -> None:
     first = run(save_every_n_steps=2)
@@ -217,9 +208,6 @@ def test_if_none_is_whole_nothing_starts_anew(resume: str, caplog: pytest.LogCap
     assert {path: path.stat().st_mtime_ns for path in first.checkpoint_dir.rglob("*")} == before
 
 
-# -- a finished run
-
-
 @pytest.mark.pitfall(40)
 @pytest.mark.pitfall(41)
 @pytest.mark.parametrize("place", ["model.safetensors", "checkpoints/step_00000099"])
@@ -237,9 +225,6 @@ def test_an_export_beside_the_checkpoints_is_none_of_them_and_among_them_there_i
     longer = run(training={"n_epochs": 2})
     assert longer.loaded == ["step_00000006"]
     assert_same_weights(weights(longer.model), weights(straight.model))
-
-
-# -- other models
 
 
 class Altered(Saves):
@@ -296,9 +281,6 @@ def test_optimizer_state_follows_names_and_not_positions() -> None:
     trainer = fit(altered(make_config(), "reversed"))
     assert trainer.loaded == ["step_00000003"]
     assert_same_weights(weights(trainer.model), weights(straight.model))
-
-
-# -- what a signal left undone
 
 
 class Signalled(Saves):

@@ -165,9 +165,6 @@ def test_another_kind_of_schedule_has_no_place_and_is_refused_by_name() -> None:
         fit(trainer_of(KINDS["cosine"])(make_config("run", LONG)))
 
 
-# -- words of a branch
-
-
 def parent(make: Callable[[Optimizer, int], Any]) -> str:
     return f"{fit(trainer_of(make)(make_config('parent', SHORT))).checkpoint_dir}/step_{SHORT:08d}"
 
@@ -211,9 +208,6 @@ def test_what_cannot_be_exact_is_refused_by_name_and_leaves_no_failed_run(words:
         branch(path, KINDS["cosine"], OTHER, **words)
     refused = Path(path).parent.parent.with_name("branch")
     assert read_record(refused) is None
-
-
-# -- plateaus, several schedules, and parts of schedules
 
 
 class Plateau(Scheduled):

@@ -157,9 +157,6 @@ def test_means_and_counters_are_over_the_samples_that_were_dealt_to_two_ranks() 
             assert_counted(found)
 
 
-# -- what else is dealt
-
-
 class Shard:
     """Four images that are read in order, and can be gone on with."""
 

@@ -103,9 +103,6 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for_though_training_goes_on(
     assert_of_its_moment(found)
 
 
-# -- one save at a time
-
-
 def test_a_save_waits_for_the_one_before_it() -> None:
     running: set[int] = set()
     most: list[int] = []
@@ -191,9 +188,6 @@ def test_closing_waits_for_what_is_in_flight() -> None:
     assert trainer.saved == saves.steps_of(trainer) == [3]
 
 
-# -- errors
-
-
 def disk_is_gone(path: Path, content: bytes) -> Any:
     raise OSError(errno.EIO, "Input/output error", str(path))
 
@@ -254,9 +248,6 @@ def test_every_rank_raises_what_the_writer_of_one_did(tmp_path: Path) -> None:
         assert "CheckpointError: Could not write the checkpoint of step 2" in text
         assert "rank 1: OSError: [Errno 5] Input/output error" in text
     assert any("in disk_is_gone" in text for _, text in ranks)  # one rank prints the traceback
-
-
-# -- two ranks
 
 
 def at_two(directory: str) -> dict[str, Any]:

@@ -103,9 +103,6 @@ def test_a_hang_in_what_one_rank_runs_alone_is_reported_with_its_callback() -> N
     assert outside == ["training, step 1, batch 1, exchange 2"]
 
 
-# -- after an exception
-
-
 def draws() -> tuple[float, float, float]:
     return torch.rand(()).item(), random.random(), np.random.rand()
 

@@ -52,9 +52,6 @@ def results_of(trainer: Any) -> dict[str, Any]:
     return {"models": models, "norms": trainer.norms, "names": names, "patched": patched}
 
 
-# -- two models with weights of their own, and two optimizers under one norm
-
-
 class TwoHeads(Body):
     """Two independent models, each weighted by a count of its own; the second has two optimizers that share a norm."""
 
@@ -160,9 +157,6 @@ def test_frozen_gives_back_what_each_parameter_required_also_after_an_exception(
     assert [p.requires_grad for p in model.parameters()] == before
 
 
-# -- one loss, two models
-
-
 @pytest.mark.pitfall(62)
 def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clipped_too() -> None:
     class OneOptimizer(TwoHeads):
@@ -255,9 +249,6 @@ def test_a_loop_that_passes_the_trainer_by_is_told_so() -> None:
 
     with pytest.raises(StepError, match=r"neither self.backward\(...\) nor self.step\(...\) was called"):
         results_of(PlainLoop(small.make_config(max_steps=1)))
-
-
-# -- models stay what they are
 
 
 @pytest.mark.pitfall(24)

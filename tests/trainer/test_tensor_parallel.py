@@ -183,9 +183,6 @@ def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell
             assert all(map(close, losses[step], of_step)), (cell, step)
 
 
-# -- what cannot be
-
-
 def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:
     class NoPlan(dt.DreamTrainer):
         configure_models = Trained.configure_models

@@ -207,9 +207,6 @@ def test_models_in_turns_train_as_by_hand(ranks: list[list[dict[str, Any]]], cas
                 torch.testing.assert_close(found[model][name], value, rtol=1e-10, atol=1e-12, msg=f"{model}.{name}")
 
 
-# -- gradients that a loss leaves in another model
-
-
 class Leaks:
     def frozen(self, *models: nn.Module) -> Any:
         return contextlib.nullcontext()

@@ -45,9 +45,6 @@ def whole_loss(model: nn.Module, length: int) -> float:
         return mse_loss(model(data.x), data.y).item()
 
 
-# -- exact, in one process
-
-
 @pytest.mark.pitfall(45)
 @pytest.mark.parametrize("sizes", [[1, 9, 3], [1]], ids=str)
 def test_the_mean_is_over_samples_and_not_over_batches(sizes: list[int]) -> None:
@@ -72,9 +69,6 @@ def test_a_weight_that_is_returned_is_that_of_all_values_of_the_batch(as_tensor:
     assert metrics["val/number"] == metrics["val/part/same"] == pytest.approx(expected, rel=1e-12)
     by_size = sum(size * number for number, size in enumerate(sizes)) / sum(sizes)
     assert metrics["val/each"] == pytest.approx(by_size, rel=1e-12)
-
-
-# -- when it is due
 
 
 @pytest.mark.parametrize(
@@ -114,9 +108,6 @@ def test_val_steps_per_epoch_limits_the_batches_and_zero_validates_nothing() -> 
         Checked(small.make_config(n_epochs=1, val_steps_per_epoch=0), small.batches(2), small.batches(5))
     )
     assert "validated" not in vars(trainer)
-
-
-# -- training is left as it was
 
 
 class Noisy(Checked):
@@ -198,9 +189,6 @@ def test_an_exception_in_validation_leaves_train_mode_and_gradients_on() -> None
     assert torch.is_grad_enabled()
 
 
-# -- what is missing
-
-
 class ReturnsATensor(Checked):
     def validation_step(self, batch: small.Batch, batch_idx: int) -> Any:
         return torch.ones(())
@@ -225,9 +213,6 @@ def test_a_validation_step_without_a_loader_is_a_notice(caplog: pytest.LogCaptur
     trainer = small.fit(Checked(small.make_config(n_epochs=2), small.batches(2), None))
     assert trainer.global_step == 4
     assert len([r for r in caplog.records if "validation_step is never called" in r.message]) == 1
-
-
-# -- over ranks
 
 
 class SpreadChecked(Counted, small.Spread, dt.EvalMixin):

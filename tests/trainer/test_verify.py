@@ -147,9 +147,6 @@ def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: in
         assert all(len(of_case) == 2 for of_case in norms)
 
 
-# -- what it finds
-
-
 class Mixes(nn.Module):
     """Adds what a function gives, and a norm over the batch if it is to have one."""
 

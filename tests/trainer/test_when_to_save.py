@@ -67,9 +67,6 @@ def test_rank_0s_clock_counts_for_all() -> None:
     assert run_world(clocks_at_two, 2) == [[[2, 4, 6], []]] * 2
 
 
-# -- metrics
-
-
 NAN, INF = math.nan, math.inf
 
 
@@ -133,9 +130,6 @@ def test_steps_kept_for_ever_stay_beside_the_newest() -> None:
     assert trainer.saved == list(range(1, 13))
     assert saves.steps_of(trainer) == [4, 8, 12]
     assert not [path for path in trainer.checkpoint_dir.iterdir() if not path.name.startswith("step_")]
-
-
-# -- requests, exceptions and saves in events
 
 
 class Acts(saves.Saves):

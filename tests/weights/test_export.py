@@ -76,9 +76,6 @@ def checkpoint(tmp_path: Path, model: Tied) -> Path:
     return saved(tmp_path / "run", {"net": model})
 
 
-# -- the file format
-
-
 def test_every_dtype_is_read_back_bit_for_bit_and_aligned(tmp_path: Path) -> None:
     tensors = {}
     for index, dtype in enumerate(api.DTYPE_NAMES):
@@ -113,9 +110,6 @@ def test_a_dtype_that_the_format_lacks_is_named_before_anything_is_written(tmp_p
     assert not (tmp_path / "out").exists()
     api.export_checkpoint(path, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=True)["phase"].dtype == torch.complex128
-
-
-# -- from a checkpoint
 
 
 def test_a_small_model_is_one_file(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
@@ -225,9 +219,6 @@ def test_a_flipped_byte_in_a_shard_ends_it_and_leaves_nothing(tmp_path: Path, ch
     assert list((tmp_path / "deep").iterdir()) == []
 
 
-# -- where it may go
-
-
 def test_an_existing_export_is_replaced_only_on_demand(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     out, file = tmp_path / "out", tmp_path / "file.pt"
     for target in (out, file):
@@ -331,9 +322,6 @@ def test_memory_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path) -> No
     found = read_directory(tmp_path / "large")
     assert len(found) == 150
     assert all(bool((value == int(name)).all()) for name, value in found.items())
-
-
-# -- from a live model
 
 
 def test_a_plain_model_is_exported_as_its_checkpoint_is(tmp_path: Path, model: Tied, checkpoint: Path) -> None:

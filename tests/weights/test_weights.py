@@ -45,9 +45,6 @@ def refused(model: nn.Module, path: Path, **options: object) -> str:
     return str(error.value)
 
 
-# -- what arrives
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_every_kind_arrive_as_load_state_dict_would_put_them(kind: str, tmp_path: Path) -> None:
     state = weights()
@@ -109,9 +106,6 @@ def test_a_compiled_model_has_the_names_of_the_model_inside(tmp_path: Path) -> N
     model = Net()
     load_weights(torch.compile(model), safetensors_file(tmp_path / "it", state))  # type: ignore[arg-type]
     assert same(model, expected(state))
-
-
-# -- what does not fit
 
 
 @pytest.mark.pitfall(38)
@@ -184,9 +178,6 @@ def test_a_model_of_a_checkpoint_is_chosen_by_its_name(tmp_path: Path) -> None:
     assert same(model, expected(weights(ord("b"))))
     assert "the models ['a', 'b']. Say which with model_name" in refused(model, path)
     assert "no model 'c'; it holds ['a', 'b']" in refused(model, path, model_name="c")
-
-
-# -- what is not there, or damaged
 
 
 @pytest.mark.parametrize("name", ["nowhere", "directory", "notes.txt"])
@@ -274,9 +265,6 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_what_cannot_be_read_is_refused_by_name(case: str, tmp_path: Path) -> None:
     write, message = UNREADABLE[case]
     assert message in refused(nn.Linear(4, 3, bias=False), write(tmp_path))
-
-
-# -- what would run code
 
 
 def planted_pt(at: Path, plant: Plant) -> Path:

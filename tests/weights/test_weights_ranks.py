@@ -222,9 +222,6 @@ def large_state() -> State:
     return {f"{index}.weight": (index + rows).expand(-1, WIDTH).contiguous() for index in range(LAYERS)}
 
 
-# -- one world of four for all of it
-
-
 def on_each_rank(root: Path, large: dict[str, Path], kinds: list[str]) -> dict[str, Any]:
     dist.init_process_group("gloo")
     memory = measure_loading(large)  # first, while the heap has no room left by others
