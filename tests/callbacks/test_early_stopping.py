@@ -69,8 +69,7 @@ def test_a_resumed_run_goes_on_with_its_patience() -> None:
     def run(n_epochs: int, patience: int) -> Saved:
         config = make_config(n_epochs=n_epochs, callbacks=[EarlyStopping(patience=patience)])
         config.checkpoint_parameters = CheckpointParameters()
-        trainer = fit(Saved(config, values))
-        return trainer
+        return fit(Saved(config, values))
 
     assert run(2, 3).get_callback(EarlyStopping).state_dict() == {"best": 1.0, "validations_without_improvement": 1}
     assert run(7, 3).current_epoch == 4

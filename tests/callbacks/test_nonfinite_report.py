@@ -176,5 +176,4 @@ def test_overflows_that_a_lower_loss_scale_mends_are_no_errors() -> None:
 
 
 def test_a_good_run_writes_nothing() -> None:
-    trainer = fit(make((), 30))
-    assert not (trainer.run_dir / "nonfinite").exists()
+    assert not (fit(make((), 30)).run_dir / "nonfinite").exists()

@@ -54,8 +54,7 @@ def trained(*callbacks: dt.Callback, cls: type[Trainer] = Trainer, **training: A
 def summaries() -> str:
     file = io.StringIO()
     limits = {"max_steps": 3, "n_epochs": 2, "gradient_accumulation_steps": 5}
-    trainer = trained(ModelSummary(file=file), TrainerSummary(file=file), **limits)
-    assert trainer.global_step == 3
+    assert trained(ModelSummary(file=file), TrainerSummary(file=file), **limits).global_step == 3
     return file.getvalue()
 
 

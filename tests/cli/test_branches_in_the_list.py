@@ -40,8 +40,7 @@ def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
-    branch = train("branch", 0.003, resume=parent)
-    assert branch.optimizer.param_groups[0]["lr"] == 0.01  # the truth
+    assert train("branch", 0.003, resume=parent).optimizer.param_groups[0]["lr"] == 0.01  # the truth
     train("anew", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
 
     rates = {"parent": "0.01", "branch": "0.003 (trained 0.01)", "anew": "0.003"}

@@ -148,8 +148,7 @@ def test_ls_tells_whole_from_damaged_unfinished_and_aside(run: Path, command: Pr
     assert second["metrics"] == {"val/loss": 1.0}
     assert fourth["metrics"] == {"val/loss": "NaN"}
     assert (second["samples_seen"], second["epoch"], second["world_size"]) == (128, 1, 1)
-    size = sum(file.stat().st_size for file in Path(second["path"]).iterdir())
-    assert second["size"] == size
+    assert second["size"] == sum(file.stat().st_size for file in Path(second["path"]).iterdir())
     assert "manifest.json is empty" in found["checkpoints"][6]["fault"]
     said = command("ls", run)
     assert "step_00000007: " in said

@@ -54,8 +54,7 @@ def test_sections_and_fields_have_other_names_that_mean_the_same() -> None:
     class Own(LineConfig):
         training: str = "long"
 
-    config = Own(experiment="e")
-    assert parse(config, ["--training", "short"]).training == "short"
+    assert parse(Own(experiment="e"), ["--training", "short"]).training == "short"
 
 
 def test_in_a_notebook_the_kernels_arguments_are_not_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +201,7 @@ def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: p
         for name in shown:
             word = f"--{section.removesuffix('_parameters')}.{name}".replace("_", "-")
             assert word in text, f"{section} has no field {name}"
-    required = helped(flag, WholeConfig, capsys)
-    assert "[required]" in required
+    assert "[required]" in helped(flag, WholeConfig, capsys)
     assert "--learning-rate" in helped(flag, given(), capsys)
 
 

@@ -133,8 +133,7 @@ def test_a_run_s_project_is_by_default_the_script_s_name(
     if program is not None:
         main.__file__ = program
     monkeypatch.setitem(sys.modules, "__main__", main)
-    config = dt.DreamTrainerConfig(experiment="one")
-    assert config.run_dir == Path("runs") / name / "default" / "one"
+    assert dt.DreamTrainerConfig(experiment="one").run_dir == Path("runs") / name / "default" / "one"
 
 
 def test_a_place_of_checkpoints_has_no_credentials_in_it() -> None:

@@ -135,8 +135,7 @@ def test_a_state_handed_out_by_reference_is_copied(tmp_path: Path) -> None:
     states = found[2][2][0]
     expected = found[3][0]  # type: ignore[index]
     streams[0].seek(found[2][1], states)
-    again = next_step(streams)
-    assert again[0] == expected
+    assert next_step(streams)[0] == expected
 
 
 def test_each_sample_of_an_epoch_comes_once_in_each_lane(tmp_path: Path) -> None:

@@ -93,8 +93,7 @@ def test_counts_by_arithmetic_are_those_of_counting(options: dict[str, Any]) -> 
             drawn = mixture.drawn(position)
             assert {name: drawn[name].samples for name in drawn} == {name: counts[name] for name in "abc"}
         draw = mixture.locate(position)
-        length = len(mixture.sources[draw.source])
-        assert draw.epoch == counts[draw.source] // length
+        assert draw.epoch == counts[draw.source] // len(mixture.sources[draw.source])
         counts[draw.source] += 1
 
 

@@ -71,8 +71,7 @@ def test_concatenated_rows_are_the_joined_text_cut_at_every_row(lengths: list[in
 def test_only_documents_longer_than_a_row_are_cut_by_best_fit() -> None:
     lengths = web_like_lengths(2000)
     plan = pack_best_fit(lengths, 256)
-    pieces = np.bincount(plan.documents, minlength=len(lengths))
-    assert (pieces == -(-lengths // 256)).all()
+    assert (np.bincount(plan.documents, minlength=len(lengths)) == -(-lengths // 256)).all()
 
 
 @pytest.mark.parametrize("row_length", [256, 1024, 4096])

@@ -213,6 +213,5 @@ def test_nothing_is_taken_for_known_that_could_draw_later(name: str) -> None:
 @pytest.mark.pitfall(76)
 def test_an_order_drawn_in_parts_from_trainings_generator_is_kept_apart_too() -> None:
     before = global_states()
-    batches = read(open_stream(NOT_KNOWN["training's generator"]()), passes=1)
-    assert len(batches) == 10
+    assert len(read(open_stream(NOT_KNOWN["training's generator"]()), passes=1)) == 10
     assert global_states() == before

@@ -30,8 +30,7 @@ class Numbered(Dataset[tuple[Tensor, int]]):
         return 50 * GLOBAL_BATCH
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(4, generator=generator, dtype=torch.float64), index
+        return torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64), index
 
 
 class Elastic(dt.DreamTrainer):

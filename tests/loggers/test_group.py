@@ -46,8 +46,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
 
 def test_a_logger_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, spoken=f"{__name__}:Spoken", csv=f"{__name__}:Spoken")
-    parameters = LoggerParameters(loggers=("csv", "spoken"))
-    assert check_loggers(parameters) == [CSVLogger, Spoken]
+    assert check_loggers(LoggerParameters(loggers=("csv", "spoken"))) == [CSVLogger, Spoken]
     with pytest.raises(ConfigError, match=r"loggers='spokn' is not known\. Use 'console', .* or 'spoken'\."):
         LoggerParameters(loggers=("spokn",))
 

@@ -156,8 +156,7 @@ class Late(nn.Module):
 
 
 def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    return nn.TransformerEncoder(layer, 2)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
 
 FAMILIES = {

@@ -38,8 +38,7 @@ def train(step: Step, data: list[Batch], *, make_optimizer: Any = sgd, **trainin
             step(self, batch, batch_idx)
             return {}
 
-    trainer = fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
-    return trainer
+    return fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
 
 
 def loss_of(trainer: Alone, batch: Batch) -> torch.Tensor:
@@ -376,8 +375,7 @@ def test_a_loss_that_has_no_gradient_to_compute_is_refused_with_what_to_do() -> 
     each = refused(lambda t, b: (t.model(b[0]) - b[1]).square())
     assert "given a tensor of shape [2, 1], and needs a scalar: its mean()" in each
     assert "a loss that needs no gradient. It was computed under" in refused(lambda t, b: loss_of(t, b).detach())
-    whole = refused(lambda t, b: (t.model(b[0]) > 0).sum())
-    assert "a loss that needs no gradient" in whole
+    assert "a loss that needs no gradient" in refused(lambda t, b: (t.model(b[0]) > 0).sum())
 
 
 # -- what callbacks see of a window

@@ -298,8 +298,7 @@ def best_and_last(directory: str) -> tuple[bool, bool, bool]:
             trainer.load_best()
         trainer.fit()
         best, last = vars(trainer)["validated"][0.0], weights(trainer.model)
-        path = trainer.load_best()
-        assert path == trainer.best_checkpoint().path
+        assert trainer.load_best() == trainer.best_checkpoint().path
         found = weights(trainer.model)
         trainer.fit_epoch()
         moved = weights(trainer.model)

@@ -32,8 +32,7 @@ def penalty(critic: nn.Module, x: Tensor) -> Tensor:
 
 def loss_of(kind: str, critic: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if kind == "before":
-        first = penalty(critic, x)
-        return first + mse_loss(critic(x), y)
+        return penalty(critic, x) + mse_loss(critic(x), y)
     if kind == "after":
         return mse_loss(critic(x), y) + penalty(critic, x)
     if kind == "of the same output":

@@ -723,8 +723,7 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     assert heard[0][1]["last rank only"] == 2.0
     assert heard[0][1]["once"] == 7.0
     assert "once" not in heard[1][1]
-    validation = heard[2][1]
-    assert validation == {"val/count": 7.0, "val/first rank only": 1.0, "val/x": 3.0}
+    assert heard[2][1] == {"val/count": 7.0, "val/first rank only": 1.0, "val/x": 3.0}
     assert heard[3][1] == {"ranks": 2.0, "main": 3.0}
     # Two steps x two ranks x four samples, each micro-batch's mean weighted by its sum.
     first = torch.linspace(0, 1, 24)[:16].reshape(4, 4).double()

@@ -34,8 +34,7 @@ from tests.trainer.small import (
 
 
 def train(data: Any, **training: Any) -> Alone:
-    trainer = Alone(make_config(**training), data)
-    return fit(trainer)
+    return fit(Alone(make_config(**training), data))
 
 
 def firsts(trainer: Alone) -> list[int]:
@@ -628,5 +627,4 @@ def test_a_hook_that_returns_something_else_is_an_error_that_says_so(hook: str, 
 @pytest.mark.pitfall(33)
 def test_a_distributed_loader_and_the_plain_one_give_the_same_batches_in_one_process() -> None:
     plain = train(DataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
-    own = train(DistributedDataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
-    assert plain.seen == own.seen
+    assert plain.seen == train(DistributedDataLoader(Samples(12), 2, shuffle=True), n_epochs=2).seen

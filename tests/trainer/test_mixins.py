@@ -79,8 +79,7 @@ def test_bases_in_every_order_build_the_same_trainer() -> None:
     for subset in SUBSETS:
         config = make_config(subset)
         for order in itertools.permutations([dt.BaseTrainer, *(MIXINS[i] for i in subset)]):
-            trainer = type("T", (Algorithm, *order), {})(config)
-            assert trainer.global_step == 0
+            assert type("T", (Algorithm, *order), {})(config).global_step == 0
             count += 1
     assert count == sum(math.factorial(len(subset) + 1) for subset in SUBSETS)
 

@@ -144,8 +144,7 @@ def test_with_the_arguments_it_had_a_run_goes_on_bit_for_bit_and_silently(
     config.callbacks = dt.CallbackCollection([Every(SHORT, "steps", stop_at_six)])
     first = fit(trained(config))
     assert first.global_step == SHORT
-    resumed = fit(trained(make_config("run", LONG)))
-    assert first.used + resumed.used == by_hand(make, LONG, LONG)
+    assert first.used + fit(trained(make_config("run", LONG))).used == by_hand(make, LONG, LONG)
     assert not [line for line in caplog.messages if line.startswith("scheduler")]
 
 
@@ -206,8 +205,7 @@ def test_what_cannot_be_exact_is_refused_by_name_and_leaves_no_failed_run(words:
     path = parent(KINDS["cosine"])
     with pytest.raises(ConfigError, match=told):
         branch(path, KINDS["cosine"], OTHER, **words)
-    refused = Path(path).parent.parent.with_name("branch")
-    assert read_record(refused) is None
+    assert read_record(Path(path).parent.parent.with_name("branch")) is None
 
 
 class Plateau(Scheduled):
@@ -230,8 +228,7 @@ class Plateau(Scheduled):
 def test_a_plateau_keeps_what_it_has_waited(caplog: pytest.LogCaptureFixture) -> None:
     straight = fit(Plateau(make_config("straight", 15)))
     first = fit(Plateau(make_config("run", 5)))
-    resumed = fit(Plateau(make_config("run", 15)))
-    assert first.used + resumed.used == straight.used
+    assert first.used + fit(Plateau(make_config("run", 15))).used == straight.used
     assert straight.used[0] != straight.used[-1]
     assert "is now built" not in caplog.text
 

@@ -81,8 +81,7 @@ def test_a_branch_that_keeps_its_counters_keeps_the_best_values_of_its_checkpoin
     kept = branch("kept", "keep", (9.0, 9.0, 2.5))
     assert kept.best == {"val/loss": 0.5}  # the one of step 3 was later
     assert record_of(RUN.with_name("kept")).best["val/loss"] == {"value": 0.5, "step": 2, "mode": "min"}
-    new = branch("new", "new", (2.5,))
-    assert new.best == {"val/loss": 2.5}
+    assert branch("new", "new", (2.5,)).best == {"val/loss": 2.5}
     assert record_of(RUN.with_name("new")).best["val/loss"] == {"value": 2.5, "step": 1, "mode": "min"}
 
 

@@ -24,8 +24,7 @@ class Attention(nn.Module):
         self.query, self.out = nn.Linear(width, heads * HEAD), nn.Linear(heads * HEAD, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.query(x).view(*x.shape[:2], -1, HEAD)
-        return self.out(heads.flatten(2))
+        return self.out(self.query(x).view(*x.shape[:2], -1, HEAD).flatten(2))
 
 
 class Layers(nn.Module):

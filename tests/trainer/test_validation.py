@@ -23,8 +23,7 @@ class Counted(small.Validates):
     def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         if not self.is_padding_batch:
             self.validated = [*vars(self).get("validated", []), *batch[2].tolist()]
-        result = super().validation_step(batch, batch_idx)
-        return result | {"number": batch[2].double().mean()}
+        return super().validation_step(batch, batch_idx) | {"number": batch[2].double().mean()}
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.metrics = [*vars(self).get("metrics", []), metrics]
@@ -210,8 +209,7 @@ def test_what_cannot_be_validated_is_an_error_that_says_why(cls: Any, val: Any, 
 
 
 def test_a_validation_step_without_a_loader_is_a_notice(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = small.fit(Checked(small.make_config(n_epochs=2), small.batches(2), None))
-    assert trainer.global_step == 4
+    assert small.fit(Checked(small.make_config(n_epochs=2), small.batches(2), None)).global_step == 4
     assert len([r for r in caplog.records if "validation_step is never called" in r.message]) == 1
 
 
