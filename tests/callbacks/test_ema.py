@@ -738,9 +738,7 @@ def test_two_ranks_average_their_own_shards(at_two: tuple[Path, list[dict[str, A
 
 
 @pytest.mark.pitfall(35)
-def test_two_ranks_validate_with_the_averages_and_train_on_with_the_weights(
-    at_two: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_two_ranks_validate_with_averages_and_train_on_with_weights(at_two: tuple[Path, list[dict[str, Any]]]) -> None:
     for rank in at_two[1]:
         seen = rank["seen"]
         for number, step in enumerate((2, 4)):
@@ -759,9 +757,7 @@ def output_with(values: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.pitfall(35)
-def test_no_parameter_that_was_gathered_before_is_used_after_the_averages_change_places(
-    at_two: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_no_parameter_gathered_before_is_used_after_averages_swap(at_two: tuple[Path, list[dict[str, Any]]]) -> None:
     for rank in at_two[1]:
         own, averages = output_with(rank["weights"]), output_with(rank["saved"])
         assert not torch.allclose(own, averages, rtol=1e-6)

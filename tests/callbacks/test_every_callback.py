@@ -194,9 +194,7 @@ WRONG: list[tuple[str, Callable[[], dt.Callback]]] = [
 
 
 @pytest.mark.parametrize(("message", "make"), WRONG)
-def test_an_argument_that_cannot_work_is_an_error_that_names_it_when_the_callback_is_made(
-    message: str, make: Callable[[], dt.Callback]
-) -> None:
+def test_an_argument_that_cannot_work_is_named_when_it_is_made(message: str, make: Callable[[], dt.Callback]) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -272,9 +270,7 @@ def test_one_that_has_served_a_trainer_serves_the_next_as_a_new_one_would(
 
 @pytest.mark.pitfall(51)
 @pytest.mark.parametrize("name", FACTORIES)
-def test_only_what_it_overrides_is_dispatched_and_described(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_it_overrides_is_dispatched_alone(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     callback = FACTORIES[name]()
     own = {key for cls in type(callback).__mro__[: type(callback).__mro__.index(dt.Callback)] for key in vars(cls)}
     trainer = make([callback])  # whose constructor builds the table, and starts nothing

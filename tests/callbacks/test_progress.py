@@ -57,9 +57,7 @@ def test_a_pipe_gets_plain_lines_without_control_codes() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_console_logger_is_a_bar_on_a_terminal_and_lines_elsewhere(
-    own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_console_is_a_bar_on_a_terminal_and_lines_elsewhere(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in (terminal := Terminal(), pipe := io.StringIO()):
         monkeypatch.setattr(sys, "stdout", file)
         config = make_config(callbacks=[Progress()] if own else [], log_every=1, loggers=("console",), n_epochs=1)
@@ -120,9 +118,7 @@ class FakeIPython:
         return SimpleNamespace(update=lambda data, *, raw: output.append(data) if raw else None)
 
 
-def test_a_notebook_gets_one_output_that_is_replaced_in_place(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_gets_one_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ipython = FakeIPython({"IPKernelApp": {"connection_file": "kernel.json"}})
     for name, module in ipython.modules.items():
         monkeypatch.setitem(sys.modules, name, module)

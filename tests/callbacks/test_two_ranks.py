@@ -132,9 +132,7 @@ def test_a_target_follows_shard_by_shard(two: tuple[Path, list[dict[str, Any]]],
         small.assert_same_weights(rank[kind], transfer_alone.by_hand((DATA * 2)[:6], decay=0.5, every=2))
 
 
-def test_a_callback_by_the_clock_is_called_at_the_same_steps_by_the_main_rank_s_clock(
-    two: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_a_callback_by_the_clock_goes_by_the_main_rank_s(two: tuple[Path, list[dict[str, Any]]]) -> None:
     main, other = (rank["clock"] for rank in two[1])
     assert [step for step in main if step > 0] == other
     assert 2 <= len(other) <= 6

@@ -248,9 +248,7 @@ def test_two_sharded_ranks_load_onto_one_plain_process(saved: list[dict[str, Any
 
 
 @pytest.mark.pitfall(68)
-def test_two_sharded_ranks_load_onto_four_and_onto_hsdp_and_damage_is_told_alike(
-    saved: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_two_sharded_ranks_load_onto_four_and_onto_hsdp(saved: list[dict[str, Any]], tmp_path: Path) -> None:
     path = saved[0]["path"]
     damaged = tmp_path / path.name
     damaged.mkdir()
@@ -343,9 +341,7 @@ def save_until_killed(root: Path, call: int) -> None:
 
 @pytest.mark.pitfall(29)
 @pytest.mark.parametrize("call", [1, 3])
-def test_a_rank_killed_in_a_save_leaves_the_earlier_checkpoint_and_an_error_on_the_others(
-    tmp_path: Path, call: int
-) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_earlier_one_and_errors_on_others(tmp_path: Path, call: int) -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 of 2 failed|1: -9"):
         run_world(save_until_killed, 2, tmp_path, call, timeout=60)
     assert [manifest.step for manifest in api.list_checkpoints(tmp_path)] == [1]

@@ -61,9 +61,7 @@ def steps(root: Path) -> set[int]:
         (POLICY, {2, 5, 6}),
     ],
 )
-def test_what_any_rule_names_is_kept_and_the_newest_always(
-    retention: api.CheckpointParameters, expected: set[int]
-) -> None:
+def test_what_any_rule_names_is_kept_and_the_newest(retention: api.CheckpointParameters, expected: set[int]) -> None:
     assert api.kept(manifests(*METRICS), retention) == expected
     assert api.kept(manifests(*METRICS)[::-1], retention) == expected
 

@@ -155,9 +155,7 @@ def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
         assert run.saved == [3]
 
 
-def test_a_save_that_comes_due_while_one_is_written_is_skipped_if_that_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_due_while_one_is_written_is_skipped_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     copies = HeldCopies()
     caplog.set_level(logging.INFO, "dream_trainer")
     with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:

@@ -276,9 +276,7 @@ def test_only_what_is_named_as_a_checkpoint_is_discarded(tmp_path: Path) -> None
 
 @pytest.mark.pitfall(29)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of descriptors are read from /proc")
-def test_the_disk_holds_a_discarded_checkpoints_other_name_before_its_files_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_holds_the_other_name_before_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
     calls = disk_calls(monkeypatch, lambda: files.discard(path))
     assert [what for what, _ in calls[:3]] == ["rename", "fsync", "unlink"]

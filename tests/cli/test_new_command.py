@@ -24,9 +24,7 @@ def packages_of(program: str) -> set[str]:
 
 
 @pytest.mark.parametrize("template", EXAMPLES)
-def test_a_project_is_the_example_under_its_own_name(
-    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_project_is_the_example_renamed(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my-project").mkdir()  # an empty directory is taken
     assert main(["new", "my-project", "--from", template]) == 0
     said = capsys.readouterr().out

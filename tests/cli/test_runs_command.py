@@ -81,9 +81,7 @@ def test_one_run_is_shown_with_its_end_and_values(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("runs")
-def test_two_runs_are_compared_and_one_is_removed_with_its_checkpoints_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_runs_are_compared_and_one_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "runs", "ls", "--json") == said(capsys, "runs", "--json")
     assert "optimizer.lr" in said(capsys, "runs", "diff", "runs/p/a/one", "runs/p/a/two", code=1)
     (elsewhere := tmp_path / "disk").mkdir()

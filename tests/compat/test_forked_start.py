@@ -62,9 +62,7 @@ def test_a_worker_that_hangs_in_its_fork_is_forked_again(
 
 
 @only_where_forks_hang
-def test_an_interrupt_of_the_wait_leaves_no_process_behind(
-    first_fork_hangs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_wait_leaves_no_process(first_fork_hangs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked_start, "START_SECONDS", 30.0)
     before = _children()
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))

@@ -243,9 +243,7 @@ def hand_on_own_by(kind: type[nn.Module], schedule: str) -> list[tuple[Any, Any]
 
 
 @pytest.mark.parametrize("kind", [HandsOnItsOwn, UsesTwice, AddsUp])
-def test_whatever_is_handed_on_or_shared_has_its_gradient_where_schedules_would_split_backwards(
-    kind: type[nn.Module],
-) -> None:
+def test_whatever_is_handed_on_or_shared_has_its_gradient_in_split_backwards(kind: type[nn.Module]) -> None:
     for pairs in run_world(hand_on_own, 2, kind, [*api.LOOPED, *api.V_SHAPED]):
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -119,9 +119,7 @@ MEANT = {
 
 
 @pytest.mark.parametrize("arguments", MEANT)
-def test_an_unknown_flag_is_answered_with_one_line_and_the_nearest(
-    arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_flag_is_answered_with_the_nearest(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     for start in (given(), LineConfig):
         required = ["--project", "p", *REST] if start is LineConfig else []
         with pytest.raises(SystemExit) as raised:
@@ -141,9 +139,7 @@ BESIDE_FLAGS = {
 
 
 @pytest.mark.parametrize("arguments", BESIDE_FLAGS)
-def test_words_that_no_flag_takes_are_answered_with_what_to_write(
-    arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_no_flag_takes_are_answered_with_a_way(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         parse(given(), arguments.split())
     assert raised.value.code == 2

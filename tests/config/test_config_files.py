@@ -72,9 +72,7 @@ def test_on_the_command_line_flags_count_over_files_wherever_they_stand(form: st
     assert parse(FileConfig, ["--config", write("names.json", json.dumps(NAMES))]).experiment == "e"
 
 
-def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_run_starts_from_another_one_s_config_under_its_own_name(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dream_trainer")
     theirs = FileConfig(
         project="theirs",

@@ -81,9 +81,7 @@ def test_auto_takes_the_ranks_that_are_left() -> None:
         ({"context_parallel": 4, "tensor_parallel": 2}, 4, r"=4 does not .*=4 \(tp=2 leaves 2\). Use 1 or 2"),
     ],
 )
-def test_sizes_that_do_not_fit_the_world_are_answered_with_those_that_do(
-    sizes: dict[str, int], world_size: int, message: str
-) -> None:
+def test_sizes_that_do_not_fit_are_answered_with_others(sizes: dict[str, int], world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         shape(DeviceParameters(**sizes), world_size)
 

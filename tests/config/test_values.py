@@ -126,9 +126,7 @@ def test_former_names_of_fields_work_and_are_told_once(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("program", "name"), [("/x/train.py", "train"), ("/x/vision/__main__.py", "vision"), (None, "notebook")]
 )
-def test_a_run_s_project_is_by_default_the_script_s_name(
-    program: str | None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_project_is_by_default_the_script(program: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     main = ModuleType("__main__")
     if program is not None:
         main.__file__ = program

@@ -45,9 +45,7 @@ def test_without_a_stream_each_is_moved_when_its_turn_comes() -> None:
     assert trained(None, [], 3) == ["move 0", "train 0", "move 1", "train 1", "move 2", "train 2"]
 
 
-def test_with_a_stream_the_next_is_moved_before_one_is_trained_and_each_stream_waits_for_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_next_is_moved_before_one_is_trained_and_streams_wait_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Told("main", events))
 

@@ -58,9 +58,7 @@ EVERYTHING = [Shuffle(5), Filter(is_odd), Map(draw)]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("lanes", "turns"), [(8, 1), (4, 3)])
-def test_steps_are_those_of_a_hand_written_reading_in_any_layout(
-    kind: str, lanes: int, turns: int, tmp_path: Path
-) -> None:
+def test_steps_are_of_a_hand_written_reading_in_any_layout(kind: str, lanes: int, turns: int, tmp_path: Path) -> None:
     source = make_source(kind, tmp_path, COUNTS)
     expected = expected_steps(COUNTS, 30, lanes=lanes, turns=turns)
     for layout in LAYOUTS if kind == "live" else LAYOUTS[:2]:
@@ -110,9 +108,7 @@ def test_plans_of_any_numbers_go_on_in_any_layout(number: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [1, 9, 20])
-def test_each_kind_of_source_goes_on_with_other_ranks_workers_and_accumulation(
-    kind: str, stop: int, tmp_path: Path
-) -> None:
+def test_each_kind_of_source_goes_on_with_other_ranks_and_workers(kind: str, stop: int, tmp_path: Path) -> None:
     source = make_source(kind, tmp_path, SMALL)
     options = {"lanes": 4, "transforms": EVERYTHING}
     expected = read_in_parts(lambda: source, [((1, 1, 0), stop + 6)], **options)

@@ -27,9 +27,7 @@ def places(plan: RowPlan) -> list[tuple[int, int]]:
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 16), st.sampled_from(PACKERS))
-def test_every_token_has_one_place_and_no_row_is_empty_or_too_long(
-    lengths: list[int], row_length: int, pack: Packer
-) -> None:
+def test_tokens_have_one_place_and_no_row_is_empty_or_long(lengths: list[int], row_length: int, pack: Packer) -> None:
     plan = pack(np.array(lengths, dtype=np.int64), row_length)
     expected = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
     assert sorted(places(plan)) == expected

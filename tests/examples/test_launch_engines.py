@@ -165,9 +165,7 @@ def two_nodes(engine: str, directory: Path) -> Iterator[list[subprocess.Popen[by
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_commands_of_two_nodes_save_when_one_is_evicted_and_go_on_from_there_when_all_are_started_again(
-    engine: str, tmp_path: Path
-) -> None:
+def test_two_nodes_save_when_one_is_evicted_and_go_on_when_all_are_started_again(engine: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def output() -> str:

@@ -92,9 +92,7 @@ def theirs(**changes: Any) -> Any:
     ("tied", "rope"), [(True, {"rope_type": "default", "rope_theta": 10_000.0}), (False, LLAMA_3_ROPE)]
 )
 @torch.no_grad()
-def test_weights_from_transformers_and_back_give_the_same_logits(
-    tied: bool, rope: dict[str, Any], tmp_path: Path
-) -> None:
+def test_weights_from_transformers_and_back_give_the_logits(tied: bool, rope: dict[str, Any], tmp_path: Path) -> None:
     import transformers
     from model import Llama
     from weights import config_from_hf, from_hf, to_hf
@@ -163,9 +161,7 @@ def test_the_ranks_do_not_change_what_is_learned(two_ranks: tuple[Path, dict[int
     assert alone[N_STEPS] < 0.7 * alone[1]
 
 
-def test_a_run_starts_from_weights_that_another_exported(
-    two_ranks: tuple[Path, dict[int, float]], tmp_path: Path
-) -> None:
+def test_a_run_starts_from_weights_another_exported(two_ranks: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
     import transformers
 
     directory, sharded = two_ranks

@@ -41,9 +41,7 @@ def train_few_steps(cells: list[Any], directory: str) -> Any:
 
 @pytest.mark.pitfall(21)
 @pytest.mark.timeout(3600)
-def test_every_mesh_learns_what_one_process_learns(
-    parity: Any, all_cases: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_mesh_learns_what_one_process_does(parity: Any, all_cases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = parity.all_cells() if all_cases else spanning(parity.Cell)
     if not all_cases:
         monkeypatch.setattr(parity, "train_cells", train_few_steps)

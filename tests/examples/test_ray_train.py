@@ -52,9 +52,7 @@ def last_checkpoint(directory: Path, experiment: str) -> Path:
     return directory / f"runs/tests/trainer/{experiment}/checkpoints/step_{STEPS:08d}"
 
 
-def test_the_number_of_workers_is_asked_for_before_ray_is_imported_and_the_script_keeps_its_flags(
-    tmp_path: Path,
-) -> None:
+def test_the_number_of_workers_is_asked_for_before_ray_comes_and_the_script_keeps_its_flags(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise SystemExit('imported')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 

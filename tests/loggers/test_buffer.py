@@ -346,9 +346,7 @@ def test_a_flush_of_known_keys_is_one_collective(ranks: list[dict[str, Any]]) ->
         assert rank["costs"] == [2, 1, 1, 1]
 
 
-def test_one_key_with_two_reductions_is_an_error_on_every_rank_also_if_one_is_under_way(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_one_key_with_two_reductions_is_an_error_on_every_rank_also_midway(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "'clash'" in rank["errors"][0]
         assert "'late'" in rank["errors"][1]

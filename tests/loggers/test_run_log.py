@@ -163,9 +163,7 @@ def test_another_runs_checkpoint_brings_its_pending_numbers_and_no_loggers_state
     assert mine.told == [(2, {"train/loss": 2.0})]
 
 
-def test_what_was_not_flushed_is_written_at_the_end_unless_a_checkpoint_has_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_not_flushed_is_written_unless_it_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for is_saved, is_lost in ((False, False), (True, False), (True, True)):
         run = Counter(tmp_path, every=5)
         run.window(2.0)

@@ -85,9 +85,7 @@ def test_an_offline_run_that_was_killed_and_resumed_is_whole_in_its_newest_file_
 
 
 @pytest.mark.pitfall(44)
-def test_an_online_run_that_was_killed_and_resumed_goes_on_with_every_step_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_online_run_killed_and_resumed_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with wandb_server() as (address, histories):
         monkeypatch.setenv("WANDB_BASE_URL", address)
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)

@@ -147,9 +147,7 @@ def world() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_and_momentum_are_bit_equal_to_pytorchs_in_one_process(
-    layout: str, world: list[dict[str, Any]]
-) -> None:
+def test_weights_and_momentum_are_pytorchs_bits_in_one_process(layout: str, world: list[dict[str, Any]]) -> None:
     for results in world:
         for found, expected in zip(results[layout][0], by_pytorch(), strict=True):
             assert torch.equal(found, expected)

@@ -100,9 +100,7 @@ def warmed_up(caplog: pytest.LogCaptureFixture, warmup_steps: float, **options: 
     return found, [record.getMessage() for record in caplog.records]
 
 
-def test_a_warmup_that_the_run_does_not_outlast_is_said_once_with_both_numbers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_warmup_the_run_does_not_outlast_is_said_once_with_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("constant", "cosine", "inverse_sqrt"):
         found, said = warmed_up(caplog, 9, name=name)
         assert max(found) == 1.0

@@ -417,9 +417,7 @@ def test_a_run_without_a_name_leaves_nothing_behind(tmp_path: Path, monkeypatch:
     assert [*scratch.iterdir()] == [*here.iterdir()] == []
 
 
-def test_what_is_printed_is_a_line_for_each_epoch(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_prints_a_line_for_each_epoch(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with loops.make(val=loops.ready(), metrics=["accuracy"], epochs=2, progress=True) as trainer:
         trainer.evaluate()

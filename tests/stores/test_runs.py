@@ -113,9 +113,7 @@ def test_the_run_goes_on_while_the_store_is_away(url: str, s3: Server, caplog: p
     assert SECRET not in caplog.text
 
 
-def test_what_could_not_be_sent_is_sent_first_by_the_next_start(
-    url: str, s3: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_sent_is_sent_first_by_the_next(url: str, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(Fit):
         def post_train_step(self) -> None:
             if self.global_step == 3:

@@ -273,9 +273,7 @@ def test_a_window_of_none_alone_steps_nothing_and_does_not_count() -> None:
 @pytest.mark.usefixtures("late_norms")
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
-def test_a_total_weight_of_zero_skips_the_step_and_leaves_the_optimizers_state(
-    as_tensor: bool, make_optimizer: Any
-) -> None:
+def test_a_total_weight_of_zero_skips_the_step_and_leaves_its_state(as_tensor: bool, make_optimizer: Any) -> None:
     def weight(batch_idx: int) -> Any:
         number = 0.0 if batch_idx in (2, 3) else 2.0
         return torch.tensor(number) if as_tensor else number
@@ -493,9 +491,7 @@ def steps_twice(trainer: Alone, batch: Batch, batch_idx: int) -> None:
         (steps_twice, "twice for an optimizer"),
     ],
 )
-def test_habits_of_a_plain_loop_that_lose_micro_batches_are_errors_while_gradients_are_accumulated(
-    step: Step, told: str
-) -> None:
+def test_habits_of_a_plain_loop_that_lose_micro_batches_are_errors(step: Step, told: str) -> None:
     train(step, batches(4))  # harmless without
     with pytest.raises(StepError, match=told):
         train(step, batches(4), gradient_accumulation_steps=2)

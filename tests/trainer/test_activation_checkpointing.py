@@ -227,9 +227,7 @@ def test_statistics_of_batch_norm_move_once_in_a_step_that_is_computed_again(kin
         assert torch.equal(one.grad, other.grad)
 
 
-def test_a_model_without_blocks_keeps_its_activations_beside_one_with_some_and_alone_is_an_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_without_blocks_keeps_activations_and_alone_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trained(config_of("full"))
     trainer.model, trainer.critic = Net(), nn.Linear(WIDTH, 1)
     trainer.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)

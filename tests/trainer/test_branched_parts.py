@@ -54,9 +54,7 @@ def test_a_branch_of_a_run_that_early_stopping_ended_trains_with_all_its_patienc
     assert (branch.current_epoch, stopping.best) == (epochs, best)
 
 
-def test_a_plain_resume_of_a_run_that_early_stopping_ended_says_so_and_what_to_change(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plain_resume_of_a_run_that_stopped_early_says_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
     fit(make_config("run", EarlyStopping(patience=2)))
     caplog.clear()
     assert fit(make_config("run", EarlyStopping(patience=2))).current_epoch == 3
@@ -162,9 +160,7 @@ def rates_by_tokens(total: int, tokens: range) -> list[float]:
     ],
     ids=str,
 )
-def test_a_schedule_by_tokens_has_its_word_and_the_counters_theirs(
-    words: dict[str, Any], before: int, after: range
-) -> None:
+def test_a_schedule_by_tokens_has_its_word_and_counters(words: dict[str, Any], before: int, after: range) -> None:
     """It begins at token 8; of its `before` tokens the run takes those from there, or 12."""
     assert by_tokens("parent", 20) == pytest.approx(rates_by_tokens(20, range(0, 20, 2)))
     path = "runs/tests/checkpoint/parent/checkpoints/step_00000004"

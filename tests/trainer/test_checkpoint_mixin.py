@@ -128,9 +128,7 @@ class Loses(Counts):
 
 
 @pytest.mark.pitfall(50)
-def test_callbacks_of_one_class_get_their_own_state_and_lost_or_new_ones_are_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_callbacks_of_one_class_get_their_own_state_and_lost_ones_are_named(caplog: pytest.LogCaptureFixture) -> None:
     run(callbacks=[Counts(), Loses(), Counts(100)])
     one, two = Counts(), Counts()
     with caplog.at_level(logging.WARNING, "dream_trainer"):

@@ -93,9 +93,7 @@ def test_the_best_value_is_kept_and_zero_is_one_and_nan_is_none(mode: Any, value
     assert fit(Scripted(config, values)).best == {"val/loss": best}
 
 
-def test_a_metric_that_is_missing_or_only_nan_has_no_best_value_and_the_missing_one_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_missing_or_nan_metric_has_no_best_value_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(n_epochs=2)
     config.eval_parameters = EvalParameters(best_metrics={"val/accuracy": "max", "val/loss": "min"})
     with caplog.at_level(logging.WARNING, "dream_trainer"):

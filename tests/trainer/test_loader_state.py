@@ -36,9 +36,7 @@ class Saving(Alone, dt.CheckpointMixin):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Alone, 0), (Saving, 6)])
-def test_a_loaders_state_is_taken_for_each_window_where_one_can_be_saved_and_never_elsewhere(
-    kind: type[Alone], expected: int
-) -> None:
+def test_a_loaders_state_is_taken_for_windows_that_can_be_saved_alone(kind: type[Alone], expected: int) -> None:
     loader = WithState()
     trainer = kind(make_config(n_epochs=1), loader)
     trainer.fit()

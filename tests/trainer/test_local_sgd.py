@@ -282,9 +282,7 @@ def test_describe_says_what_crosses_workers(trained: dict[str, list[dict[str, An
     assert re.search(f"2 workers: {of_weights}", of_shards)
 
 
-def test_workers_go_apart_within_a_round_and_frozen_weights_stay_to_the_bit(
-    trained: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_workers_go_apart_in_a_round_and_frozen_weights_stay(trained: dict[str, list[dict[str, Any]]]) -> None:
     one, two = trained["two workers of one rank"]
     assert not torch.equal(one["own"]["head.weight"], two["own"]["head.weight"])
     assert torch.equal(one["average"]["head.weight"], two["average"]["head.weight"])
@@ -463,9 +461,7 @@ def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None
         (CPU, {"on_nonfinite": "retry"}, "retry"),
     ],
 )
-def test_what_needs_all_ranks_in_a_step_is_refused_by_name(
-    devices: dt.DeviceParameters, training: dict[str, Any], message: str
-) -> None:
+def test_what_needs_all_ranks_is_refused(devices: dt.DeviceParameters, training: dict[str, Any], message: str) -> None:
     config = make_config("refused", PLAIN, devices=devices)
     config.training_parameters = dt.TrainingParameters(max_steps=1, **training)
     with pytest.raises(ConfigError, match=f"LocalSGDMixin with.*{message}.* is not supported"):

@@ -164,9 +164,7 @@ def test_window_means_respect_weights_whenever_they_are_flushed(every: int) -> N
 
 
 @pytest.mark.pitfall(48)
-def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_evaluate_is_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_logged_after_a_validation_has_its_step_or_is_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Logs(Validating, dt.EvalMixin):
         def post_val_epoch(self, metrics: dict[str, float]) -> None:
             self.log("squared", metrics["val/loss"] * self.global_step)
@@ -295,9 +293,7 @@ class Broken(Logger):
 
 
 @pytest.mark.parametrize("where", ["open", "log", "state_dict", "close"])
-def test_a_logger_that_fails_is_reported_once_and_training_goes_on(
-    where: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_logger_is_reported_once_and_training_goes_on(where: str, caplog: pytest.LogCaptureFixture) -> None:
     broken, memory = Broken(where), Memory()
     with Resumable(make_config(max_steps=4), broken, memory) as trainer:
         trainer.fit()
@@ -379,9 +375,7 @@ class Shows(Validating, dt.EvalMixin):
 
 
 @pytest.mark.pitfall(48)
-def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_outside_of_training(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_media_have_their_windows_step_and_none_is_outside_of_training(caplog: pytest.LogCaptureFixture) -> None:
     memory = Memory()
     config = make_config(gradient_accumulation_steps=2, num_sanity_val_steps=1)
     with Shows(config, memory) as trainer:

@@ -172,9 +172,7 @@ def test_no_batch_is_pulled_beyond_the_end_of_an_epoch() -> None:
     assert loader.pulled == len(trainer.seen) == 12
 
 
-def test_a_batch_size_that_somebody_chose_and_the_loader_does_not_have_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_chosen_batch_size_that_the_loader_does_not_have_is_said(caplog: pytest.LogCaptureFixture) -> None:
     loader = DataLoader(Samples(4), batch_size=2)
     for chosen in ({}, {"train_batch_size": 2}):
         train(loader, n_epochs=1, **chosen)
@@ -392,9 +390,7 @@ def test_fit_of_a_finished_run_says_once_which_limit_is_reached_and_how_to_go_on
     assert text.endswith("or use another experiment name.")
 
 
-def test_a_stop_request_ends_training_after_the_running_window_and_fit_again_goes_on_to_the_limit(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_stop_request_ends_training_after_the_window_and_fit_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     class StopsOnce(Alone):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             if self.global_step == 2:

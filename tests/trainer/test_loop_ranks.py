@@ -382,9 +382,7 @@ def test_a_shuffled_loader_is_split_too_and_each_epoch_has_its_own_order(two: li
     assert epochs[0] != epochs[1]
 
 
-def test_counters_weights_and_samples_do_not_depend_on_the_world(
-    one: dict[str, Any], two: list[dict[str, Any]]
-) -> None:
+def test_counters_weights_and_samples_are_those_of_any_world(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     expected = one["global batch"]
     assert expected["counters"] == (6, 72, 6)
     ranks = [found["global batch"] for found in two]
@@ -430,9 +428,7 @@ def test_a_main_process_only_callback_runs_on_rank_0_and_its_collectives_raise(t
     assert two[1]["main"] == ([], {})
 
 
-def test_parameters_that_no_wrapper_reduces_train_in_any_dtype_and_stay_as_they_are_where_nothing_uses_them(
-    two: list[dict[str, Any]],
-) -> None:
+def test_parameters_no_wrapper_reduces_train_in_any_dtype_and_stay_where_unused(two: list[dict[str, Any]]) -> None:
     used, unused = (small.network(), *plain_parts()[:2]), plain_parts()[2]
     for model in (*used, unused):
         small.fill(model)
@@ -454,9 +450,7 @@ def test_a_loss_of_none_is_refused_over_ranks_and_weight_0_named(two: list[dict[
     assert all("weight=0" in found["none"] for found in two)
 
 
-def test_an_unweighted_backward_over_unequal_batches_is_refused_and_the_weighted_one_is_exact(
-    two: list[dict[str, Any]],
-) -> None:
+def test_an_unweighted_backward_over_unequal_batches_is_refused(two: list[dict[str, Any]]) -> None:
     assert all("weight=number of samples" in found["uneven"][0] for found in two)
     seen = [found["uneven"][1] for found in two]
     assert sorted(len(ranks[2]) for ranks in seen) == [1, 2]

@@ -134,9 +134,7 @@ DATA, STEP, MODELS = "configure_dataloaders", "training_step", "configure_models
         ),
     ],
 )
-def test_a_missing_hook_is_named_when_the_trainer_is_built(
-    bases: tuple[type, ...], defined: tuple[str, ...], told: str
-) -> None:
+def test_a_missing_hook_is_named_at_once(bases: tuple[type, ...], defined: tuple[str, ...], told: str) -> None:
     hooks = {name: getattr(Algorithm, name, lambda self: None) for name in defined}
     with pytest.raises(HookError, match=told):
         type("T", bases, hooks)(make_config((0,)))
@@ -177,9 +175,7 @@ def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(cap
     assert sorted(said) == [f"Overrides.{hook}" for hook in hooks]
 
 
-def test_a_method_named_like_a_hook_that_nothing_calls_is_said_once_with_the_nearest_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_method_like_a_hook_that_nothing_calls_is_said_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
     class Misspelt(Algorithm, dt.BaseTrainer):
         def setup(self) -> None:
             super().setup()

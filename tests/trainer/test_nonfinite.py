@@ -85,9 +85,7 @@ def test_on_a_cpu_fused_optimizers_skip_and_retry_by_the_host(policy: str, monke
 
 
 @pytest.mark.parametrize("limit", [1e-7, 0.1, 1e4])
-def test_clipping_is_bit_for_bit_the_same_whether_the_norm_is_read_at_once_or_late(
-    limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipping_is_the_same_with_the_norm_read_at_once_or_late(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     for reads in (READING_WAITS, lambda device: True):
         monkeypatch.setattr(nonfinite, "reading_waits", reads)

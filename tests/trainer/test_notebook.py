@@ -44,9 +44,7 @@ class Evaluates(small.Validates, small.Spread, dt.EvalMixin, dt.CheckpointMixin,
 
 @pytest.mark.pitfall(87)
 @pytest.mark.parametrize(("place", "at", "accumulation"), [("step", 2, 2), ("event", 3, 1), ("validation", 4, 1)])
-def test_after_an_exception_evaluate_works_and_fit_goes_on_with_the_same_samples(
-    place: str, at: int, accumulation: int
-) -> None:
+def test_after_an_exception_evaluate_works_and_fit_goes_on(place: str, at: int, accumulation: int) -> None:
     config = small.make_config(n_epochs=2, gradient_accumulation_steps=accumulation)
     data = torch.utils.data.DataLoader(small.Samples(8), batch_size=2)
     with Evaluates(config, data, small.batches(1)) as trainer:

@@ -192,9 +192,7 @@ def test_a_part_is_trained_as_by_hand(case: str, ranks: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("case", TRAINED)
-def test_what_is_frozen_keeps_its_bits_and_costs_no_state(
-    case: str, ranks: list[dict[str, Any]], directory: Path
-) -> None:
+def test_frozen_it_keeps_its_bits_and_has_no_state(case: str, ranks: list[dict[str, Any]], directory: Path) -> None:
     for rank in ranks:
         found = rank[case]
         moved = {name for name, value in found["weights"].items() if not torch.equal(value, found["first"][name])}

@@ -117,9 +117,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.pitfall(21)
-def test_recurrent_modules_train_as_by_hand_alone_replicated_and_sharded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_modules_train_as_by_hand_on_any_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directories = [tmp_path / name for name in ("alone", "replicated", "sharded")]
     for directory in directories:
         directory.mkdir()

@@ -332,9 +332,7 @@ def test_a_validation_that_a_signal_ended_is_made_up_for(
 
 
 @pytest.mark.pitfall(42)
-def test_a_signal_before_the_first_step_leaves_a_checkpoint_of_step_0(
-    straight: Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_before_all_steps_leaves_step_0(straight: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     trainer = Signalled(make_config(training=VALIDATING, callbacks=[Validated()]))
     trainer.at_start = True

@@ -105,9 +105,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_the_checkpoints_arguments_go_on_after_new_limits_a_resume_and_in_a_branch(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoints_arguments_go_on_after_limits_and_branches(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     make = KINDS[kind]
     trained = trainer_of(make)
     expected = by_hand(lambda optimizer, _: make(optimizer, SHORT), SHORT, SHORT + 1)  # one cycle ends there
@@ -131,9 +129,7 @@ def test_the_checkpoints_arguments_go_on_after_new_limits_a_resume_and_in_a_bran
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_the_arguments_it_had_a_run_goes_on_bit_for_bit_and_silently(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_with_its_arguments_a_run_goes_on_bit_for_bit(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     make = KINDS[kind]
     trained = trainer_of(make)
 

@@ -43,9 +43,7 @@ def test_the_barest_trainer_keeps_its_config_and_its_record() -> None:
     assert {path.name for path in ALONE.iterdir()} == {"config.json", "run.json"}
 
 
-def test_nothing_is_written_by_a_trial_or_an_evaluation_or_where_nothing_can_be(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_is_written_by_a_trial_an_evaluation_or_without_a_disk(caplog: pytest.LogCaptureFixture) -> None:
     fit(Alone(small.make_config(fast_dev_run=True), batches(4)))
     assert not Path("runs").exists()
     with Saves(make_config()) as trainer:
@@ -156,9 +154,7 @@ def test_while_it_runs_it_is_alive_and_a_killed_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"best": {"a": 3}}'])
-def test_a_record_that_cannot_be_read_is_none_and_a_newer_one_is_read_as_far_as_it_goes(
-    text: str, tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_read_is_none_and_a_newer_one_is_read_in_part(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     assert read_record(tmp_path) is None
     (tmp_path / "run.json").write_text('{"state": "finished", "of the future": 1}')

@@ -213,9 +213,7 @@ def test_an_error_of_the_writer_is_raised_at_the_next_step_with_its_traceback() 
     assert saves.run().saved == [saves.STEPS]
 
 
-def test_a_save_that_failed_is_said_and_made_up_for_by_the_next_if_the_config_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failed_save_is_said_and_the_next_one_makes_up_for_it(caplog: pytest.LogCaptureFixture) -> None:
     expected = saves.run(experiment="straight")
     caplog.clear()
     write = store.write_file

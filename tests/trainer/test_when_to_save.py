@@ -232,9 +232,7 @@ def test_a_save_asked_for_anywhere_is_made_at_that_step_and_the_run_goes_on(
         *(("validation_step", 3), ("post_val_epoch", 6), ("post_epoch", 12)),
     ],
 )
-def test_an_exception_anywhere_ends_a_run_of_one_rank_with_its_last_step_saved(
-    place: str, at: int, straight: saves.Saves
-) -> None:
+def test_an_exception_ends_a_run_with_its_last_step_saved(place: str, at: int, straight: saves.Saves) -> None:
     trainer = acts(place, at, fail, **saves.NOTHING)
     with pytest.raises(KeyError, match="broken"):
         saves.fit(trainer)

@@ -127,9 +127,7 @@ def test_the_command_exports_the_same_from_a_checkpoint(layout: str, runs: Runs,
     assert both[0] == both[1]
 
 
-def test_a_base_that_is_elsewhere_or_another_one(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_elsewhere_or_another_one(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, base = checkpoint("alone", 6), Path("base.safetensors")
     base.rename(tmp_path / "moved.safetensors")
     try:
