@@ -10,8 +10,20 @@ from torch import Tensor
 
 from tests.api import INITIAL_SCALE, WEIGHT_DIVISOR
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.stages import BATCH, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, weights_of
-from tests.trainer.test_pipeline_parallel import Sent, formula, united
+from tests.trainer.stages import (
+    BATCH,
+    STEPS,
+    Case,
+    Model,
+    Rows,
+    Trained,
+    config_of,
+    count,
+    mean_loss,
+    united,
+    weights_of,
+)
+from tests.trainer.test_pipeline_parallel import Sent, formula
 from tests.worlds import run_world
 
 OVERFLOWING = Case(2, precision="fp16")
