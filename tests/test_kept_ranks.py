@@ -1,7 +1,5 @@
 """Ranks that are kept begin every world as fresh ones do, or are not kept."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """ActivationStats against the same numbers taken by hand from what modules return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """EarlyStopping: what counts, when it stops, and that a resume goes on counting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

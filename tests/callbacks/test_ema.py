@@ -1,7 +1,5 @@
 """EMA against averages kept by hand in float64; validation with them, and training that does not notice them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence

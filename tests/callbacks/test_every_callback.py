@@ -3,8 +3,6 @@
 That it does so on two ranks is tested in test_on_ranks.py, which starts them.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

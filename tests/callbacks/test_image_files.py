@@ -1,7 +1,5 @@
 """ImageFiles: the files, read back with Pillow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

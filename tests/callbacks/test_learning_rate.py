@@ -1,7 +1,5 @@
 """LearningRate: the rate that each step used, for each group, whatever it is kept in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """NonFiniteReport: which step, batch, samples and parameters; found without waiting at each step."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

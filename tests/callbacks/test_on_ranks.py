@@ -1,7 +1,5 @@
 """All callbacks together, throughput, statistics and reports of non-finite numbers on two ranks, in one world."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

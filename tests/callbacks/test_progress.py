@@ -1,7 +1,5 @@
 """Progress: sane in terminals, pipes and CI logs, cheap, and never dividing by zero."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -1,7 +1,5 @@
 """GradientStats and WeightStats against the same numbers taken by hand from plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ModelSummary and TrainerSummary: true numbers, on one rank, and nothing ends."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """SWA against `torch.optim.swa_utils.AveragedModel` over the loop written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

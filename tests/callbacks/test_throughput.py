@@ -1,7 +1,5 @@
 """Throughput against clocks that move as told: rates, pauses, tokens, MFU; and waits for data that really happen."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Callbacks that act on all ranks alike or keep tensors, on two ranks: one world for all of them."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

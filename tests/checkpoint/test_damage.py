@@ -1,7 +1,5 @@
 """Every damage is found before it is used, and named: file and fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A save whose tensors lie as the last one's did is not planned again, and holds what it should."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a host keeps of the newest state: never more than two, never half a one, never another run's or user's."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections import namedtuple

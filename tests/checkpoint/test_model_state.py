@@ -1,7 +1,5 @@
 """Models go into a checkpoint and come back by name, in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers come back by name: the next step is the one that would have been made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

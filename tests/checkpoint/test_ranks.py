@@ -1,7 +1,5 @@
 """Several ranks write one checkpoint, any number of them reads it, and all come to one outcome."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

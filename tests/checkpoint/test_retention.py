@@ -1,7 +1,5 @@
 """Retention leaves the newest, the named and the best, and counts and removes nothing but whole checkpoints."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 The attacker is thorough: sizes and checksums in the manifest are made to fit.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

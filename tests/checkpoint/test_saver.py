@@ -1,7 +1,5 @@
 """A Saver by itself: a counter stands in for the trainer, and the files are real."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A checkpoint is published whole or not at all, and what is read back is what was written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What `dream-trainer runs` and `config diff` say of runs that go on from a checkpoint: what trained, from where."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

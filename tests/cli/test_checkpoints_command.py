@@ -1,8 +1,6 @@
 """`dream-trainer checkpoints` as one types it: tables for people, JSON for programs, one line and an exit code for
 errors."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -1,7 +1,5 @@
 """`dream-trainer describe`: the trainer's own words, with nothing built and nothing left behind."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`dream-trainer env`: what is there, and no secret."""
 
-from __future__ import annotations
-
 import json
 import platform
 

@@ -1,7 +1,5 @@
 """`dream-trainer new`: projects that train, and names that are refused."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """`dream-trainer plot`: the right numbers on the right axes, read back from matplotlib's artists and from the files."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

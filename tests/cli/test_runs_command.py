@@ -1,7 +1,5 @@
 """`dream-trainer runs` and `config show | diff` as one types them."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

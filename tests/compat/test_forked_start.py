@@ -1,7 +1,5 @@
 """A worker that hangs in its fork, as Python 3.11's may, is forked again; one that runs is left alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

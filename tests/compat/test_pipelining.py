@@ -1,7 +1,5 @@
 """What PyTorch's schedules do with stages of ours: every micro-batch once, gradients that add up, reduced when told."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

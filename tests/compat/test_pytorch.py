@@ -1,7 +1,5 @@
 """Each private or moving PyTorch name behind `torch_compat`, exercised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is a number for a config, at the edges: booleans, NaN, infinities, limits themselves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

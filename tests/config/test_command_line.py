@@ -1,7 +1,5 @@
 """Configs on the command line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Configs from files: merged in order, flags last; what is wrong is named with its place, file and the nearest name."""
 
-from __future__ import annotations
-
 import json
 import math
 import textwrap

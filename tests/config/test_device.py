@@ -1,7 +1,5 @@
 """DeviceParameters: presets shard and replicate what their names say, and a mesh that does not fit is explained."""
 
-from __future__ import annotations
-
 import pytest
 
 from dream_trainer.config.device_parameters import DeviceParameters, resolve_mesh

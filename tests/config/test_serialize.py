@@ -1,7 +1,5 @@
 """Configs to plain dicts and back, and the difference of two of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import UserList

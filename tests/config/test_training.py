@@ -1,7 +1,5 @@
 """TrainingParameters: what is valid, what a limit of zero means, and how accumulation is derived."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

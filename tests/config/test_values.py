@@ -1,7 +1,5 @@
 """Values of all parameter classes: which of them raise ConfigError, with the field, its value and the fix."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import FrozenInstanceError, fields

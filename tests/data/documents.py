@@ -1,7 +1,5 @@
 """Documents in an order of their own, without a mixture; at module level, so that worker processes can import them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

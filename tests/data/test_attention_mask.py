@@ -1,7 +1,5 @@
 """The documents of a packed row do not see each other: by SDPA's mask, FlexAttention's, and by segments."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

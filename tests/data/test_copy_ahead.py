@@ -1,7 +1,5 @@
 """In which order the micro-batches of a window get to the device; that they arrive whole is in tests/gpu."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import pytest
@@ -18,7 +16,7 @@ class Told:
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
 
-    def wait_stream(self, other: Told) -> None:
+    def wait_stream(self, other: "Told") -> None:
         self.events.append(f"{self.name} waits for {other.name}")
 
     def __enter__(self) -> Self:

@@ -1,7 +1,5 @@
 """Loaders that are not ours, stopped at each window and resumed by new objects: the same batches as in one go."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator

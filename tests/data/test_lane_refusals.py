@@ -1,7 +1,5 @@
 """What of a stream cannot be exact, or is broken: refused or skipped by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

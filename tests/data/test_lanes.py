@@ -1,7 +1,5 @@
 """Streams of lanes beside a hand-written reading in one process."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

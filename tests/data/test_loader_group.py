@@ -1,7 +1,5 @@
 """Several training loaders as one: against plain loops, on any layout, from any place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import cycle, islice

@@ -1,7 +1,5 @@
 """Mixtures: their weights in the long run, their epochs, and their closed form against counting one by one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from typing import Any

@@ -1,8 +1,6 @@
 """Which samples make up each optimizer step of a mixture with a curriculum: the same on any ranks, workers and
 accumulation, stopped anywhere, resumed twice."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A dataset that decides its order itself, by hand: its state and its marks go with the position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

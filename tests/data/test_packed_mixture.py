@@ -1,7 +1,5 @@
 """Rows packed from a mixture of three sources with a curriculum: the same tokens in each step, wherever it went on."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any

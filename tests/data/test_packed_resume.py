@@ -1,7 +1,5 @@
 """Packed rows in a stream: a step's tokens do not depend on ranks, workers or accumulation, nor on where it went on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

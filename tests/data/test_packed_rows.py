@@ -1,7 +1,5 @@
 """Packed rows: what is in them, that nothing is lost or comes twice, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which piece of which document lies in which row: every token in one place, and rows as full as can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a loader that is used as it is draws, beside generators of the test's own with the same seeds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

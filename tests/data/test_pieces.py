@@ -1,7 +1,5 @@
 """Documents cut into pieces: all of their tokens and labels, in any order; and stages that packed rows do not hide."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections import Counter

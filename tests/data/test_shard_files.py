@@ -1,7 +1,5 @@
 """Files of samples by number, beside their own libraries; what is damaged is named."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Token files: what was written is read, in any process; what is damaged is named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import tracemalloc

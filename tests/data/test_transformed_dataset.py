@@ -1,7 +1,5 @@
 """Transforms over datasets whose samples are reached by number."""
 
-from __future__ import annotations
-
 import logging
 import random
 

@@ -1,7 +1,5 @@
 """The gather that gradients go through, against autograd over all ranks' rows in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that stands still ends by itself, and every rank's stacks say where it stood. In real processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What the pages show is true: their Python runs, top to bottom, as a reader would paste it."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every reference of the repository leads somewhere: files, anchors, tests, modules; and none leads outside."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sizes that docs/scale.md works out are those of its formulas, which tests/examples/test_llama_costs.py counts."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The complete example of the API page, as it stands, alone and under torchrun."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

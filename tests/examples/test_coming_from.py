@@ -3,8 +3,6 @@
 Both begin with the weights that the original saved, and take the samples in the dataset's order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """examples/finetune_hf.py: it learns, and what it exports is what transformers load."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The GPT example as the demo runs it, with a tiny model: shows its way, resumes, and does not depend on the ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

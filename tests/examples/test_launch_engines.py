@@ -2,8 +2,6 @@
 they say what they must, and the commands that they give to two nodes train as two torchruns here, are interrupted, and
 go on."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """examples/launch/slurm.sh, as far as a machine without a cluster can tell: it runs with commands
 that stand in for SLURM's, under which a real torchrun trains, is interrupted, and goes on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

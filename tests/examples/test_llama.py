@@ -1,7 +1,5 @@
 """examples/llama: a model that is a Llama, weights that are Hugging Face's, and a trainer that ranks do not change."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

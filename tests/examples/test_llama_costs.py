@@ -1,7 +1,5 @@
 """What a rank keeps and sends, counted in the llama example, is what docs/scale.md says by formula, on each axis."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

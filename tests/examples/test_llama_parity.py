@@ -1,7 +1,5 @@
 """The llama example on every mesh learns what one process learns, to rounding. `tools/parity.sh` prints the matrix."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

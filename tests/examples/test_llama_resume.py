@@ -1,7 +1,5 @@
 """A checkpoint from any cell of the parity matrix resumes in any other, as if the run had never been stopped."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """examples/launch/ray_train.py: what it makes of its command line, and, where Ray is installed, a run that loses a
 worker."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

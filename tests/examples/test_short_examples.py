@@ -1,7 +1,5 @@
 """The examples that people start from, as programs: they learn, draw their picture, and do not depend on the ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

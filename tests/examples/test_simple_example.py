@@ -1,7 +1,5 @@
 """The example without a class, under torchrun and alone."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -6,8 +6,6 @@ Every rank appends to `samples_<rank>.jsonl` in the working directory: the round
 in each start), the step from 0, the number of ranks, its samples.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

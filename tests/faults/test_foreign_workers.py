@@ -1,7 +1,5 @@
 """SIGTERM to a whole process group, as schedulers send it, while workers of somebody else's loader load."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

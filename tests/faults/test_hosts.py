@@ -4,8 +4,6 @@ host is lost, cut off or frozen; started again it ends as if nothing had been.
 Hosts are network namespaces with real wires between them; it takes root and iproute2.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

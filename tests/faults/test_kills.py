@@ -3,8 +3,6 @@
 Ten kills here, twenty with `--all`; `tools/faults.sh` does two hundred.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

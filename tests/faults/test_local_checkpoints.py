@@ -4,8 +4,6 @@ newest checkpoint, and ends bit for bit as the one that was not killed.
 Hosts are network namespaces here, each with a home directory of its own, in which it keeps its part.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

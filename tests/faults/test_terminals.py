@@ -1,7 +1,5 @@
 """Terminals that go away or cannot show a name: a run saves and ends by the signal, or goes on to its end."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Each rank's part of attention by the kernels of a CUDA device, beside the whole: all ranks in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Training on a CUDA device: precisions, steps that wait for nothing, compilation, and a resume."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

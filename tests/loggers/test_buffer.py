@@ -1,7 +1,5 @@
 """MetricBuffer: exact reductions over time and ranks, cheap to add to, never a hang."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """LoggerGroup and the table of loggers: what is found by name, and what is refused."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any

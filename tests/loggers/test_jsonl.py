@@ -1,7 +1,5 @@
 """JSONLLogger and CSVLogger: valid files at any moment, one continuous curve over kills and resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

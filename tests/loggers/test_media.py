@@ -1,7 +1,5 @@
 """What users give to be shown: which shapes and values are taken, and what becomes of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 The stores are files of this machine, and read with SQL, beside the packages.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A RunLog by itself: a counter stands in for the trainer, and a logger notes what it gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

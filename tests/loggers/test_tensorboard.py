@@ -1,7 +1,5 @@
 """TensorBoardLogger: what TensorBoard's own reader finds in the files."""
 
-from __future__ import annotations
-
 import io
 import math
 import wave

@@ -1,7 +1,5 @@
 """WandbLogger with the real W&B: what its files hold, and what its server is sent, over kills and resumes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that between them do what constructors do: draw, compute, tie, copy, view, read back and initialise late."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Weights that are loaded while a model is built are kept, and what cannot be made real is an error that names it."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

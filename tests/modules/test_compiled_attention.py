@@ -1,7 +1,5 @@
 """Compiled blocks in a step whose sequences are shared: what could see one rank's positions alone is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention of sequences that ranks share, each rank's part computed in this process, and what is refused in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever a block's forward changes, a second run of it in backward starts where the first one did, and is unseen."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """In a step whose sequences are shared by ranks, numbers are alike on these ranks unless they are of positions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers and schedules from config inside a trainer: built, clipped together, saved, resumed."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Our Muon steps as PyTorch's in one process, bit for bit, however its matrices lie on ranks, and each on one rank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

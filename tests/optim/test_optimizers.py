@@ -1,7 +1,5 @@
 """Optimizers by name step exactly as PyTorch's own, built by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OptimizerParameters: what it refuses, and its ways to a dict and a command line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

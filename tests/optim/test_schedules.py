@@ -1,7 +1,5 @@
 """Schedules against their closed forms, at every step, through a resume, and beyond the end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

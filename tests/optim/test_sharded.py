@@ -1,7 +1,5 @@
 """Optimizers over sharded parameters, in real worlds: they step as in one process, or are refused by name."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

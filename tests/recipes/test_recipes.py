@@ -1,7 +1,5 @@
 """Each recipe against a loop by hand, bit for bit, and as users start it: from YAML, or by overriding one method."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json

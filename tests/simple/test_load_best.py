@@ -1,7 +1,5 @@
 """`load_best` loads the best validation, and what is validated, such as an average, is predicted with and saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A trainer from objects trains as the plain loop over the same objects: to the bit on one process."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import re

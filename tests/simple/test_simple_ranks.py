@@ -1,7 +1,5 @@
 """The same script under torchrun: on two ranks the weights, metrics and rows of one process, in float64."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import replace

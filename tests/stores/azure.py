@@ -4,8 +4,6 @@ It follows what Azure says of each operation, and is no one else's: what it prov
 for, and what becomes of its answers. It asks for no credentials.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading

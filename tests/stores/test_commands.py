@@ -1,7 +1,5 @@
 """`dream-trainer checkpoints` on a run in an object store."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A restart on the same host reads of the object store what says which checkpoint is the newest, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

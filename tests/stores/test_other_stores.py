@@ -4,8 +4,6 @@ SeaweedFS speaks S3's protocol and keeps objects on the disk; fake-gcs-server sp
 server what adlfs says to Azure's. The last two are skipped where the packages that speak to them are not installed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

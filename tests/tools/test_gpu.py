@@ -1,7 +1,5 @@
 """The command for a GPU keeps what it has when a part fails, and its rehearsal takes the same ways."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

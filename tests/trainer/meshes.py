@@ -1,7 +1,5 @@
 """A small model trained by Dream Trainer on any mesh: in stages of shared layers, sequences and experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,7 +63,7 @@ class Case:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
-    def alone(self) -> Case:
+    def alone(self) -> "Case":
         """The same training in one process."""
         assert not self.uneven  # which one process cannot do
         return Case(

@@ -1,7 +1,5 @@
 """Optimizers that keep state where PyTorch's own do not: beside `state`, in lists, and of one rank alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

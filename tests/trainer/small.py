@@ -1,7 +1,5 @@
 """A small regression, as a user would write it, and the same by hand: what the trainer's behaviour tests share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`backward` and `step` in one process: exact arithmetic, and every misuse named. Over ranks: arithmetic.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Activation checkpointing computes again what it did not keep: the same bits, names and copies, with less kept."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections import Counter

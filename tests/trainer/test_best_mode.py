@@ -1,7 +1,5 @@
 """Whether the lowest or the highest value of a metric is best, where the config leaves that to the metric."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

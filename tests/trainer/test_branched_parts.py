@@ -1,7 +1,5 @@
 """What callbacks, schedules by tokens and the history keep of another run whose checkpoint a run begins from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Going back to an earlier checkpoint, on to other ranks, and loading and saving by hand."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

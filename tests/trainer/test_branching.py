@@ -1,7 +1,5 @@
 """Runs that begin from another one's checkpoint: each word against the loop as one writes it by hand, in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

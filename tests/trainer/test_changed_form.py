@@ -1,7 +1,5 @@
 """What training changes of a model beside its values comes back on a resume, against a loop by hand in float64."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Data that change between epochs, or between two processes of a run: followed exactly, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

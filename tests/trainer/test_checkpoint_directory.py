@@ -1,7 +1,5 @@
 """Checkpoints on another disk: the run has a link to them, which a restart, every command and a second run follow."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

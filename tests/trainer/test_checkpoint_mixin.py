@@ -1,7 +1,5 @@
 """CheckpointMixin: when it saves, what it resumes, what it refuses, and what it says."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a trainer's constructor refuses of its class and callbacks before anything runs: hooks that cannot be called."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compilation changes speed alone: the same losses and names, equal blocks compiled once, nothing compiled again."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

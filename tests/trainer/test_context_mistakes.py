@@ -1,7 +1,5 @@
 """What context parallelism cannot do is named, on all ranks, before a step ends wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Context parallelism changes who has which positions and nothing else: weights, losses, metrics and checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients that are differentiated again: penalties on the gradient of a critic, against a loop by hand."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

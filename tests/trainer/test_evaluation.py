@@ -1,7 +1,5 @@
 """EvalMixin: named loaders, torchmetrics, best values, `evaluate()` and `predict()`."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

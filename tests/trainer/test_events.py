@@ -1,7 +1,5 @@
 """Events: who hears what, in which order, with which arguments; and `describe()`, which tells it beforehand."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

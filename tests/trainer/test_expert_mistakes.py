@@ -1,7 +1,5 @@
 """What expert parallelism cannot do is named, on all ranks, before the first step."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

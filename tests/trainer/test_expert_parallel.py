@@ -1,7 +1,5 @@
 """Ranks that share experts train as one process does: weights, norms, biases and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

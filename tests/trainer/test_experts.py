@@ -1,7 +1,5 @@
 """Mixtures of experts under the trainer: as a loop by hand, with biases that are the same bits on every mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Float8 is torchao's, on every mesh, and leaves nothing behind: parameters, names and checkpoints are plain ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

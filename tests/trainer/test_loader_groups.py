@@ -1,7 +1,5 @@
 """Training from several loaders: against a plain loop in float64, on ranks, interrupted at each step."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """When the state of a loader that has one is taken, and what follows where it is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Local SGD and DiLoCo are the loops one writes by hand, and a run stopped anywhere ends as the undisturbed one."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """What is logged together: dicts of values, and images in one grid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy

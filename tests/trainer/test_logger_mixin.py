@@ -1,7 +1,5 @@
 """LoggerMixin through real trainers: what is logged, with which weight, at which step, also over ranks and restarts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

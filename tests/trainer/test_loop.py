@@ -1,7 +1,5 @@
 """The loop: when it ends, which batches it takes, what it counts; alone in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -548,7 +546,7 @@ def test_deterministic_holds_during_fit_and_not_after(breaks: bool) -> None:
 class Encoding(UserDict):
     """As Hugging Face's BatchEncoding: a mapping with a `.to` that changes it in place."""
 
-    def to(self, device: Any) -> Encoding:
+    def to(self, device: Any) -> "Encoding":
         raise AssertionError("moving the caller's batch in place")
 
 
@@ -558,7 +556,7 @@ class Graph:
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y, self.device = x, y, None
 
-    def to(self, device: torch.device) -> Graph:
+    def to(self, device: torch.device) -> "Graph":
         moved = Graph(self.x.to(device), self.y.to(device))
         moved.device = device
         return moved

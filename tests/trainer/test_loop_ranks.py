@@ -1,7 +1,5 @@
 """The loop on several ranks: data is split, counters and decisions agree, seeds differ where they should."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Mixins compose in any order, every subset works, and what is missing is named when the trainer is built."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

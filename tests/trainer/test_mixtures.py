@@ -1,7 +1,5 @@
 """Runs over a mixture, alone and on ranks: their samples, logs and checkpoints."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

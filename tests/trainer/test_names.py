@@ -1,8 +1,6 @@
 """A user's attribute or method with a name of the framework's is an error that names both, when it is assigned or
 built; names of other frameworks are answered with ours."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

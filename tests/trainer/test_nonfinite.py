@@ -1,7 +1,5 @@
 """NaN and infinite gradients: raise, skip and retry, with norms read late as on an accelerator, except on_a_cpu."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,8 +1,6 @@
 """A trainer that an exception or Ctrl-C interrupted, in a program that goes on: a notebook, a prompt, a script that
 catches it. And signal handlers of the user's own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Optimizers resume with all that they keep, wherever they keep it, as a loop by hand goes on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Definitions of a user's classes are heard wherever the class stands, once each, or refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 tests/trainer/test_frozen_weights.py resumes such runs.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages whose ranks share layers, sequences or experts train as one process does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

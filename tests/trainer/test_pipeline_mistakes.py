@@ -1,7 +1,5 @@
 """What a pipeline cannot do is named, on all ranks, before a step ends wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers of parts of a model in stages: a rank without such a part has one of nothing."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

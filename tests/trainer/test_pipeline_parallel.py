@@ -1,7 +1,5 @@
 """A pipeline changes where layers are and nothing else: weights, losses, metrics and checkpoints are one process's."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

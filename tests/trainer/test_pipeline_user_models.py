@@ -1,7 +1,5 @@
 """Models as users have them, cut into stages: what cannot be cut is named, down to the line, with what to do."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

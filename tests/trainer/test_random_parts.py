@@ -1,7 +1,5 @@
 """Random layers among split ones: each rank draws for its part, and all draw the same for what is whole."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Recurrent modules, which keep their parameters a second time in a list: built, sharded, trained and saved."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

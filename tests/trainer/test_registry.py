@@ -1,7 +1,5 @@
 """Registries: models, optimizers, schedulers and metrics by the attributes that hold them."""
 
-from __future__ import annotations
-
 from types import FunctionType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replicas keep plain parameters: what is averaged, in which type and memory order, and what nobody touches."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """From what a run goes on: which checkpoint, what if it is damaged or of another model, and what is made up for."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

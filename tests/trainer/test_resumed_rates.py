@@ -1,7 +1,5 @@
 """PyTorch's schedulers where a run goes on, against PyTorch's own loop: the checkpoint's arguments go on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

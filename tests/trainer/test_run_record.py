@@ -1,7 +1,5 @@
 """What every run writes down about itself, whatever its mixins and loggers: its config, how far it is, how it ended."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Samples are counted as they were dealt, whatever the batches look like: in means, in counters, in gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a run is saved: what a checkpoint holds while training goes on, and what a busy or a broken writer does."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

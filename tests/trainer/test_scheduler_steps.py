@@ -1,7 +1,5 @@
 """Schedulers that are never stepped, stepped twice, or beside another optimizer, and uses of them that are meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

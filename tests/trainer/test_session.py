@@ -1,7 +1,5 @@
 """How a trainer begins and ends: what an exception leaves usable, and what only all ranks together may begin."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

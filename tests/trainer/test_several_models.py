@@ -1,7 +1,5 @@
 """Several models and optimizers in one trainer, against the same written by hand; turns of models: test_turns.py."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

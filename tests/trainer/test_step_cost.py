@@ -1,7 +1,5 @@
 """Host reads, copies and collectives of a steady step are those of a loop by hand, with norms read late as on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Runs over streams, stopped or killed and continued on other ranks: the samples of each step stay the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Sizes that ranks which share layers cannot have equal parts of are refused by name, before PyTorch joins them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

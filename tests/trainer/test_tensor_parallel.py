@@ -1,7 +1,5 @@
 """Tensor parallelism changes how the work is divided and nothing else: weights, counts, metrics and checkpoints."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens: counted exactly over ranks, as a limit, in the log, in schedules and after a resume."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Large sharded models, gathered block by block: code that reads their weights elsewhere trains as one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two models trained in turns within a window, against a loop by hand in one process; and turns that are refused."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A frozen base that nobody loaded is warned of, once; what was loaded, copied or meant to be frozen is not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation: exact means over ragged data and ranks, when it is due, and training left exactly as it was."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

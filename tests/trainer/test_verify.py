@@ -1,7 +1,5 @@
 """`verify` finds what ranks compute otherwise than one model in one piece, and changes nothing else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """When a run is saved, by the clock, by its metrics, by request and after an exception; and which checkpoints stay."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -135,7 +133,7 @@ def test_steps_kept_for_ever_stay_beside_the_newest() -> None:
 class Acts(saves.Saves):
     """Does something in `place` once, when `at` steps are trained; in events as the last listener."""
 
-    def __init__(self, config: saves.Config, place: str, at: int, action: Callable[[Acts], object]) -> None:
+    def __init__(self, config: saves.Config, place: str, at: int, action: "Callable[[Acts], object]") -> None:
         config.callbacks = dt.CallbackCollection([*config.callbacks, Actor()])
         super().__init__(config)
         self.when, self.action, self.has_acted = (place, at), action, False

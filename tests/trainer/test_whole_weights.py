@@ -1,8 +1,6 @@
 """Methods that save or count are not forwards, `gathered` gives plain and whole weights, and what a trainer is given
 that was built too early is made equal over ranks or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters under another config than theirs: equal weights would be another function, so they are refused by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

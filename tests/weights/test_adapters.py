@@ -1,7 +1,5 @@
 """Adapters of peft: trained on any layout as by peft's own loop, saved without their base, exported and merged."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is exported is read by the safetensors library and torch.load as it was in the model, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters that start from their base start from the base that is loaded, or the load is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

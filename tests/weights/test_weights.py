@@ -1,7 +1,5 @@
 """Weights of every kind of file arrive in a model as `load_state_dict` would put them there, or it is an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Ranks read what their own shards need, whatever the layout, and come to one outcome."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable
