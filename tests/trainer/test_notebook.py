@@ -118,6 +118,7 @@ def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes
 
 PROMPT = """
 import os, signal, sys
+from tests.trainer.small import *
 from tests.trainer.test_notebook import *
 class Presses(Evaluates):
     def training_step(self, batch, batch_idx):
