@@ -763,9 +763,7 @@ def test_no_parameter_gathered_before_is_used_after_averages_swap(at_two: tuple[
 
 
 @pytest.mark.pitfall(35)
-def test_one_rank_resumes_the_averages_of_two_bit_for_bit(
-    at_two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_resumes_from_two(at_two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, ranks = at_two
     monkeypatch.chdir(directory)
     ema, from_host = RecordsMoves(0.9), dt.EMA(0.9, validate=False)

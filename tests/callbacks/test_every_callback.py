@@ -131,9 +131,7 @@ def test_what_a_callback_was_given_is_in_the_record_of_the_config() -> None:
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_a_run_with_it_stopped_and_resumed_ends_where_one_without_it_ends(
-    name: str, untouched: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_stopped_and_resumed_a_run_ends_as_without_it(name: str, untouched: dict[str, Tensor], tmp_path: Path) -> None:
     trained([FACTORIES[name]()], tmp_path, max_steps=6)
     assert_same_weights(trained([FACTORIES[name]()], tmp_path), untouched)
 
@@ -249,9 +247,7 @@ def all_of_a_run(callback: dt.Callback, directory: Path, *, seed: int) -> dict[s
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_one_that_has_served_a_trainer_serves_the_next_as_a_new_one_would(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_one_trainer_it_serves_another(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(callback: dt.Callback, number: int) -> dict[str, Any]:
         capsys.readouterr()
         found = all_of_a_run(callback, tmp_path / str(number), seed=0)

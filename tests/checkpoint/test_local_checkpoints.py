@@ -181,9 +181,7 @@ def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) 
         (4, [range(2), range(2, 4)], [0, 1, 2, 3]),
     ],
 )
-def test_room_is_made_for_what_is_whole_once_for_each_host_and_stage(
-    stages: int, hosts: list[range], writing: list[int], tmp_path: Path
-) -> None:
+def test_room_is_made_for_hosts_and_stages(stages: int, hosts: list[range], writing: list[int], tmp_path: Path) -> None:
     """On a host ranks of other stages have other tensors."""
     snapshot, found = make_snapshot(3), {}
     for ranks in hosts:

@@ -201,9 +201,7 @@ def disk_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) 
 
 @pytest.mark.pitfall(29)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of descriptors are read from /proc")
-def test_the_disk_holds_a_checkpoints_files_before_its_name_and_its_name_before_the_save_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_holds_files_before_the_name_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path.resolve()
     for is_replaced in (False, True):
         if is_replaced:

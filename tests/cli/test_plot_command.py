@@ -124,9 +124,7 @@ def test_the_command_writes_what_the_suffix_says(tmp_path: Path, capsys: pytest.
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_be_drawn_is_one_line_and_an_exit_code(
-    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_drawn(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     import re
 
     a_run(Path("run"))

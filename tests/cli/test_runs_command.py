@@ -130,9 +130,7 @@ def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("runs")
-def test_the_environment_says_where_runs_are(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_places_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs").rename("others")
     assert "runs is not a directory" in said(capsys, "runs", code=2)
     monkeypatch.setenv("DREAM_TRAINER_RUNS", "others")

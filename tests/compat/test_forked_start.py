@@ -49,9 +49,7 @@ def batches_of(workers: int, context: str | None) -> list[list[int]]:
 
 @only_where_forks_hang
 @pytest.mark.parametrize("context", [None, "fork"])
-def test_a_worker_that_hangs_in_its_fork_is_forked_again(
-    first_fork_hangs: Path, context: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hung_fork_is_repeated(first_fork_hangs: Path, context: str | None, caplog: pytest.LogCaptureFixture) -> None:
     before = _children()
     assert batches_of(2, context) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert not first_fork_hangs.exists()

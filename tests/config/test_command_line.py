@@ -98,9 +98,7 @@ def test_sizes_flags_durations_and_none_have_a_text_form() -> None:
         (["--callbacks", "x"], "there is no flag --callbacks. --help-all shows every one."),
     ],
 )
-def test_a_wrong_argument_ends_with_code_2_and_says_why(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_argument_is_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         parse(given(), arguments)
     assert raised.value.code == 2

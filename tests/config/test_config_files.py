@@ -173,9 +173,7 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
         ("a.txt", "x", "ends in '.txt'. Use .yaml"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(
-    name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_in_a_file(name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(given(), write(name, text))
     with pytest.raises(SystemExit) as raised:

@@ -78,9 +78,7 @@ def other_weights(job: Job) -> None:
 @pytest.mark.parametrize(
     ("stops", "number", "between"), [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)]
 )
-def test_a_curriculum_goes_on_twice_with_the_same_tokens_in_each_step(
-    between: Callable[[Job], None], number: int, stops: tuple[int, int]
-) -> None:
+def test_a_curriculum_goes_on_the_same(between: Callable[[Job], None], number: int, stops: tuple[int, int]) -> None:
     """Weights that are set between two steps count from the next block on, and are in the state also if it is saved
     before anything was read by them."""
     straight = Job(LAYOUTS[0])

@@ -48,9 +48,7 @@ class Job(PackedJob):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_endless", [False, True])
 @pytest.mark.parametrize("number", range(0, len(LAYOUTS), 2))
-def test_a_run_that_goes_on_twice_with_other_layouts_has_the_same_tokens_in_each_step(
-    kind: str, is_endless: bool, number: int
-) -> None:
+def test_a_run_goes_on_twice_in_other_layouts_with_the_same_tokens(kind: str, is_endless: bool, number: int) -> None:
     expected = Job(kind, is_endless, (1, 1, 0)).steps(STEPS)[0]
     assert len(set(expected)) == STEPS
     found: list[str] = []

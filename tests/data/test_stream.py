@@ -194,9 +194,7 @@ def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> Non
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_closing_ends_the_workers_even_if_a_window_is_half_read(
-    persistent: bool, own_children: Callable[[], set[BaseProcess]]
-) -> None:
+def test_closing_ends_workers_in_a_window(persistent: bool, own_children: Callable[[], set[BaseProcess]]) -> None:
     stream = open_streams(1, 3, workers=2, persistent_workers=persistent)[0]
     next(iter(stream.next_window().batches))
     assert len(own_children()) == 2

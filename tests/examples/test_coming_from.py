@@ -55,9 +55,7 @@ def ported(original: tuple[Path, dict[str, Numbers]], tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("name", INITIAL)
-def test_a_port_has_the_numbers_of_its_original(
-    name: str, original: tuple[Path, dict[str, Numbers]], ported: dict[str, Numbers]
-) -> None:
+def test_a_port_learns_alike(name: str, original: tuple[Path, dict[str, Numbers]], ported: dict[str, Numbers]) -> None:
     theirs, ours = original[1][name], ported[name]
     assert len(theirs["train/loss"]) == (24 if name == "hf_trainer" else 32)
     assert theirs["train/loss"][-1] < 0.8 * theirs["train/loss"][0]

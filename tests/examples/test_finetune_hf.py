@@ -29,9 +29,7 @@ def metric(run: Path, name: str) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
-def test_it_learns_and_exports_what_transformers_load(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_exports_for_transformers(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(example, "PACKAGES", ("asyncio", "logging", "xml"))
     config = example.default_config()

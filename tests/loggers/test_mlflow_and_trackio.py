@@ -73,9 +73,7 @@ def mlflow_logger() -> api.MLflowLogger:
     return api.MLflowLogger(api.MLflowParameters(tags={"kind": "small"}, name="shown"))
 
 
-def test_an_mlflow_run_has_its_names_its_config_and_every_kind_of_media(
-    tmp_path: Path, mlflow_logger: api.MLflowLogger
-) -> None:
+def test_an_mlflow_run_has_names_config_and_all_kinds_of_media(tmp_path: Path, mlflow_logger: api.MLflowLogger) -> None:
     store = tmp_path / "mlflow.db"
     mlflow_logger.open(tmp_path, CONFIG, None)
     for _ in range(2):  # the second time as after a kill and a resume, when they come once more

@@ -72,9 +72,7 @@ FORMS: list[tuple[dict[str, Any], Callable[[int], float]]] = [
 
 
 @pytest.mark.parametrize(("values", "form"), FORMS, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_every_step_has_the_closed_forms_rate_in_every_group(
-    values: dict[str, Any], form: Callable[[int], float]
-) -> None:
+def test_steps_have_the_closed_forms_rate_in_each_group(values: dict[str, Any], form: Callable[[int], float]) -> None:
     schedule = build_schedule(ScheduleParameters(warmup_steps=WARMUP, **values), optimizer(), total_steps=TOTAL)
     assert isinstance(schedule, LambdaLR)
     for step, found in enumerate(rates(schedule, TOTAL + 5)):

@@ -107,9 +107,7 @@ def test_training_goes_on_from_the_best_averages() -> None:
 
 
 @pytest.mark.parametrize("later", [[], [dt.EMA(0.9, validate=False)]])
-def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
-    later: list[dt.Callback], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_best_of_a_lost_average_is_another(later: list[dt.Callback], caplog: pytest.LogCaptureFixture) -> None:
     with overfitting([dt.EMA(0.9, warm_up=False)]) as trainer:
         trainer.fit()
         trainer.load_best()

@@ -226,9 +226,7 @@ class Interrupted(Saves):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_saves_its_step_and_it_goes_on(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     expected = run(experiment="straight")
     stopped = Interrupted(make_config())

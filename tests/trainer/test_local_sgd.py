@@ -373,9 +373,7 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "devices", "names"), [(2, CPU, list(STOPS)), (4, SHARDED, ["twice"])], ids=["2", "sharded"]
 )
-def test_a_run_that_lost_its_last_steps_ends_bit_for_bit_as_the_undisturbed_one(
-    ranks: int, devices: dt.DeviceParameters, names: list[str]
-) -> None:
+def test_a_run_that_lost_steps_ends_as_without(ranks: int, devices: dt.DeviceParameters, names: list[str]) -> None:
     for found in run_world(stop_and_go_on, ranks, devices, names):
         for name in names:
             assert found[name].keys() == found["straight"].keys()

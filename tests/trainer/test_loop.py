@@ -69,9 +69,7 @@ class Learns(Alone):
         (".grad", []),
     ],
 )
-def test_training_that_never_steps_or_has_a_gradient_is_said_once(
-    how: str, said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_step_or_no_gradient_is_said_once(how: str, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
     trainer = Learns(make_config(n_epochs=3), batches(5))
     trainer.how = how
     fit(trainer)

@@ -83,9 +83,7 @@ class Slip(Two):
         ),
     ],
 )
-def test_a_scheduler_that_is_stepped_wrongly_is_named_once(
-    cls: type[Scheduled], told: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_step_is_named_once(cls: type[Scheduled], told: list[str], caplog: pytest.LogCaptureFixture) -> None:
     val = batches(2) if issubclass(cls, Validates) else None
     for line, start in zip(said(cls(make_config(n_epochs=2), batches(4), val), caplog), told, strict=True):
         assert line.startswith(start)

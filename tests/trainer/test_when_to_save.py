@@ -79,9 +79,7 @@ NAN, INF = math.nan, math.inf
     ids=str,
 )
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_a_better_metric_than_all_before_is_saved(
-    script: tuple[float | None, ...], mode: str, steps: list[int], in_parts: bool
-) -> None:
+def test_a_better_one_is_saved(script: tuple[float | None, ...], mode: str, steps: list[int], in_parts: bool) -> None:
     parameters: dict[str, Any] = {"save_on_best": True, "best_mode": mode, "save_at_end": in_parts}
     if in_parts:  # each part saves its end too
         assert saves.fit_scripted(script, stop_after=3, **parameters).saved == sorted({*steps, 3} & {1, 2, 3})
