@@ -30,7 +30,6 @@ def metric(run: Path, name: str) -> list[float]:
 
 
 def test_it_exports_for_transformers(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(example, "PACKAGES", ("asyncio", "logging", "xml"))
     config = example.default_config()
     config.training_parameters = type(config.training_parameters)(n_epochs=3, global_batch_size=16, train_batch_size=16)

@@ -133,11 +133,6 @@ def language_config(files: Path, **fields: Any) -> recipes.LanguageModelConfig:
     )
 
 
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_a_language_model_learns_as_by_hand(files: Path) -> None:
     config = language_config(files, architecture={"model_type": "llama", **SIZES})
     with trained(recipes.LanguageModel, config) as (trainer, begun, batches):
