@@ -1,7 +1,5 @@
 """What tests use of the package's own modules, so that moving code changes this file alone."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a test may change in the process of a rank that serves others after it: put back, or the rank ends."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """As on an accelerator: norms and logged numbers stay on the device and wait there. On a CPU they are read at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock

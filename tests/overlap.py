@@ -1,7 +1,5 @@
 """Async tensor parallelism on the CPU: PyTorch's own slow forms of the operations, which count how often they ran."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 They are forked from the server of worlds.py, which saves them the imports; with `--all` each is a fresh interpreter.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -1,7 +1,5 @@
 """Which values of a metric are best, by what is known of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.api import ConfigError, mode_by_name, mode_of

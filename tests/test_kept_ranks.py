@@ -1,7 +1,5 @@
 """Ranks that are kept begin every world as fresh ones do, or are not kept."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -80,8 +78,7 @@ def leaves_a_thread() -> int:
 
 @pytest.mark.parametrize("leaves", [leaves_a_process_group, leaves_a_function, leaves_a_setting, leaves_a_thread])
 def test_what_cannot_be_put_back_ends_the_rank(leaves: Any) -> None:
-    first = run_world(leaves, 2)
-    assert not set(first) & set(run_world(os.getpid, 2))
+    assert not set(run_world(leaves, 2)) & set(run_world(os.getpid, 2))
 
 
 def fails_on_one() -> int:

@@ -1,7 +1,5 @@
 """What is published: the same archives from each build, whole, and a package that does nothing by being imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

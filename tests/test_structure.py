@@ -1,7 +1,5 @@
 """How the package is built: imports go downward only and in no circle, names occur once, files stay short."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections import Counter, defaultdict

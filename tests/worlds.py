@@ -5,8 +5,6 @@ one of them failed or is not as it was before (tests/kept_ranks.py). With `--all
 spawned: forked ones share one order of hashing, and ranks of `torchrun` don't.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -6,8 +6,6 @@ what makes so short a run see the callback work. `SECOND` has those that refuse 
 print into a file does so into `PRINTED`.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What the callbacks' own tests share: a trainer that logs at every step, and a callback that keeps what was logged."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

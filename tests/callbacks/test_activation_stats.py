@@ -1,7 +1,5 @@
 """ActivationStats against the same numbers taken by hand from what modules return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -240,9 +238,6 @@ def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pyt
 def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"'attention' is found in no module's name. They begin with model, model.0,"):
         observed(Logged, batches(1), modules=["attention"], n_epochs=1)
-
-
-# -- on two ranks, which test_on_ranks.py starts
 
 
 class Parts(Spread, dt.TensorParallelMixin, dt.LoggerMixin):

@@ -1,7 +1,5 @@
 """EarlyStopping: what counts, when it stops, and that a resume goes on counting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -43,9 +41,7 @@ def epochs_until_stopped(stopping: EarlyStopping, values: Sequence[float], **tra
     ],
     ids=str,
 )
-def test_it_stops_after_so_many_validations_without_an_improvement(
-    options: dict[str, Any], values: list[float], epochs: int
-) -> None:
+def test_it_stops_without_improvement(options: dict[str, Any], values: list[float], epochs: int) -> None:
     assert epochs_until_stopped(EarlyStopping(**options), values) == epochs
 
 
@@ -69,8 +65,7 @@ def test_a_resumed_run_goes_on_with_its_patience() -> None:
     def run(n_epochs: int, patience: int) -> Saved:
         config = make_config(n_epochs=n_epochs, callbacks=[EarlyStopping(patience=patience)])
         config.checkpoint_parameters = CheckpointParameters()
-        trainer = fit(Saved(config, values))
-        return trainer
+        return fit(Saved(config, values))
 
     assert run(2, 3).get_callback(EarlyStopping).state_dict() == {"best": 1.0, "validations_without_improvement": 1}
     assert run(7, 3).current_epoch == 4
@@ -116,9 +111,7 @@ def test_a_run_that_never_validates_is_an_error_that_says_what_would(training: d
     ],
     ids=str,
 )
-def test_the_reason_of_a_stop_names_what_there_was_to_beat(
-    values: list[float], message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_reason_names_the_best(values: list[float], message: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "dream_trainer"):
         epochs_until_stopped(EarlyStopping(patience=2), values)
     assert message in caplog.text

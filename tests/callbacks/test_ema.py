@@ -1,7 +1,5 @@
 """EMA against averages kept by hand in float64; validation with them, and training that does not notice them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -17,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from tests.api import (
-    EMA,
     CheckpointError,
-    CheckpointParameters,
     ConfigError,
     DistributedDataLoader,
     HookError,
@@ -27,29 +23,11 @@ from tests.api import (
     StepError,
     tensor_metadata,
 )
+from tests.trainer import small
 from tests.trainer.arithmetic import full
-from tests.trainer.small import (
-    Alone,
-    Batch,
-    Config,
-    Samples,
-    Sharded,
-    Spread,
-    Validates,
-    assert_same_weights,
-    batches,
-    by_hand,
-    fill,
-    fit,
-    fused_adamw,
-    make_config,
-    network,
-    sgd,
-    weights,
-)
 from tests.worlds import run_world
 
-Windows = Sequence[Sequence[Batch]]
+Windows = Sequence[Sequence[small.Batch]]
 
 
 def by_hand_averaged(
@@ -59,13 +37,13 @@ def by_hand_averaged(
     warm_up: bool = True,
     every: int = 1,
     skipped: Sequence[int] = (),
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = small.sgd,
 ) -> dict[str, Tensor]:
     """The averages as one writes them, over whole tensors; steps count from 1."""
-    model = network()
-    fill(model)
+    model = small.network()
+    small.fill(model)
     optimizer = make_optimizer(model)
-    average, updates = weights(model), 0
+    average, updates = small.weights(model), 0
     for step, window in enumerate(windows, start=1):
         if step in skipped:
             continue
@@ -74,12 +52,12 @@ def by_hand_averaged(
         optimizer.zero_grad()
         if step % every == 0:
             keep = min(decay, (1 + updates) / (10 + updates)) if warm_up else decay
-            average = {name: keep * average[name] + (1 - keep) * value for name, value in weights(model).items()}
+            average = {name: keep * average[name] + (1 - keep) * value for name, value in small.weights(model).items()}
             updates += 1
     return average
 
 
-def averaged(ema: EMA, model: str = "model") -> dict[str, Tensor]:
+def averaged(ema: dt.EMA, model: str = "model") -> dict[str, Tensor]:
     """Full copies of the averages; a collective where they are sharded."""
     return {name: full(tensor).clone() for name, tensor in ema.averaged(model).items()}
 
@@ -94,7 +72,7 @@ def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def in_windows(data: Sequence[Batch], size: int) -> Windows:
+def in_windows(data: Sequence[small.Batch], size: int) -> Windows:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
@@ -115,13 +93,13 @@ def in_windows(data: Sequence[Batch], size: int) -> Windows:
     ids=str,
 )
 def test_the_average_is_the_one_kept_by_hand(options: dict[str, Any], accumulation: int) -> None:
-    ema, data = EMA(**options), batches(14)
-    config = make_config(n_epochs=1, callbacks=[ema], gradient_accumulation_steps=accumulation)
-    trainer = fit(Alone(config, data))
+    ema, data = dt.EMA(**options), small.batches(14)
+    config = small.make_config(n_epochs=1, callbacks=[ema], gradient_accumulation_steps=accumulation)
+    trainer = small.fit(small.Alone(config, data))
     windows = in_windows(data, accumulation)
     truth = {name: value for name, value in options.items() if name not in ("every_n_steps", "device")}
-    assert_same_weights(averaged(ema), by_hand_averaged(windows, every=options.get("every_n_steps", 1), **truth))
-    assert_same_weights(weights(trainer.model), by_hand(windows))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(windows, every=options.get("every_n_steps", 1), **truth))
+    small.assert_same_weights(small.weights(trainer.model), small.by_hand(windows))
 
 
 def test_an_average_on_the_host_has_the_weights_of_its_update_however_late_it_moves() -> None:
@@ -142,7 +120,7 @@ def test_an_average_on_the_host_has_the_weights_of_its_update_however_late_it_mo
 def test_it_starts_from_the_weights_that_training_starts_from() -> None:
     """Not from those that were there when it was set up, evaluated or checked."""
 
-    class Loads(Validates, Alone, dt.EvalMixin):
+    class Loads(small.Validates, small.Alone, dt.EvalMixin):
         def setup(self) -> None:
             super().setup()
             with torch.no_grad():
@@ -150,18 +128,18 @@ def test_it_starts_from_the_weights_that_training_starts_from() -> None:
                     parameter.normal_()
 
         def pre_fit(self) -> None:
-            fill(self.model)
+            small.fill(self.model)
 
-    ema, data = EMA(0.9, warm_up=False), batches(5)
-    trainer = Loads(make_config(n_epochs=1, num_sanity_val_steps=1, callbacks=[ema]), data, batches(2))
+    ema, data = dt.EMA(0.9, warm_up=False), small.batches(5)
+    trainer = Loads(small.make_config(n_epochs=1, num_sanity_val_steps=1, callbacks=[ema]), data, small.batches(2))
     with trainer:
         trainer.evaluate()
-        assert_equal(averaged(ema), weights(trainer.model))
+        assert_equal(averaged(ema), small.weights(trainer.model))
         trainer.fit()
-    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9, warm_up=False))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9, warm_up=False))
 
 
-class SeveralOptimizers(Alone):
+class SeveralOptimizers(small.Alone):
     """Weights and biases have an optimizer each, stepped together or one after the other."""
 
     together = True
@@ -172,7 +150,7 @@ class SeveralOptimizers(Alone):
         self.optimizer = torch.optim.SGD([p for p in parameters if p.dim() > 1], lr=0.1, momentum=0.9)
         self.second = torch.optim.SGD([p for p in parameters if p.dim() <= 1], lr=0.1, momentum=0.9)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         self.backward(mse_loss(self.model(batch[0]), batch[1]))
         if not self.is_accumulating_gradients:
             if self.together:
@@ -187,28 +165,28 @@ class Looks(dt.Callback):
     """Reads the averages between two steps of a window."""
 
     def post_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        trainer.get_callback(EMA).averaged("model")
+        trainer.get_callback(dt.EMA).averaged("model")
 
 
 @pytest.mark.pitfall(35)
 @pytest.mark.parametrize("callbacks", [[], [Looks()]], ids=["", "looked at inside"])
 @pytest.mark.parametrize("together", [True, False], ids=["one step call", "two step calls"])
 def test_two_optimizers_of_one_model_move_the_average_once(together: bool, callbacks: list[dt.Callback]) -> None:
-    ema, data = EMA(0.9), batches(8)
-    config = make_config(n_epochs=1, callbacks=[ema, *callbacks], gradient_accumulation_steps=2)
+    ema, data = dt.EMA(0.9), small.batches(8)
+    config = small.make_config(n_epochs=1, callbacks=[ema, *callbacks], gradient_accumulation_steps=2)
     trainer = SeveralOptimizers(config, data)
     trainer.together = together
-    fit(trainer)
-    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 2), decay=0.9))
+    small.fit(trainer)
+    small.assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 2), decay=0.9))
 
 
-class Poisoned(Alone):
+class Poisoned(small.Alone):
     """The loss is NaN in some steps, or weighs nothing there."""
 
     poison: Sequence[int] = ()
     empty: Sequence[int] = ()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         step = batch_idx + 1
         loss = mse_loss(self.model(batch[0]), batch[1]) * (float("nan") if step in self.poison else 1.0)
         weight = torch.tensor(0.0 if step in self.empty else 2.0) if self.empty else None
@@ -219,17 +197,19 @@ class Poisoned(Alone):
 
 @pytest.mark.usefixtures("late_norms")
 @pytest.mark.pitfall(35)
-@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
+@pytest.mark.parametrize(
+    "make_optimizer", [small.sgd, small.fused_adamw], ids=["skipped by the host", "skipped on the device"]
+)
 @pytest.mark.parametrize("what", ["poison", "empty"])
 def test_a_skipped_step_does_not_move_the_average(make_optimizer: Any, what: str) -> None:
-    ema, on_host, data = EMA(0.9), EMA(0.9, validate=False, device="cpu"), batches(8)
-    config = make_config(n_epochs=1, callbacks=[ema, on_host], on_nonfinite="skip")
+    ema, on_host, data = dt.EMA(0.9), dt.EMA(0.9, validate=False, device="cpu"), small.batches(8)
+    config = small.make_config(n_epochs=1, callbacks=[ema, on_host], on_nonfinite="skip")
     trainer = Poisoned(config, data, make_optimizer=make_optimizer)
     setattr(trainer, what, (1, 4, 5))
-    fit(trainer)
+    small.fit(trainer)
     assert trainer.skipped_steps == 3
     truth = by_hand_averaged(in_windows(data, 1), decay=0.9, skipped=(1, 4, 5), make_optimizer=make_optimizer)
-    assert_same_weights(averaged(ema), truth)
+    small.assert_same_weights(averaged(ema), truth)
     assert_equal(averaged(on_host), averaged(ema))
     assert ema.state_dict()["updates"] == on_host.state_dict()["updates"] == {"model": 5}
 
@@ -240,11 +220,11 @@ def test_a_window_that_is_run_again_moves_the_average_once() -> None:
             self.poison = ()  # bad at the first try alone
             return super().step(*args)
 
-    ema, data = EMA(0.9), batches(4)
-    trainer = Retried(make_config(n_epochs=1, callbacks=[ema], on_nonfinite="retry"), data)
+    ema, data = dt.EMA(0.9), small.batches(4)
+    trainer = Retried(small.make_config(n_epochs=1, callbacks=[ema], on_nonfinite="retry"), data)
     trainer.poison = (1,)
-    fit(trainer)
-    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+    small.fit(trainer)
+    small.assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
 
 
 class Operations(TorchDispatchMode):
@@ -259,7 +239,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class RecordsMoves(EMA):
+class RecordsMoves(dt.EMA):
     """Records the operations of each update."""
 
     moves: list[list[str]]
@@ -272,14 +252,14 @@ class RecordsMoves(EMA):
 
 def test_an_update_is_one_operation_that_allocates_nothing_and_waits_for_nothing() -> None:
     ema = RecordsMoves(0.9)
-    fit(Alone(make_config(n_epochs=1, callbacks=[ema]), batches(3)))
+    small.fit(small.Alone(small.make_config(n_epochs=1, callbacks=[ema]), small.batches(3)))
     assert ema.moves == [["_foreach_lerp_"]] * 3
 
 
 def test_an_update_that_the_device_may_leave_out_waits_for_nothing_either() -> None:
     ema = RecordsMoves(0.9)
-    config = make_config(n_epochs=1, callbacks=[ema], on_nonfinite="skip")
-    fit(Alone(config, batches(3), make_optimizer=fused_adamw))
+    config = small.make_config(n_epochs=1, callbacks=[ema], on_nonfinite="skip")
+    small.fit(small.Alone(config, small.batches(3), make_optimizer=small.fused_adamw))
     for operations in ema.moves:
         assert "_foreach_lerp_" in operations
         assert not {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"} & set(operations)
@@ -304,16 +284,16 @@ class Mixed(nn.Module):
         return self.tied(self.first(self.norm(self.frozen(x)))).sum(1, keepdim=True) + self.narrow.double().sum()
 
 
-class TrainsMixed(Alone):
+class TrainsMixed(small.Alone):
     def setup(self) -> None:
         self.model = Mixed()
-        self.teacher = network().requires_grad_(False)
+        self.teacher = small.network().requires_grad_(False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
 
 def test_trained_parameters_are_averaged_and_nothing_else() -> None:
-    ema = EMA(0.9)
-    trainer = fit(TrainsMixed(make_config(n_epochs=1, callbacks=[ema]), batches(4)))
+    ema = dt.EMA(0.9)
+    trainer = small.fit(TrainsMixed(small.make_config(n_epochs=1, callbacks=[ema]), small.batches(4)))
     assert list(ema.averaged("model")) == ["narrow", "norm.weight", "norm.bias", "first.weight"]
     with pytest.raises(KeyError, match="teacher"):
         ema.averaged("teacher")
@@ -327,30 +307,30 @@ def test_trained_parameters_are_averaged_and_nothing_else() -> None:
 
 def test_a_narrow_parameter_is_averaged_in_float32_where_small_steps_count() -> None:
     class Jumps(TrainsMixed):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             result = super().training_step(batch, batch_idx)
             with torch.no_grad():
                 self.model.narrow.fill_(2.0)
             return result
 
-    ema = EMA(0.999, warm_up=False)
-    fit(Jumps(make_config(n_epochs=1, callbacks=[ema]), batches(8)))
+    ema = dt.EMA(0.999, warm_up=False)
+    small.fit(Jumps(small.make_config(n_epochs=1, callbacks=[ema]), small.batches(8)))
     found = ema.averaged("model")["narrow"]
     assert found.dtype == torch.float32
     # In bfloat16 1 + 0.001 is 1, so the average would stay where it is.
     torch.testing.assert_close(found, torch.full((4,), 2.0 - 0.999**8), rtol=1e-5, atol=0)
 
 
-class Adversaries(Alone):
+class Adversaries(small.Alone):
     """Two models of which the second steps in every other window."""
 
     def setup(self) -> None:
         super().setup()
-        self.other = network()
-        fill(self.other)
-        self.other_optimizer = sgd(self.other)
+        self.other = small.network()
+        small.fill(self.other)
+        self.other_optimizer = small.sgd(self.other)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         for index, model, optimizer in ((1, self.model, self.optimizer), (2, self.other, self.other_optimizer)):
             if (batch_idx + 1) % index == 0:
                 self.backward(mse_loss(model(batch[0]), batch[1]), model=model)
@@ -359,12 +339,12 @@ class Adversaries(Alone):
 
 
 def test_each_model_moves_its_average_when_it_steps() -> None:
-    both, one, data = EMA(0.9), EMA(0.5, models=["other"], validate=False), batches(6)
-    fit(Adversaries(make_config(n_epochs=1, callbacks=[both, one]), data))
-    assert_same_weights(averaged(both), by_hand_averaged(in_windows(data, 1), decay=0.9))
+    both, one, data = dt.EMA(0.9), dt.EMA(0.5, models=["other"], validate=False), small.batches(6)
+    small.fit(Adversaries(small.make_config(n_epochs=1, callbacks=[both, one]), data))
+    small.assert_same_weights(averaged(both), by_hand_averaged(in_windows(data, 1), decay=0.9))
     other = in_windows(data, 1)[1::2]
-    assert_same_weights(averaged(both, "other"), by_hand_averaged(other, decay=0.9))
-    assert_same_weights(averaged(one, "other"), by_hand_averaged(other, decay=0.5))
+    small.assert_same_weights(averaged(both, "other"), by_hand_averaged(other, decay=0.9))
+    small.assert_same_weights(averaged(one, "other"), by_hand_averaged(other, decay=0.5))
     with pytest.raises(KeyError, match="averaged are \\['other'\\]"):
         one.averaged("model")
 
@@ -372,20 +352,23 @@ def test_each_model_moves_its_average_when_it_steps() -> None:
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ([EMA(models=["modle"])], "'modle'.*Trained are \\['model'\\]"),
-        ([EMA(0.9), EMA(0.99)], "two averages would validate \\['model'\\]"),
+        ([dt.EMA(models=["modle"])], "'modle'.*Trained are \\['model'\\]"),
+        ([dt.EMA(0.9), dt.EMA(0.99)], "two averages would validate \\['model'\\]"),
     ],
     ids=["no such model", "two that validate"],
 )
-def test_what_cannot_work_ends_the_setup_with_an_error(callbacks: list[EMA], message: str) -> None:
-    with Alone(make_config(n_epochs=1, callbacks=callbacks), batches(1)) as trainer, pytest.raises(ConfigError) as info:
+def test_what_cannot_work_ends_the_setup_with_an_error(callbacks: list[dt.EMA], message: str) -> None:
+    with (
+        small.Alone(small.make_config(n_epochs=1, callbacks=callbacks), small.batches(1)) as trainer,
+        pytest.raises(ConfigError) as info,
+    ):
         trainer.fit()
     assert info.match(message)
 
 
 def test_there_are_no_averages_before_a_run() -> None:
     with pytest.raises(HookError, match="fit"):
-        EMA().averaged("model")
+        dt.EMA().averaged("model")
 
 
 # -- validation
@@ -399,7 +382,7 @@ class Sees(dt.Callback):
         self.seen: dict[str, list[dict[str, Tensor]]] = {}
 
     def _note(self, event: str, trainer: Any) -> None:
-        self.seen.setdefault(event, []).append(weights(trainer.model))
+        self.seen.setdefault(event, []).append(small.weights(trainer.model))
 
     def post_train_step(self, trainer: Any) -> None:
         self._note("train", trainer)
@@ -414,7 +397,7 @@ class Sees(dt.Callback):
         self._note("end", trainer)
 
 
-class Validated(Validates, Alone, dt.EvalMixin):
+class Validated(small.Validates, small.Alone, dt.EvalMixin):
     """Keeps the metrics of each validation."""
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
@@ -422,7 +405,7 @@ class Validated(Validates, Alone, dt.EvalMixin):
 
 
 def loss_with(values: dict[str, Tensor], length: int) -> float:
-    model, data = network(), Samples(length)
+    model, data = small.network(), small.Samples(length)
     model.load_state_dict(values)
     with torch.no_grad():
         return mse_loss(model(data.x), data.y).item()
@@ -432,28 +415,30 @@ def loss_with(values: dict[str, Tensor], length: int) -> float:
 @pytest.mark.parametrize("order", [-1, 1], ids=["seen before", "seen after"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["listed first", "listed last"])
 def test_a_validation_sees_the_averages_and_training_does_not_notice(order: int, is_first: bool) -> None:
-    ema, sees, data = EMA(0.9), Sees(order), batches(6)
+    ema, sees, data = dt.EMA(0.9), Sees(order), small.batches(6)
     callbacks = [ema, sees] if is_first else [sees, ema]
-    trainer = fit(Validated(make_config(n_epochs=1, val_every_n_steps=2, callbacks=callbacks), data, batches(3)))
+    trainer = small.fit(
+        Validated(small.make_config(n_epochs=1, val_every_n_steps=2, callbacks=callbacks), data, small.batches(3))
+    )
     for number, step in enumerate((2, 4, 6)):
         truth = by_hand_averaged(in_windows(data[:step], 1), decay=0.9)
-        assert_same_weights(sees.seen["start"][number], truth)
-        assert_same_weights(sees.seen["batch"][3 * number + 2], truth)
+        small.assert_same_weights(sees.seen["start"][number], truth)
+        small.assert_same_weights(sees.seen["batch"][3 * number + 2], truth)
         assert trainer.metrics[number]["val/loss"] == pytest.approx(loss_with(truth, 6), rel=1e-12)
         assert_equal(sees.seen["end"][number], sees.seen["train"][step - 1])
-    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
-    without = fit(Validated(make_config(n_epochs=1, val_every_n_steps=2), data, batches(3)))
-    assert_equal(weights(trainer.model), weights(without.model))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+    without = small.fit(Validated(small.make_config(n_epochs=1, val_every_n_steps=2), data, small.batches(3)))
+    assert_equal(small.weights(trainer.model), small.weights(without.model))
 
 
 def test_without_validate_a_validation_sees_the_weights() -> None:
-    ema, sees = EMA(0.9, validate=False), Sees()
-    fit(Validated(make_config(n_epochs=1, callbacks=[ema, sees]), batches(3), batches(1)))
+    ema, sees = dt.EMA(0.9, validate=False), Sees()
+    small.fit(Validated(small.make_config(n_epochs=1, callbacks=[ema, sees]), small.batches(3), small.batches(1)))
     assert_equal(sees.seen["start"][0], sees.seen["train"][-1])
 
 
 class Breaks(Validated):
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         if batch_idx == 1:
             raise ValueError("broken on purpose")
         return super().validation_step(batch, batch_idx)
@@ -461,21 +446,21 @@ class Breaks(Validated):
 
 @pytest.mark.pitfall(35)
 def test_an_exception_in_a_validation_leaves_the_weights() -> None:
-    ema, data = EMA(0.9), batches(4)
-    trainer = Breaks(make_config(n_epochs=1, callbacks=[ema]), data, batches(2))
+    ema, data = dt.EMA(0.9), small.batches(4)
+    trainer = Breaks(small.make_config(n_epochs=1, callbacks=[ema]), data, small.batches(2))
     with trainer, pytest.raises(ValueError, match="on purpose"):
         trainer.fit()
-    assert_same_weights(weights(trainer.model), by_hand(in_windows(data, 1)))
-    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+    small.assert_same_weights(small.weights(trainer.model), small.by_hand(in_windows(data, 1)))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
 
 
 def test_evaluate_uses_the_averages_unless_others_were_chosen_by_hand() -> None:
-    data = batches(6)
-    fast, slow = EMA(0.5, warm_up=False), EMA(0.9, warm_up=False, validate=False)
-    config = make_config(n_epochs=1, val_every_n_epochs=None, callbacks=[fast, slow])
-    with Validated(config, data, batches(2)) as trainer:
+    data = small.batches(6)
+    fast, slow = dt.EMA(0.5, warm_up=False), dt.EMA(0.9, warm_up=False, validate=False)
+    config = small.make_config(n_epochs=1, val_every_n_epochs=None, callbacks=[fast, slow])
+    with Validated(config, data, small.batches(2)) as trainer:
         trainer.fit()
-        before = weights(trainer.model)
+        before = small.weights(trainer.model)
         losses = {
             decay: loss_with(by_hand_averaged(in_windows(data, 1), decay=decay, warm_up=False), 4)
             for decay in (0.5, 0.9)
@@ -484,21 +469,21 @@ def test_evaluate_uses_the_averages_unless_others_were_chosen_by_hand() -> None:
         with slow.averaged_weights():
             assert trainer.evaluate()["val/loss"] == pytest.approx(losses[0.9], rel=1e-12)
             with slow.averaged_weights(), fast.averaged_weights():
-                assert_equal(weights(trainer.model), averaged(fast))
-            assert_equal(weights(trainer.model), averaged(slow))
+                assert_equal(small.weights(trainer.model), averaged(fast))
+            assert_equal(small.weights(trainer.model), averaged(slow))
             with pytest.raises(CheckpointError, match="averages"):
                 slow.checkpoint_tensors()
         with pytest.raises(KeyError), slow.averaged_weights():
             raise KeyError
-        assert_equal(weights(trainer.model), before)
+        assert_equal(small.weights(trainer.model), before)
 
 
-class Stops(Alone):
+class Stops(small.Alone):
     """Stops after its first step, so that it may be trained on, and tries to average inside a window."""
 
-    ema: EMA
+    ema: dt.EMA
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         self.request_stop()
         with pytest.raises(StepError, match="inside an accumulation window"), self.ema.averaged_weights():
             pass
@@ -506,8 +491,8 @@ class Stops(Alone):
 
 
 def test_nothing_is_trained_while_the_averages_stand_in() -> None:
-    ema = EMA(0.9)
-    trainer = Stops(make_config(n_epochs=1, callbacks=[ema]), batches(3))
+    ema = dt.EMA(0.9)
+    trainer = Stops(small.make_config(n_epochs=1, callbacks=[ema]), small.batches(3))
     trainer.ema = ema
     with trainer:
         trainer.fit()
@@ -518,21 +503,21 @@ def test_nothing_is_trained_while_the_averages_stand_in() -> None:
 # -- checkpoints
 
 
-class Saved(Validates, Sharded, dt.EvalMixin, dt.CheckpointMixin):
+class Saved(small.Validates, small.Sharded, dt.EvalMixin, dt.CheckpointMixin):
     """Eight steps of four samples at any number of ranks."""
 
-    def __init__(self, config: Config, make_optimizer: Any = sgd) -> None:
-        train, val = DistributedDataLoader(Samples(32), 2), DistributedDataLoader(Samples(8), 2)
+    def __init__(self, config: small.Config, make_optimizer: Any = small.sgd) -> None:
+        train, val = DistributedDataLoader(small.Samples(32), 2), DistributedDataLoader(small.Samples(8), 2)
         super().__init__(config, train, val, make_optimizer=make_optimizer)
 
 
-def saved_config(steps: int, *callbacks: dt.Callback, **training: Any) -> Config:
-    config = make_config(max_steps=steps, global_batch_size=4, callbacks=callbacks, **training)
-    config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None)
+def saved_config(steps: int, *callbacks: dt.Callback, **training: Any) -> small.Config:
+    config = small.make_config(max_steps=steps, global_batch_size=4, callbacks=callbacks, **training)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
     return config
 
 
-SAVED_WINDOWS = in_windows(batches(8, 4), 1)
+SAVED_WINDOWS = in_windows(small.batches(8, 4), 1)
 
 
 @pytest.mark.pitfall(35)
@@ -540,15 +525,15 @@ SAVED_WINDOWS = in_windows(batches(8, 4), 1)
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"warm_up": False}, {"device": "cpu"}], ids=str)
 def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, Any], stop: int) -> None:
     for steps in (stop, 8):
-        ema, second = EMA(0.9, **options), EMA(0.5, validate=False)
-        trainer = fit(Saved(saved_config(steps, ema, second)))
-    straight, other = EMA(0.9, **options), EMA(0.5, validate=False)
+        ema, second = dt.EMA(0.9, **options), dt.EMA(0.5, validate=False)
+        trainer = small.fit(Saved(saved_config(steps, ema, second)))
+    straight, other = dt.EMA(0.9, **options), dt.EMA(0.5, validate=False)
     config = saved_config(8, straight, other)
     config.experiment = "straight"
-    without = fit(Saved(config))
+    without = small.fit(Saved(config))
     assert_equal(averaged(ema), averaged(straight))
     assert_equal(averaged(second), averaged(other))
-    assert_equal(weights(trainer.model), weights(without.model))
+    assert_equal(small.weights(trainer.model), small.weights(without.model))
     assert ema.state_dict() == straight.state_dict()
 
 
@@ -556,98 +541,98 @@ def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, 
 @pytest.mark.usefixtures("late_norms")
 def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
     class Bad(Saved):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             batch = (batch[0] * (float("nan") if self.global_step in (1, 5) else 1.0), *batch[1:])
             return super().training_step(batch, batch_idx)
 
     for steps in (3, 8):
-        ema = EMA(0.9)
-        fit(Bad(saved_config(steps, ema, on_nonfinite="skip"), make_optimizer=fused_adamw))
-    truth = by_hand_averaged(SAVED_WINDOWS, decay=0.9, skipped=(2, 6), make_optimizer=fused_adamw)
-    assert_same_weights(averaged(ema), truth)
+        ema = dt.EMA(0.9)
+        small.fit(Bad(saved_config(steps, ema, on_nonfinite="skip"), make_optimizer=small.fused_adamw))
+    truth = by_hand_averaged(SAVED_WINDOWS, decay=0.9, skipped=(2, 6), make_optimizer=small.fused_adamw)
+    small.assert_same_weights(averaged(ema), truth)
 
 
 def test_a_run_that_resumes_without_averages_starts_them_from_the_resumed_weights() -> None:
-    fit(Saved(saved_config(3)))
-    ema = EMA(0.9, warm_up=False)
-    trainer = fit(Saved(saved_config(3, ema)))  # has nothing left to do
+    small.fit(Saved(saved_config(3)))
+    ema = dt.EMA(0.9, warm_up=False)
+    trainer = small.fit(Saved(saved_config(3, ema)))  # has nothing left to do
     assert trainer.global_step == 3
-    assert_equal(averaged(ema), weights(trainer.model))
-    ema = EMA(0.9, warm_up=False)
-    fit(Saved(saved_config(5, ema)))
-    assert_same_weights(averaged(ema), after_three())
+    assert_equal(averaged(ema), small.weights(trainer.model))
+    ema = dt.EMA(0.9, warm_up=False)
+    small.fit(Saved(saved_config(5, ema)))
+    small.assert_same_weights(averaged(ema), after_three())
 
 
 @pytest.mark.parametrize(("steps", "every"), [(8, 1), (7, 2)], ids=["after an update", "between two updates"])
 def test_going_back_to_a_checkpoint_takes_the_averages_back(steps: int, every: int) -> None:
-    config, ema = saved_config(steps), EMA(0.9, every_n_steps=every)
+    config, ema = saved_config(steps), dt.EMA(0.9, every_n_steps=every)
     config.callbacks = dt.CallbackCollection([ema])
-    config.checkpoint_parameters = CheckpointParameters(save_every_n_steps=2)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2)
     with Saved(config) as trainer:
         trainer.fit()
         trainer.load_checkpoint(trainer.checkpoints()[0].path)
-        assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9, every=every))
+        small.assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9, every=every))
         trainer.fit()
-    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:steps], decay=0.9, every=every))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:steps], decay=0.9, every=every))
 
 
 def after_three() -> dict[str, Tensor]:
     """What an average with 0.9 comes to that starts at step 3, after step 5."""
-    third, fourth, fifth = (weights(by_hand(SAVED_WINDOWS[:count])) for count in (3, 4, 5))
+    third, fourth, fifth = (small.weights(small.by_hand(SAVED_WINDOWS[:count])) for count in (3, 4, 5))
     return {name: 0.81 * third[name] + 0.09 * fourth[name] + 0.1 * fifth[name] for name in third}
 
 
 def test_going_to_a_checkpoint_without_averages_starts_them_anew() -> None:
-    path = fit(Saved(saved_config(3))).checkpoints()[-1].path
-    ema = EMA(0.9, warm_up=False)
+    path = small.fit(Saved(saved_config(3))).checkpoints()[-1].path
+    ema = dt.EMA(0.9, warm_up=False)
     config = saved_config(5, ema)
     config.experiment = "other"
     with Saved(config) as trainer:
         trainer.fit()
         trainer.load_checkpoint(path)
-        assert_equal(averaged(ema), weights(trainer.model))
+        assert_equal(averaged(ema), small.weights(trainer.model))
         trainer.fit()
-    assert_same_weights(averaged(ema), after_three())
+    small.assert_same_weights(averaged(ema), after_three())
 
 
 def test_a_checkpoint_before_the_first_step_holds_the_weights_as_averages() -> None:
-    ema = EMA(0.9, validate=False)
+    ema = dt.EMA(0.9, validate=False)
     with Saved(saved_config(2, ema)) as trainer:
         trainer.evaluate()
         trainer.save_checkpoint()
-        assert_equal(ema.checkpoint_tensors(), {f"model.{name}": p for name, p in weights(trainer.model).items()})
-    ema = EMA(0.9)
-    fit(Saved(saved_config(2, ema)))
-    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
+        assert_equal(ema.checkpoint_tensors(), {f"model.{name}": p for name, p in small.weights(trainer.model).items()})
+    ema = dt.EMA(0.9)
+    small.fit(Saved(saved_config(2, ema)))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
 
 
 @pytest.mark.pitfall(35)
 def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it() -> None:
-    ema = EMA(0.9)
-    trainer = fit(Saved(saved_config(3, ema)))
+    ema = dt.EMA(0.9)
+    trainer = small.fit(Saved(saved_config(3, ema)))
     names = set(tensor_metadata(trainer.checkpoints()[-1].path))
     assert {f"callbacks.EMA.0.model.{name}" for name in ema.averaged("model")} <= names
-    plain = fit(Saved(saved_config(3)))  # resumes, and knows no averages
-    assert_equal(weights(plain.model), weights(trainer.model))
-    assert_same_weights(weights(plain.model), by_hand(SAVED_WINDOWS[:3]))
+    plain = small.fit(Saved(saved_config(3)))  # resumes, and knows no averages
+    assert_equal(small.weights(plain.model), small.weights(trainer.model))
+    small.assert_same_weights(small.weights(plain.model), small.by_hand(SAVED_WINDOWS[:3]))
 
 
 @pytest.mark.pitfall(35)
 def test_a_signal_in_a_validation_saves_the_weights_as_the_model() -> None:
     class Signalled(Saved):
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             if batch_idx == 1 and self.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().validation_step(batch, batch_idx)
 
-    trainer = Signalled(saved_config(8, EMA(0.9), val_every_n_steps=2))
+    trainer = Signalled(saved_config(8, dt.EMA(0.9), val_every_n_steps=2))
     with pytest.raises(SystemExit):
         trainer.fit()
     assert trainer.global_step == 2
-    ema = EMA(0.9)
-    resumed = fit(Saved(saved_config(2, ema)))
-    assert_same_weights(weights(resumed.model), by_hand(SAVED_WINDOWS[:2]))
-    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
+    ema = dt.EMA(0.9)
+    resumed = small.fit(Saved(saved_config(2, ema)))
+    small.assert_same_weights(small.weights(resumed.model), small.by_hand(SAVED_WINDOWS[:2]))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
 
 
 def test_a_save_as_soon_as_the_window_is_complete_has_its_step_in_the_averages() -> None:
@@ -659,19 +644,19 @@ def test_a_save_as_soon_as_the_window_is_complete_has_its_step_in_the_averages()
                 self.save_checkpoint()
                 self.request_stop()
 
-    config = saved_config(8, EMA(0.9))
-    config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
-    trainer = fit(Eager(config))
+    config = saved_config(8, dt.EMA(0.9))
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+    trainer = small.fit(Eager(config))
     found = trainer.checkpoints()
     assert [manifest.step for manifest in found] == [4]
-    ema = EMA(0.9)
-    fit(Saved(saved_config(4, ema)))
-    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:4], decay=0.9))
+    ema = dt.EMA(0.9)
+    small.fit(Saved(saved_config(4, ema)))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:4], decay=0.9))
 
 
 @pytest.mark.pitfall(35)
 def test_nothing_is_saved_or_loaded_while_the_averages_stand_in() -> None:
-    ema = EMA(0.9)
+    ema = dt.EMA(0.9)
     with Saved(saved_config(2, ema)) as trainer:
         trainer.fit()
         path = trainer.checkpoints()[-1].path
@@ -684,15 +669,17 @@ def test_nothing_is_saved_or_loaded_while_the_averages_stand_in() -> None:
 # -- several ranks
 
 
-class SavedReplicas(Validates, Spread, dt.EvalMixin):
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, DistributedDataLoader(Samples(32), 2), DistributedDataLoader(Samples(8), 2))
+class SavedReplicas(small.Validates, small.Spread, dt.EvalMixin):
+    def __init__(self, config: small.Config) -> None:
+        super().__init__(
+            config, DistributedDataLoader(small.Samples(32), 2), DistributedDataLoader(small.Samples(8), 2)
+        )
 
 
 @torch.no_grad()
-def outputs(trainer: Any, ema: EMA) -> list[Tensor]:
+def outputs(trainer: Any, ema: dt.EMA) -> list[Tensor]:
     """What the model computes before, inside and after `averaged_weights`."""
-    x = Samples(8).x
+    x = small.Samples(8).x
     found = [trainer.model(x)]  # leaves the root's parameters gathered
     with ema.averaged_weights():
         found.append(trainer.model(x))
@@ -703,7 +690,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
     """Sharded with a checkpoint, sharded with accumulation, replicated."""
     os.chdir(directory)
     found: dict[str, Any] = {}
-    ema, on_host, sees = RecordsMoves(0.9), EMA(0.9, validate=False, device="cpu"), Sees()
+    ema, on_host, sees = RecordsMoves(0.9), dt.EMA(0.9, validate=False, device="cpu"), Sees()
     with Saved(saved_config(4, ema, on_host, sees, val_every_n_steps=2)) as trainer:
         trainer.fit()
         averages = ema.averaged("model")
@@ -715,15 +702,15 @@ def two_ranks(directory: str) -> dict[str, Any]:
         found["saved"], found["on the host"] = averaged(ema), averaged(on_host)
         found["seen"] = {event: sees.seen[event] for event in ("train", "start", "batch", "end")}
         found["evaluated"] = trainer.evaluate()["val/loss"]
-        found["weights"] = weights(trainer.model)
+        found["weights"] = small.weights(trainer.model)
         found["outputs"] = outputs(trainer, ema)
-    ema = EMA(0.9)
-    config = make_config(n_epochs=2, gradient_accumulation_steps=2, callbacks=[ema])
-    with Sharded(config, DistributedDataLoader(Samples(24), 2)) as trainer:
+    ema = dt.EMA(0.9)
+    config = small.make_config(n_epochs=2, gradient_accumulation_steps=2, callbacks=[ema])
+    with small.Sharded(config, DistributedDataLoader(small.Samples(24), 2)) as trainer:
         trainer.fit()
         found["accumulated"] = averaged(ema)
-    ema = EMA(0.9)
-    with SavedReplicas(make_config(max_steps=4, global_batch_size=4, callbacks=[ema])) as trainer:
+    ema = dt.EMA(0.9)
+    with SavedReplicas(small.make_config(max_steps=4, global_batch_size=4, callbacks=[ema])) as trainer:
         trainer.fit()
         found["replicated"] = averaged(ema)
     return found
@@ -741,38 +728,34 @@ def test_two_ranks_average_their_own_shards(at_two: tuple[Path, list[dict[str, A
         assert rank["sharded alike"]
         assert rank["moves"] == [["_foreach_lerp_"]] * 4  # and no collective
         truth = by_hand_averaged(SAVED_WINDOWS[:4], decay=0.9)
-        assert_same_weights(rank["saved"], truth)
+        small.assert_same_weights(rank["saved"], truth)
         assert_equal(rank["on the host"], rank["saved"])
-        assert_same_weights(rank["replicated"], truth)
-        windows = in_windows(batches(3, 8) * 2, 1)
-        assert_same_weights(rank["accumulated"], by_hand_averaged(windows, decay=0.9))
+        small.assert_same_weights(rank["replicated"], truth)
+        windows = in_windows(small.batches(3, 8) * 2, 1)
+        small.assert_same_weights(rank["accumulated"], by_hand_averaged(windows, decay=0.9))
 
 
 @pytest.mark.pitfall(35)
-def test_two_ranks_validate_with_the_averages_and_train_on_with_the_weights(
-    at_two: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_two_ranks_validate_with_averages_and_train_on_with_weights(at_two: tuple[Path, list[dict[str, Any]]]) -> None:
     for rank in at_two[1]:
         seen = rank["seen"]
         for number, step in enumerate((2, 4)):
             truth = by_hand_averaged(SAVED_WINDOWS[:step], decay=0.9)
-            assert_same_weights(seen["start"][number], truth)
+            small.assert_same_weights(seen["start"][number], truth)
             assert_equal(seen["end"][number], seen["train"][step - 1])
         assert rank["evaluated"] == pytest.approx(loss_with(truth, 8), rel=1e-12)
-        assert_same_weights(rank["weights"], by_hand(SAVED_WINDOWS[:4]))
+        small.assert_same_weights(rank["weights"], small.by_hand(SAVED_WINDOWS[:4]))
 
 
 def output_with(values: dict[str, Tensor]) -> Tensor:
-    model = network()
+    model = small.network()
     model.load_state_dict(values)
     with torch.no_grad():
-        return model(Samples(8).x)
+        return model(small.Samples(8).x)
 
 
 @pytest.mark.pitfall(35)
-def test_no_parameter_that_was_gathered_before_is_used_after_the_averages_change_places(
-    at_two: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_no_parameter_gathered_before_is_used_after_averages_swap(at_two: tuple[Path, list[dict[str, Any]]]) -> None:
     for rank in at_two[1]:
         own, averages = output_with(rank["weights"]), output_with(rank["saved"])
         assert not torch.allclose(own, averages, rtol=1e-6)
@@ -780,24 +763,22 @@ def test_no_parameter_that_was_gathered_before_is_used_after_the_averages_change
 
 
 @pytest.mark.pitfall(35)
-def test_one_rank_resumes_the_averages_of_two_bit_for_bit(
-    at_two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_resumes_from_two(at_two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, ranks = at_two
     monkeypatch.chdir(directory)
-    ema, from_host = RecordsMoves(0.9), EMA(0.9, validate=False)
-    fit(Saved(saved_config(4, ema, from_host)))
+    ema, from_host = RecordsMoves(0.9), dt.EMA(0.9, validate=False)
+    small.fit(Saved(saved_config(4, ema, from_host)))
     assert_equal(averaged(ema), ranks[0]["saved"])
     assert_equal(averaged(from_host), ranks[0]["saved"])
     assert_equal(averaged(ema), ranks[1]["saved"])
     ema = RecordsMoves(0.9)
-    fit(Saved(saved_config(8, ema)))
-    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS, decay=0.9))
+    small.fit(Saved(saved_config(8, ema)))
+    small.assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS, decay=0.9))
 
 
 def test_averages_inside_gathered_are_refused() -> None:
     ema = dt.EMA(0.5)
-    with Spread(make_config(max_steps=1, callbacks=[ema]), batches(1)) as trainer:
+    with small.Spread(small.make_config(max_steps=1, callbacks=[ema]), small.batches(1)) as trainer:
         trainer.fit()
         with trainer.gathered(trainer.model), pytest.raises(StepError, match="inside gathered"), ema.averaged_weights():
             pass

@@ -1,7 +1,5 @@
 """Every: when it calls, once each time, and that a resume goes on counting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 That it does so on two ranks is tested in test_on_ranks.py, which starts them.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re
@@ -133,9 +131,7 @@ def test_what_a_callback_was_given_is_in_the_record_of_the_config() -> None:
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_a_run_with_it_stopped_and_resumed_ends_where_one_without_it_ends(
-    name: str, untouched: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_stopped_and_resumed_a_run_ends_as_without_it(name: str, untouched: dict[str, Tensor], tmp_path: Path) -> None:
     trained([FACTORIES[name]()], tmp_path, max_steps=6)
     assert_same_weights(trained([FACTORIES[name]()], tmp_path), untouched)
 
@@ -194,9 +190,7 @@ WRONG: list[tuple[str, Callable[[], dt.Callback]]] = [
 
 
 @pytest.mark.parametrize(("message", "make"), WRONG)
-def test_an_argument_that_cannot_work_is_an_error_that_names_it_when_the_callback_is_made(
-    message: str, make: Callable[[], dt.Callback]
-) -> None:
+def test_an_argument_that_cannot_work_is_named_when_it_is_made(message: str, make: Callable[[], dt.Callback]) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -253,9 +247,7 @@ def all_of_a_run(callback: dt.Callback, directory: Path, *, seed: int) -> dict[s
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_one_that_has_served_a_trainer_serves_the_next_as_a_new_one_would(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_one_trainer_it_serves_another(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(callback: dt.Callback, number: int) -> dict[str, Any]:
         capsys.readouterr()
         found = all_of_a_run(callback, tmp_path / str(number), seed=0)
@@ -272,9 +264,7 @@ def test_one_that_has_served_a_trainer_serves_the_next_as_a_new_one_would(
 
 @pytest.mark.pitfall(51)
 @pytest.mark.parametrize("name", FACTORIES)
-def test_only_what_it_overrides_is_dispatched_and_described(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_it_overrides_is_dispatched_alone(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     callback = FACTORIES[name]()
     own = {key for cls in type(callback).__mro__[: type(callback).__mro__.index(dt.Callback)] for key in vars(cls)}
     trainer = make([callback])  # whose constructor builds the table, and starts nothing

@@ -1,7 +1,5 @@
 """GarbageCollection: collects when it says, at no other time, and gives the collector back."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

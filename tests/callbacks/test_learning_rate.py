@@ -1,7 +1,5 @@
 """LearningRate: the rate that each step used, for each group, whatever it is kept in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -74,8 +72,7 @@ def test_several_optimizers_have_a_curve_each() -> None:
             self.step(self.model, [self.optimizer, self.other])
             return {}
 
-    recorder = logged(Two, 1)
-    assert recorder.steps == {1: {"lr/optimizer": 0.5, "lr/other": 0.25}}
+    assert logged(Two, 1).steps == {1: {"lr/optimizer": 0.5, "lr/other": 0.25}}
 
 
 def test_several_groups_have_names_of_their_own_also_those_added_later() -> None:

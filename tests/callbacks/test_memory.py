@@ -1,7 +1,5 @@
 """Memory: numbers of the system itself, and what is left behind when there is none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import psutil

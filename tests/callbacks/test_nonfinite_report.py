@@ -1,7 +1,5 @@
 """NonFiniteReport: which step, batch, samples and parameters; found without waiting at each step."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any
@@ -176,5 +174,4 @@ def test_overflows_that_a_lower_loss_scale_mends_are_no_errors() -> None:
 
 
 def test_a_good_run_writes_nothing() -> None:
-    trainer = fit(make((), 30))
-    assert not (trainer.run_dir / "nonfinite").exists()
+    assert not (fit(make((), 30)).run_dir / "nonfinite").exists()

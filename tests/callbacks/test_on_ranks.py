@@ -1,7 +1,5 @@
 """All callbacks together, throughput, statistics and reports of non-finite numbers on two ranks, in one world."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -96,9 +94,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_world(on_a_rank, 2, str(tmp_path_factory.mktemp("two")))
 
 
-def test_all_callbacks_together_leave_the_training_of_one_rank_without_them(
-    two_ranks: list[Any], tmp_path: Path
-) -> None:
+def test_all_callbacks_together_leave_training_as_one_rank_without(two_ranks: list[Any], tmp_path: Path) -> None:
     (first, logged_first), (second, logged_second) = (found[0] for found in two_ranks)
     alone = trained([], tmp_path)
     assert_same_weights(first, alone)

@@ -1,7 +1,5 @@
 """Profiler: which steps are in the trace files, read as any viewer would."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Progress: sane in terminals, pipes and CI logs, cheap, and never dividing by zero."""
 
-from __future__ import annotations
-
 import html
 import io
 import re
@@ -57,14 +55,11 @@ def test_a_pipe_gets_plain_lines_without_control_codes() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_console_logger_is_a_bar_on_a_terminal_and_lines_elsewhere(
-    own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_console_is_a_bar_on_a_terminal_and_lines_elsewhere(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in (terminal := Terminal(), pipe := io.StringIO()):
         monkeypatch.setattr(sys, "stdout", file)
         config = make_config(callbacks=[Progress()] if own else [], log_every=1, loggers=("console",), n_epochs=1)
-        trainer = small.fit(Regression(config))
-        assert len(trainer.callbacks) == own
+        assert len(small.fit(Regression(config)).callbacks) == own
     assert "12/12" in terminal.getvalue()
     assert terminal.getvalue().count("validation | step 12") == 1
     assert "run directory: " in terminal.getvalue()
@@ -121,9 +116,7 @@ class FakeIPython:
         return SimpleNamespace(update=lambda data, *, raw: output.append(data) if raw else None)
 
 
-def test_a_notebook_gets_one_output_that_is_replaced_in_place(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_gets_one_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ipython = FakeIPython({"IPKernelApp": {"connection_file": "kernel.json"}})
     for name, module in ipython.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -200,9 +193,6 @@ def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
     assert second == ""
 
 
-# -- validations, saves and resumes
-
-
 class Saving(Regression, dt.CheckpointMixin, dt.EvalMixin):
     """With checkpoints."""
 
@@ -234,9 +224,6 @@ def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
         r"epoch 1 \| step 13/24",
         second.getvalue(),
     )
-
-
-# -- the arithmetic
 
 
 def test_rates_are_of_training_alone_and_the_time_left_counts_validation_in() -> None:

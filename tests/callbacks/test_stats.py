@@ -1,7 +1,5 @@
 """GradientStats and WeightStats against the same numbers taken by hand from plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,16 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from tests.api import (
-    ActivationStats,
-    GarbageCollection,
-    GradientStats,
-    LearningRate,
-    Memory,
-    Profiler,
-    WeightStats,
-    group_of,
-)
+from tests import api
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import Batch, batches, fit, make_config, network, sgd
@@ -50,7 +39,7 @@ def by_hand(data: list[Batch], depth: int | None, *, clip: float = 2.0) -> dict[
         gradients: dict[str, list[Tensor]] = {}
         parameters: dict[str, list[Tensor]] = {}
         for name, parameter in model.named_parameters():
-            group = group_of(f"model.{name}", depth)
+            group = api.group_of(f"model.{name}", depth)
             gradients.setdefault(group, []).append(parameter.grad)
             parameters.setdefault(group, []).append(parameter.detach())
         found[step] = stats("gradients", gradients)
@@ -70,7 +59,7 @@ def logged(recorder: Recorder) -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize("depth", [0, 1, 2, None])
 def test_values_are_those_taken_by_hand(depth: int | None) -> None:
     recorder, data = Recorder(), batches(6)
-    callbacks = [GradientStats(3, depth=depth), WeightStats(2, depth=depth), recorder]
+    callbacks = [api.GradientStats(3, depth=depth), api.WeightStats(2, depth=depth), recorder]
     record(Logged(make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_norm=2.0), data), recorder)
     truth = by_hand(data, depth)
     found = logged(recorder)
@@ -95,7 +84,7 @@ def test_parts_without_a_gradient_are_left_out_and_zeros_are_counted() -> None:
             return {}
 
     recorder = Recorder()
-    callbacks = [GradientStats(1, depth=1), WeightStats(1, depth=None), recorder]
+    callbacks = [api.GradientStats(1, depth=1), api.WeightStats(1, depth=None), recorder]
     record(HalfUsed(make_config(callbacks=callbacks, log_every=1, n_epochs=1), batches(1)), recorder)
     metrics = recorder.steps[1]
     assert names(recorder, "gradients/") == [f"gradients/model.used/{kind}" for kind in ("max", "norm", "zeros")]
@@ -111,7 +100,7 @@ def test_histograms_are_of_each_parameter_and_of_its_gradient() -> None:
             self.kept[name] = values.detach().clone()
 
     data = batches(2)
-    callbacks = [GradientStats(2, histograms=True), WeightStats(2, histograms=True)]
+    callbacks = [api.GradientStats(2, histograms=True), api.WeightStats(2, histograms=True)]
     trainer = Keeps(make_config(callbacks=callbacks, n_epochs=1), data)
     trainer.kept = {}
     fit(trainer)
@@ -147,6 +136,6 @@ def test_steps_that_are_not_due_run_no_operation_for_them() -> None:
             trainer.fit()
         return counts.operations
 
-    stats = [GradientStats(), WeightStats(), ActivationStats()]
-    idle = [*stats, Memory(), Profiler(), GarbageCollection(), LearningRate()]
+    stats = [api.GradientStats(), api.WeightStats(), api.ActivationStats()]
+    idle = [*stats, api.Memory(), api.Profiler(), api.GarbageCollection(), api.LearningRate()]
     assert operations(idle) == operations([])

@@ -1,7 +1,5 @@
 """ModelSummary and TrainerSummary: true numbers, on one rank, and nothing ends."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -12,11 +10,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from tests.api import (
-    ModelSummary,
-    TrainerSummary,
-    forward_flops,
-)
+from tests.api import ModelSummary, TrainerSummary, forward_flops
 from tests.trainer.small import fit, make_config
 from tests.worlds import run_world
 
@@ -58,8 +52,7 @@ def trained(*callbacks: dt.Callback, cls: type[Trainer] = Trainer, **training: A
 def summaries() -> str:
     file = io.StringIO()
     limits = {"max_steps": 3, "n_epochs": 2, "gradient_accumulation_steps": 5}
-    trainer = trained(ModelSummary(file=file), TrainerSummary(file=file), **limits)
-    assert trainer.global_step == 3
+    assert trained(ModelSummary(file=file), TrainerSummary(file=file), **limits).global_step == 3
     return file.getvalue()
 
 

@@ -1,7 +1,5 @@
 """SWA against `torch.optim.swa_utils.AveragedModel` over the loop written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,30 +12,15 @@ from torch.optim.swa_utils import AveragedModel
 
 import dream_trainer as dt
 from tests.api import EMA, SWA, CheckpointParameters, ConfigError, DistributedDataLoader, StepError
+from tests.trainer import small
 from tests.trainer.arithmetic import fill, full
-from tests.trainer.small import (
-    Alone,
-    Batch,
-    Config,
-    Samples,
-    Sharded,
-    Validates,
-    assert_same_weights,
-    batches,
-    fit,
-    fused_adamw,
-    make_config,
-    network,
-    sgd,
-    weights,
-)
 
 
 def by_hand(
-    data: Sequence[Batch], taken: Sequence[int], *, skipped: Sequence[int] = (), make_optimizer: Any = sgd
+    data: Sequence[small.Batch], taken: Sequence[int], *, skipped: Sequence[int] = (), make_optimizer: Any = small.sgd
 ) -> dict[str, Tensor]:
     """PyTorch's own average of the weights after the steps `taken`, which count from 1; of none, the last weights."""
-    model = network()
+    model = small.network()
     fill(model)
     optimizer, average = make_optimizer(model), AveragedModel(model)
     for step, (x, y, _) in enumerate(data, start=1):
@@ -47,7 +30,7 @@ def by_hand(
             optimizer.zero_grad()
         if step in taken:
             average.update_parameters(model)
-    return weights(average.module if taken else model)
+    return small.weights(average.module if taken else model)
 
 
 def averaged(swa: SWA) -> dict[str, Tensor]:
@@ -65,14 +48,14 @@ def averaged(swa: SWA) -> dict[str, Tensor]:
     ids=["from step 2 every 3", "from epoch 2", "every other epoch", "not yet"],
 )
 def test_the_average_is_the_mean_of_the_weights_at_its_times(swa: SWA, taken: Sequence[int]) -> None:
-    fit(Alone(make_config(n_epochs=3, callbacks=[swa]), batches(4)))
-    assert_same_weights(averaged(swa), by_hand(batches(4) * 3, taken))
+    small.fit(small.Alone(small.make_config(n_epochs=3, callbacks=[swa]), small.batches(4)))
+    small.assert_same_weights(averaged(swa), by_hand(small.batches(4) * 3, taken))
 
 
-class Poisoned(Alone):
+class Poisoned(small.Alone):
     """The loss is NaN in steps 3, 4 and 6."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         bad = batch_idx + 1 in (3, 4, 6)
         self.backward(mse_loss(self.model(batch[0]), batch[1]) * (float("nan") if bad else 1.0))
         self.step(self.model, self.optimizer)
@@ -80,17 +63,19 @@ class Poisoned(Alone):
 
 
 @pytest.mark.usefixtures("late_norms")
-@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
+@pytest.mark.parametrize(
+    "make_optimizer", [small.sgd, small.fused_adamw], ids=["skipped by the host", "skipped on the device"]
+)
 def test_weights_are_taken_only_where_the_model_has_changed_since(make_optimizer: Any) -> None:
     swa = SWA(2, every=2, unit="steps")
-    config = make_config(n_epochs=1, callbacks=[swa], on_nonfinite="skip")
-    fit(Poisoned(config, batches(8), make_optimizer=make_optimizer))
+    config = small.make_config(n_epochs=1, callbacks=[swa], on_nonfinite="skip")
+    small.fit(Poisoned(config, small.batches(8), make_optimizer=make_optimizer))
     # Steps 3 and 4 were both skipped; of 5 and 6 only the latter.
-    truth = by_hand(batches(8), (2, 6, 8), skipped=(3, 4, 6), make_optimizer=make_optimizer)
-    assert_same_weights(averaged(swa), truth)
+    truth = by_hand(small.batches(8), (2, 6, 8), skipped=(3, 4, 6), make_optimizer=make_optimizer)
+    small.assert_same_weights(averaged(swa), truth)
 
 
-class Validated(Validates, Alone, dt.EvalMixin):
+class Validated(small.Validates, small.Alone, dt.EvalMixin):
     """Keeps the loss of each validation."""
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
@@ -98,41 +83,45 @@ class Validated(Validates, Alone, dt.EvalMixin):
 
 
 def test_validations_see_the_weights_and_from_its_start_on_the_average() -> None:
-    swa, data = SWA(4, every=2, unit="steps"), batches(6)
-    trainer = fit(Validated(make_config(n_epochs=1, val_every_n_steps=2, callbacks=[swa]), data, batches(2)))
+    swa, data = SWA(4, every=2, unit="steps"), small.batches(6)
+    trainer = small.fit(
+        Validated(small.make_config(n_epochs=1, val_every_n_steps=2, callbacks=[swa]), data, small.batches(2))
+    )
     truths = [by_hand(data[:2], ()), by_hand(data[:4], (4,)), by_hand(data, (4, 6))]
-    model, validation = network(), Samples(4)
+    model, validation = small.network(), small.Samples(4)
     for found, truth in zip(trainer.found, truths, strict=True):
         model.load_state_dict(truth)
         with torch.no_grad():
             assert found == pytest.approx(mse_loss(model(validation.x), validation.y).item(), rel=1e-12)
-    assert_same_weights(weights(trainer.model), by_hand(data, ()))
+    small.assert_same_weights(small.weights(trainer.model), by_hand(data, ()))
 
 
-class Saved(Validates, Sharded, dt.EvalMixin, dt.CheckpointMixin):
+class Saved(small.Validates, small.Sharded, dt.EvalMixin, dt.CheckpointMixin):
     """Two epochs of four steps of four samples, at any number of ranks."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, DistributedDataLoader(Samples(16), 2), DistributedDataLoader(Samples(8), 2))
+    def __init__(self, config: small.Config) -> None:
+        super().__init__(
+            config, DistributedDataLoader(small.Samples(16), 2), DistributedDataLoader(small.Samples(8), 2)
+        )
 
 
-def saved_config(steps: int, *callbacks: dt.Callback) -> Config:
-    config = make_config(max_steps=steps, global_batch_size=4, callbacks=callbacks)
+def saved_config(steps: int, *callbacks: dt.Callback) -> small.Config:
+    config = small.make_config(max_steps=steps, global_batch_size=4, callbacks=callbacks)
     config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None)
     return config
 
 
-class Normalised(Validates, Alone):
+class Normalised(small.Validates, small.Alone):
     """A model with BatchNorm."""
 
     def setup(self) -> None:
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-        self.optimizer = sgd(self.model)
+        self.optimizer = small.sgd(self.model)
 
 
 def test_batch_norm_is_taken_anew_for_the_average_and_given_back() -> None:
-    swa, data = SWA(2, unit="steps"), batches(6, 4)
-    with Normalised(make_config(n_epochs=1, callbacks=[swa]), data) as trainer:
+    swa, data = SWA(2, unit="steps"), small.batches(6, 4)
+    with Normalised(small.make_config(n_epochs=1, callbacks=[swa]), data) as trainer:
         trainer.fit()
         norm = trainer.model[1]
         before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
@@ -149,6 +138,9 @@ def test_batch_norm_is_taken_anew_for_the_average_and_given_back() -> None:
 
 
 def test_beside_another_average_that_validates_it_is_refused() -> None:
-    config = make_config(n_epochs=1, callbacks=[SWA(1), EMA()])
-    with Alone(config, batches(1)) as trainer, pytest.raises(ConfigError, match="two averages would validate"):
+    config = small.make_config(n_epochs=1, callbacks=[SWA(1), EMA()])
+    with (
+        small.Alone(config, small.batches(1)) as trainer,
+        pytest.raises(ConfigError, match="two averages would validate"),
+    ):
         trainer.fit()

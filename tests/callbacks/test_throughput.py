@@ -1,7 +1,5 @@
 """Throughput against clocks that move as told: rates, pauses, tokens, MFU; and waits for data that really happen."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,14 +9,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import (
-    DistributedDataLoader,
-    Every,
-    Mixture,
-    Throughput,
-    dtype_at_work,
-    peak_flops,
-)
+from tests.api import DistributedDataLoader, Every, Mixture, Throughput, dtype_at_work, peak_flops
 from tests.callbacks.recording import Clock, Logged, Recorder, names, record
 from tests.trainer.small import Batch, Validates, batches, make_config
 

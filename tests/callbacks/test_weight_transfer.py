@@ -1,7 +1,5 @@
 """WeightTransfer against target networks kept by hand in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

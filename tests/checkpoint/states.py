@@ -1,7 +1,5 @@
 """What the tests of this folder save: small, quick, and with every kind of content."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A task beside the training thread: its outcome is kept, its error has its own traceback, and none gets lost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import traceback

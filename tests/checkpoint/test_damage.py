@@ -1,7 +1,5 @@
 """Every damage is found before it is used, and named: file and fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,18 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.api import (
-    SCHEMA_VERSION,
-    CheckpointError,
-    DamagedCheckpointError,
-    Ranks,
-    list_checkpoints,
-    load_tensors,
-    read_manifest,
-    read_rank,
-    read_shared,
-    verify_checkpoint,
-)
+from tests import api
 from tests.checkpoint.states import flip, save, some_tensors
 
 FILES = [".metadata", "__0_0.distcp", "shared.json", "rank_00000.json", "rank_00000.safetensors"]
@@ -48,20 +35,18 @@ def path(tmp_path: Path) -> Path:
 
 
 def read_all(path: Path) -> None:
-    read_shared(path)
-    read_rank(path, 0)
-    load_tensors(path, some_tensors(), world=Ranks.alone())
+    api.read_shared(path)
+    api.read_rank(path, 0)
+    api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
 
 
 @pytest.mark.parametrize("damage", [truncate, lengthen, empty, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_size_or_none_takes_the_checkpoint_off_the_list(
-    path: Path, name: str, damage: Callable[[Path], None]
-) -> None:
+def test_a_file_of_another_size_or_none_hides_it(path: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(path / name)
-    with pytest.raises(DamagedCheckpointError, match=re.escape(str(path / name))):
-        read_manifest(path)
-    assert [manifest.step for manifest in list_checkpoints(path.parent)] == [1]
+    with pytest.raises(api.DamagedCheckpointError, match=re.escape(str(path / name))):
+        api.read_manifest(path)
+    assert [manifest.step for manifest in api.list_checkpoints(path.parent)] == [1]
 
 
 @pytest.mark.pitfall(68)
@@ -70,9 +55,9 @@ def test_a_file_of_another_size_or_none_takes_the_checkpoint_off_the_list(
 def test_a_flipped_byte_is_found_wherever_it_is(path: Path, name: str, at: float) -> None:
     flip(path / name, at)
     fault = rf"{re.escape(str(path / name))} is damaged: its checksum"
-    with pytest.raises(DamagedCheckpointError, match=fault):
-        verify_checkpoint(path, world=Ranks.alone())
-    with pytest.raises(DamagedCheckpointError, match=fault):
+    with pytest.raises(api.DamagedCheckpointError, match=fault):
+        api.verify_checkpoint(path, world=api.Ranks.alone())
+    with pytest.raises(api.DamagedCheckpointError, match=fault):
         read_all(path)
 
 
@@ -84,30 +69,30 @@ def test_any_byte_of_a_shard_that_is_changed_is_damage_whatever_pytorch_makes_of
         changed = bytearray(whole)
         changed[index] ^= 0xFF
         shard.write_bytes(changed)
-        with pytest.raises(DamagedCheckpointError, match=rf"{re.escape(str(shard))} is damaged: its checksum"):
-            load_tensors(path, some_tensors(), world=Ranks.alone())
+        with pytest.raises(api.DamagedCheckpointError, match=rf"{re.escape(str(shard))} is damaged: its checksum"):
+            api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_all_files_but_the_shards_can_be_verified_without_reading_those(path: Path, name: str) -> None:
-    assert verify_checkpoint(path, world=Ranks.alone(), shards=False).step == 2
+    assert api.verify_checkpoint(path, world=api.Ranks.alone(), shards=False).step == 2
     flip(path / name)
     if name.endswith(".distcp"):
-        assert verify_checkpoint(path, world=Ranks.alone(), shards=False).step == 2
+        assert api.verify_checkpoint(path, world=api.Ranks.alone(), shards=False).step == 2
     else:
-        with pytest.raises(DamagedCheckpointError, match=re.escape(str(path / name))):
-            verify_checkpoint(path, world=Ranks.alone(), shards=False)
+        with pytest.raises(api.DamagedCheckpointError, match=re.escape(str(path / name))):
+            api.verify_checkpoint(path, world=api.Ranks.alone(), shards=False)
 
 
 def test_what_the_machine_refuses_is_no_damage(path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match="Too many open files") as raised:
-            read_manifest(path)
+        with pytest.raises(api.CheckpointError, match="Too many open files") as raised:
+            api.read_manifest(path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert not isinstance(raised.value, DamagedCheckpointError)
+    assert not isinstance(raised.value, api.DamagedCheckpointError)
 
 
 @pytest.mark.pitfall(38)
@@ -117,20 +102,20 @@ def test_another_models_tensors_are_no_damage(path: Path) -> None:
         {**some_tensors(), "new": torch.ones(1)},
         {**some_tensors(), "models.net.steps": torch.ones(2)},
     ):
-        with pytest.raises(CheckpointError) as raised:
-            load_tensors(path, tensors, world=Ranks.alone())
-        assert not isinstance(raised.value, DamagedCheckpointError)
+        with pytest.raises(api.CheckpointError) as raised:
+            api.load_tensors(path, tensors, world=api.Ranks.alone())
+        assert not isinstance(raised.value, api.DamagedCheckpointError)
 
 
 def test_a_manifest_that_is_missing_empty_or_no_json_is_named(path: Path) -> None:
     manifest = path / "manifest.json"
     for content in (b"", b"{", b"[]", b"{}", b"\xff\xfe", manifest.read_bytes()[:-30]):
         manifest.write_bytes(content)
-        with pytest.raises(DamagedCheckpointError, match=re.escape(str(manifest))):
-            read_manifest(path)
+        with pytest.raises(api.DamagedCheckpointError, match=re.escape(str(manifest))):
+            api.read_manifest(path)
     manifest.unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):
-        read_manifest(path)
+    with pytest.raises(api.DamagedCheckpointError, match=r"manifest\.json is missing"):
+        api.read_manifest(path)
 
 
 def test_any_character_of_a_manifest_that_is_changed_is_noticed(path: Path) -> None:
@@ -140,14 +125,16 @@ def test_any_character_of_a_manifest_that_is_changed_is_noticed(path: Path) -> N
         changed = bytearray(whole)
         changed[index] ^= 1
         manifest.write_bytes(changed)
-        with pytest.raises(DamagedCheckpointError):
-            read_manifest(path)
+        with pytest.raises(api.DamagedCheckpointError):
+            api.read_manifest(path)
 
 
 def test_a_newer_schema_is_named_even_if_it_holds_unknown_types(path: Path) -> None:
     manifest = path / "manifest.json"
-    newer = {**json.loads(manifest.read_text()), "schema_version": SCHEMA_VERSION + 1, "novel": {"$novel": 1}}
+    newer = {**json.loads(manifest.read_text()), "schema_version": api.SCHEMA_VERSION + 1, "novel": {"$novel": 1}}
     manifest.write_text(json.dumps(newer))
-    with pytest.raises(CheckpointError, match=rf"schema version {SCHEMA_VERSION + 1}.*Update dream_trainer") as raised:
-        read_manifest(path)
-    assert not isinstance(raised.value, DamagedCheckpointError)
+    with pytest.raises(
+        api.CheckpointError, match=rf"schema version {api.SCHEMA_VERSION + 1}.*Update dream_trainer"
+    ) as raised:
+        api.read_manifest(path)
+    assert not isinstance(raised.value, api.DamagedCheckpointError)

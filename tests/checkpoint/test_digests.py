@@ -1,7 +1,5 @@
 """A digest of values: equal where dtype, shape and bits are, however a tensor is sharded, and else another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A save whose tensors lie as the last one's did is not planned again, and holds what it should."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tests.api import (
-    KnownPlan,
-    Ranks,
-    load_tensors,
-    write_checkpoint,
-)
+from tests.api import KnownPlan, Ranks, load_tensors, write_checkpoint
 from tests.checkpoint.states import make_snapshot
 from tests.worlds import run_world
 

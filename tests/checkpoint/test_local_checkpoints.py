@@ -1,7 +1,5 @@
 """What a host keeps of the newest state: never more than two, never half a one, never another run's or user's."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections import namedtuple
@@ -11,23 +9,15 @@ from typing import Any
 import pytest
 
 from dream_trainer.checkpoint import store
-from tests.api import (
-    BranchParameters,
-    CheckpointParameters,
-    LocalCheckpoints,
-    Manifest,
-    Ranks,
-    newest_to_resume,
-    read_manifest,
-)
+from tests import api
 from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
 
 MESH: dict[str, int] = DESCRIPTION["mesh_shape"]  # type: ignore[assignment]
 
 
-def local(directory: Path, *, run: str = "run", mesh: dict[str, int] = MESH, world: Ranks | None = None) -> Any:
-    alone = world or Ranks.alone()
-    return LocalCheckpoints(
+def local(directory: Path, *, run: str = "run", mesh: dict[str, int] = MESH, world: api.Ranks | None = None) -> Any:
+    alone = world or api.Ranks.alone()
+    return api.LocalCheckpoints(
         directory / "memory",
         experiment="e",
         root=directory / run,
@@ -44,7 +34,7 @@ def kept(directory: Path) -> list[str]:
 
 
 @pytest.fixture
-def newest(tmp_path: Path) -> Manifest:
+def newest(tmp_path: Path) -> api.Manifest:
     """The run's newest checkpoint, of step 4, which local ones of steps 5 and 6 followed."""
     path = save(tmp_path / "run", 4)
     first = local(tmp_path)
@@ -55,10 +45,10 @@ def newest(tmp_path: Path) -> Manifest:
     for step in (4, 5, 6):
         first.write(make_snapshot(step))
         assert kept(tmp_path) == [f"step_{step:08d}"]
-    return read_manifest(path)
+    return api.read_manifest(path)
 
 
-def test_there_are_never_more_than_two(tmp_path: Path, newest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_never_more_than_two(tmp_path: Path, newest: api.Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     publish = store.publish
 
@@ -82,26 +72,26 @@ def test_there_are_never_more_than_two(tmp_path: Path, newest: Manifest, monkeyp
     assert list((tmp_path / "memory").iterdir()) == []
 
 
-def test_only_what_follows_the_newest_checkpoint_is_found(tmp_path: Path, newest: Manifest) -> None:
+def test_only_what_follows_the_newest_checkpoint_is_found(tmp_path: Path, newest: api.Manifest) -> None:
     found = local(tmp_path).find(newest)
     assert found.step == 6
     assert found.path.is_relative_to(tmp_path / "memory")
-    other = read_manifest(save(tmp_path / "run", 4, replace=True))  # as the step was saved again
+    other = api.read_manifest(save(tmp_path / "run", 4, replace=True))  # as the step was saved again
     assert local(tmp_path).find(other) is None
     assert local(tmp_path, run="another").find(newest) is None
     assert local(tmp_path, mesh={"dp_shard": 2}).find(newest) is None
 
 
 @pytest.mark.parametrize("what", ["manifest.json", ".metadata", "shared.json"])
-def test_half_a_state_is_not_found(tmp_path: Path, newest: Manifest, what: str) -> None:
+def test_half_a_state_is_not_found(tmp_path: Path, newest: api.Manifest, what: str) -> None:
     (local(tmp_path).find(newest).path / what).unlink()
     assert local(tmp_path).find(newest) is None
 
 
-def test_what_one_host_has_alone_is_not_found(tmp_path: Path, newest: Manifest) -> None:
+def test_what_one_host_has_alone_is_not_found(tmp_path: Path, newest: api.Manifest) -> None:
     """Of two hosts the other has the state before, too, or none."""
 
-    class AndAnother(Ranks):
+    class AndAnother(api.Ranks):
         has: dict[str, int]
 
         def all_gather_object(self, value: Any, /) -> list[Any]:
@@ -118,7 +108,7 @@ def test_what_one_host_has_alone_is_not_found(tmp_path: Path, newest: Manifest) 
 
 
 def test_directories_that_others_could_have_written_are_not_read(
-    tmp_path: Path, newest: Manifest, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, newest: api.Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
     (of_user,) = (tmp_path / "memory").iterdir()
     of_user.chmod(0o777)
@@ -134,7 +124,7 @@ def test_directories_that_others_could_have_written_are_not_read(
 
 
 def test_where_there_is_no_room_the_last_one_stays_and_a_warning_says_so_once(
-    tmp_path: Path, newest: Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, newest: api.Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = local(tmp_path)
     run.loaded(run.find(newest), is_own=True)
@@ -151,7 +141,7 @@ def test_where_there_is_no_room_the_last_one_stays_and_a_warning_says_so_once(
     assert kept(tmp_path) == ["step_00000009"]
 
 
-def test_a_run_that_went_on_elsewhere_keeps_nothing_of_before(tmp_path: Path, newest: Manifest) -> None:
+def test_a_run_that_went_on_elsewhere_keeps_nothing_of_before(tmp_path: Path, newest: api.Manifest) -> None:
     run = local(tmp_path)
     run.loaded(newest, is_own=True)
     run.begin()
@@ -164,14 +154,14 @@ def test_a_run_that_went_on_elsewhere_keeps_nothing_of_before(tmp_path: Path, ne
 
 
 def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) -> None:
-    root, alone = tmp_path / "run", Ranks.alone()
-    theirs, words = tmp_path / "other/step_00000002", vars(BranchParameters(optimizer="new"))
+    root, alone = tmp_path / "run", api.Ranks.alone()
+    theirs, words = tmp_path / "other/step_00000002", vars(api.BranchParameters(optimizer="new"))
 
     def asks(resume: Any, **branch: Any) -> bool:
-        parameters = CheckpointParameters(
-            resume=resume, best_metric="loss", best_mode="min", branch=BranchParameters(**branch)
+        parameters = api.CheckpointParameters(
+            resume=resume, best_metric="loss", best_mode="min", branch=api.BranchParameters(**branch)
         )
-        return newest_to_resume(root, root, parameters, alone) is not None
+        return api.newest_to_resume(root, root, parameters, alone) is not None
 
     assert not asks("auto")
     save(root, 4)
@@ -191,16 +181,14 @@ def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) 
         (4, [range(2), range(2, 4)], [0, 1, 2, 3]),
     ],
 )
-def test_room_is_made_for_what_is_whole_once_for_each_host_and_stage(
-    stages: int, hosts: list[range], writing: list[int], tmp_path: Path
-) -> None:
+def test_room_is_made_for_hosts_and_stages(stages: int, hosts: list[range], writing: list[int], tmp_path: Path) -> None:
     """On a host ranks of other stages have other tensors."""
     snapshot, found = make_snapshot(3), {}
     for ranks in hosts:
         for rank in ranks:
-            world = Ranks(rank, 4, None, stages=stages)
-            host = Ranks(rank - ranks[0], len(ranks), None)
-            run = LocalCheckpoints(
+            world = api.Ranks(rank, 4, None, stages=stages)
+            host = api.Ranks(rank - ranks[0], len(ranks), None)
+            run = api.LocalCheckpoints(
                 tmp_path,
                 experiment="e",
                 root=tmp_path,

@@ -1,7 +1,5 @@
 """Models go into a checkpoint and come back by name, in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.api import (
-    CheckpointError,
-    Ranks,
-    load_model_extra_state,
-    load_tensors,
-    model_extra_state,
-    model_tensors,
-    parameter_fqns,
-    read_shared,
-    tensor_metadata,
-)
+from tests import api
 from tests.checkpoint.states import save
 
 
@@ -51,11 +39,11 @@ def fresh(seed: int) -> dict[str, nn.Module]:
 def test_a_model_is_restored_bit_for_bit_and_what_is_tied_stays_tied(tmp_path: Path) -> None:
     models, others = fresh(0), fresh(1)
     models["language"].norm(torch.randn(5, 4))
-    path = save(tmp_path, 1, tensors=model_tensors(models))
-    assert "models.language.head.weight" not in tensor_metadata(path)
+    path = save(tmp_path, 1, tensors=api.model_tensors(models))
+    assert "models.language.head.weight" not in api.tensor_metadata(path)
 
     table = others["language"].table.clone()
-    load_tensors(path, model_tensors(others), world=Ranks.alone())
+    api.load_tensors(path, api.model_tensors(others), world=api.Ranks.alone())
     for name, model in models.items():
         for key, value in model.state_dict().items():
             if isinstance(value, Tensor):
@@ -68,27 +56,27 @@ def test_a_model_is_restored_bit_for_bit_and_what_is_tied_stays_tied(tmp_path: P
 def test_extra_state_comes_back_with_its_types(tmp_path: Path) -> None:
     models, others = fresh(0), fresh(1)
     models["language"].seen = {3: "three"}
-    path = save(tmp_path, 1, shared={"extra": model_extra_state(models)})
-    load_model_extra_state(others, read_shared(path)["extra"])
+    path = save(tmp_path, 1, shared={"extra": api.model_extra_state(models)})
+    api.load_model_extra_state(others, api.read_shared(path)["extra"])
     assert others["language"].seen == {3: "three"}
 
 
 @pytest.mark.pitfall(38)
 def test_a_renamed_layer_is_an_error_naming_both_names(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, tensors=model_tensors({"net": nn.ModuleDict({"old": nn.Linear(2, 2)})}))
+    path = save(tmp_path, 1, tensors=api.model_tensors({"net": nn.ModuleDict({"old": nn.Linear(2, 2)})}))
     renamed = {"net": nn.ModuleDict({"new": nn.Linear(2, 2)})}
     before = renamed["net"]["new"].weight.clone()
-    with pytest.raises(CheckpointError, match=r"has no models\.net\.new\.bias, models\.net\.new\.weight"):
-        load_tensors(path, model_tensors(renamed), world=Ranks.alone())
+    with pytest.raises(api.CheckpointError, match=r"has no models\.net\.new\.bias, models\.net\.new\.weight"):
+        api.load_tensors(path, api.model_tensors(renamed), world=api.Ranks.alone())
     assert torch.equal(renamed["net"]["new"].weight, before)
 
 
 def test_names_do_not_change_by_compilation() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    expected = list(model_tensors({"net": plain}))
+    expected = list(api.model_tensors({"net": plain}))
     plain.compile()
-    assert list(model_tensors({"net": plain})) == expected
-    assert [f"models.{name}" for name in parameter_fqns({"net": plain}).values()] == expected
+    assert list(api.model_tensors({"net": plain})) == expected
+    assert [f"models.{name}" for name in api.parameter_fqns({"net": plain}).values()] == expected
 
 
 def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
@@ -96,5 +84,5 @@ def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return {name: value.half() for name, value in super().state_dict(*args, **kwargs).items()}
 
-    with pytest.raises(CheckpointError, match=r"gives 'weight', which is not one of its parameters or buffers"):
-        model_tensors({"net": Halved(2, 2)})
+    with pytest.raises(api.CheckpointError, match=r"gives 'weight', which is not one of its parameters or buffers"):
+        api.model_tensors({"net": Halved(2, 2)})

@@ -1,7 +1,5 @@
 """Optimizers come back by name: the next step is the one that would have been made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,17 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.api import (
-    CheckpointError,
-    Ranks,
-    load_tensors,
-    model_tensors,
-    optimizer_state,
-    parameter_fqns,
-    prepare_optimizer_state,
-    read_shared,
-    tensor_metadata,
-)
+from tests import api
 from tests.checkpoint.states import save
 
 Build = Callable[[list[nn.Parameter]], Optimizer]
@@ -55,15 +43,17 @@ def train(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None
 
 def write(root: Path, model: nn.Module, optimizer: Optimizer) -> Path:
     models = {"net": model}
-    tensors, values, _ = optimizer_state("main", optimizer, parameter_fqns(models), world=Ranks.alone())
-    return save(root, 1, tensors={**model_tensors(models), **tensors}, shared={"optimizer": values})
+    tensors, values, _ = api.optimizer_state("main", optimizer, api.parameter_fqns(models), world=api.Ranks.alone())
+    return save(root, 1, tensors={**api.model_tensors(models), **tensors}, shared={"optimizer": values})
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     models = {"net": model}
-    values = read_shared(path)["optimizer"]
-    prepared = prepare_optimizer_state("main", optimizer, parameter_fqns(models), values, tensor_metadata(path))
-    load_tensors(path, {**model_tensors(models), **prepared.tensors}, world=Ranks.alone())
+    values = api.read_shared(path)["optimizer"]
+    prepared = api.prepare_optimizer_state(
+        "main", optimizer, api.parameter_fqns(models), values, api.tensor_metadata(path)
+    )
+    api.load_tensors(path, {**api.model_tensors(models), **prepared.tensors}, world=api.Ranks.alone())
     prepared.finish()
 
 
@@ -148,7 +138,7 @@ def test_another_parameter_in_front_is_an_error_and_shifts_nothing(tmp_path: Pat
     wider = net(1)
     wider.insert(0, nn.Linear(3, 3))
     fresh = torch.optim.AdamW(wider.parameters(), lr=0.7)
-    with pytest.raises(CheckpointError, match=r"only here: net\.1\.bias, net\.1\.weight, net\.3"):
+    with pytest.raises(api.CheckpointError, match=r"only here: net\.1\.bias, net\.1\.weight, net\.3"):
         restore(path, wider, fresh)
     assert fresh.param_groups[0]["lr"] == 0.7
     assert not fresh.state
@@ -217,7 +207,7 @@ def test_a_load_state_dict_that_forgets_something_is_an_error_that_says_what(tmp
     optimizer, fresh = Forgets(model.parameters()), Forgets(other.parameters())
     optimizer.extra += 1
     path = write(tmp_path, model, optimizer)
-    with pytest.raises(CheckpointError, match=r"load_state_dict\(\) of Forgets .* did not bring back extra,"):
+    with pytest.raises(api.CheckpointError, match=r"load_state_dict\(\) of Forgets .* did not bring back extra,"):
         restore(path, other, fresh)
 
 
@@ -247,5 +237,5 @@ def test_state_that_cannot_be_kept_is_an_error_naming_it(state: dict[str, Any], 
     model = net(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight] |= state
-    with pytest.raises(CheckpointError, match=message):
-        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
+    with pytest.raises(api.CheckpointError, match=message):
+        api.optimizer_state("main", optimizer, api.parameter_fqns({"net": model}), world=api.Ranks.alone())

@@ -1,7 +1,5 @@
 """Random generators go on as if nothing had happened."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

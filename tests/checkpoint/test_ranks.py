@@ -1,7 +1,5 @@
 """Several ranks write one checkpoint, any number of them reads it, and all come to one outcome."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -20,25 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tests.api import (
-    CheckpointError,
-    DeviceParameters,
-    Ranks,
-    World,
-    list_checkpoints,
-    load_rank_buffers,
-    load_tensors,
-    model_tensors,
-    optimizer_state,
-    parameter_fqns,
-    prepare_optimizer_state,
-    rank_buffers,
-    read_manifest,
-    read_rank,
-    read_shared,
-    tensor_metadata,
-    verify_checkpoint,
-)
+from tests import api
 from tests.checkpoint.states import save, some_tensors
 from tests.worlds import run_world
 
@@ -86,20 +66,26 @@ def train(models: dict[str, nn.Module], optimizers: dict[str, Optimizer], rank: 
 
 
 def all_tensors(
-    models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: Ranks
+    models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: api.Ranks
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, values = model_tensors(models), {}
+    tensors, values = api.model_tensors(models), {}
     for name, optimizer in optimizers.items():
-        state = optimizer_state(name, optimizer, parameter_fqns(models), world=world)
+        state = api.optimizer_state(name, optimizer, api.parameter_fqns(models), world=world)
         tensors, values[name] = tensors | state.tensors, state.values
     return tensors, values
 
 
-def restore(path: Path, models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: Ranks) -> None:
-    tensors, values, metadata = model_tensors(models), read_shared(path)["optimizers"], tensor_metadata(path)
+def restore(path: Path, models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: api.Ranks) -> None:
+    tensors, values, metadata = (
+        api.model_tensors(models),
+        api.read_shared(path)["optimizers"],
+        api.tensor_metadata(path),
+    )
     for name, optimizer in optimizers.items():
-        tensors |= prepare_optimizer_state(name, optimizer, parameter_fqns(models), values[name], metadata).tensors
-    load_tensors(path, tensors, world=world)
+        tensors |= api.prepare_optimizer_state(
+            name, optimizer, api.parameter_fqns(models), values[name], metadata
+        ).tensors
+    api.load_tensors(path, tensors, world=world)
 
 
 def bits(tensors: dict[str, Tensor]) -> Bits:
@@ -116,19 +102,16 @@ def assert_bits_equal(left: Bits, right: Bits) -> None:
         assert value.tobytes() == right[name].tobytes(), name
 
 
-def open_world() -> World:
-    return World(DeviceParameters(device="cpu"), shard_by_default=True)
+def open_world() -> api.World:
+    return api.World(api.DeviceParameters(device="cpu"), shard_by_default=True)
 
 
 def outcome(function: Callable[[], Any]) -> str:
     try:
         function()
-    except CheckpointError as error:
+    except api.CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "ok"
-
-
-# -- what the ranks of a world of two do
 
 
 def save_two(root: Path) -> dict[str, Any]:
@@ -137,7 +120,7 @@ def save_two(root: Path) -> dict[str, Any]:
     models, optimizers = build(0, mesh)
     train(models, optimizers, world.rank)
     tensors, values = all_tensors(models, optimizers, world)
-    buffers = rank_buffers(models, world=world)
+    buffers = api.rank_buffers(models, world=world)
     mean = models["net"].norm.running_mean
     path = save(
         root / "checkpoints",
@@ -152,8 +135,8 @@ def save_two(root: Path) -> dict[str, Any]:
 
     again, fresh = build(1, mesh)
     restore(path, again, fresh, world)
-    state, mine = read_rank(path, world.rank)
-    load_rank_buffers(again, mine)
+    state, mine = api.read_rank(path, world.rank)
+    api.load_rank_buffers(again, mine)
     report |= {"position": state["position"], "mean again": again["net"].norm.running_mean.tolist()}
     train(models, optimizers, world.rank)
     train(again, fresh, world.rank)
@@ -164,7 +147,7 @@ def save_two(root: Path) -> dict[str, Any]:
     return report
 
 
-def faults(root: Path, good: Path, world: World) -> dict[str, Any]:
+def faults(root: Path, good: Path, world: api.World) -> dict[str, Any]:
     """Each fault is on rank 1 only; what each rank was told, and what is left in the directory."""
     second = world.rank == 1
     told: dict[str, Any] = {}
@@ -186,13 +169,13 @@ def faults(root: Path, good: Path, world: World) -> dict[str, Any]:
     told["later"] = outcome(lambda: save(root, 2, world=world))
 
     wrong = some_tensors() if not second else {**some_tensors(), "models.net.steps": torch.tensor(1.0)}
-    told["dtype"] = outcome(lambda: load_tensors(root / "step_00000002", wrong, world=world))
+    told["dtype"] = outcome(lambda: api.load_tensors(root / "step_00000002", wrong, world=world))
     named = {f"stage{world.rank}": torch.full((2,), float(world.rank))}
     pipeline = save(root, 4, tensors=named, world=world)
     loaded = {name: torch.full_like(value, -1) for name, value in named.items()}
-    told["pipeline"] = outcome(lambda: load_tensors(pipeline, loaded, world=world))
+    told["pipeline"] = outcome(lambda: api.load_tensors(pipeline, loaded, world=world))
     told["stage"] = loaded[f"stage{world.rank}"].tolist()
-    told["unused"] = outcome(lambda: load_tensors(pipeline, {"stage0": torch.zeros(2)}, world=world))
+    told["unused"] = outcome(lambda: api.load_tensors(pipeline, {"stage0": torch.zeros(2)}, world=world))
     return told
 
 
@@ -213,7 +196,7 @@ def damage_on_four(path: Path, damaged: Path, expected: Bits) -> dict[str, str]:
         assert moment.placements == models["net"].first.weight.placements
         assert models["net"].tied.weight is models["net"].first.weight
         told[name] = "ok"
-    told["verify"] = outcome(lambda: verify_checkpoint(damaged, world=world))
+    told["verify"] = outcome(lambda: api.verify_checkpoint(damaged, world=world))
     told["load"] = outcome(lambda: restore(damaged, models, optimizers, world))
     world.close()
     return told
@@ -227,7 +210,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_all_ranks_write_one_checkpoint(saved: list[dict[str, Any]]) -> None:
     path = saved[0]["path"]
-    manifest = verify_checkpoint(path, world=Ranks.alone())
+    manifest = api.verify_checkpoint(path, world=api.Ranks.alone())
     assert manifest.world_size == 2
     assert {"__0_0.distcp", "__1_0.distcp", "rank_00000.json", "rank_00001.json"} < set(manifest.files)
     assert saved[1]["path"] == path
@@ -254,8 +237,8 @@ def test_statistics_that_differ_between_ranks_come_back_to_each(saved: list[dict
 
 def load_alone(path: Path, mesh: DeviceMesh | None) -> Bits:
     models, optimizers = build(3, mesh)
-    restore(path, models, optimizers, Ranks.alone())
-    return bits(all_tensors(models, optimizers, Ranks.alone())[0])
+    restore(path, models, optimizers, api.Ranks.alone())
+    return bits(all_tensors(models, optimizers, api.Ranks.alone())[0])
 
 
 def test_two_sharded_ranks_load_onto_one_plain_process(saved: list[dict[str, Any]]) -> None:
@@ -263,13 +246,11 @@ def test_two_sharded_ranks_load_onto_one_plain_process(saved: list[dict[str, Any
 
 
 @pytest.mark.pitfall(68)
-def test_two_sharded_ranks_load_onto_four_and_onto_hsdp_and_damage_is_told_alike(
-    saved: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_two_sharded_ranks_load_onto_four_and_onto_hsdp(saved: list[dict[str, Any]], tmp_path: Path) -> None:
     path = saved[0]["path"]
     damaged = tmp_path / path.name
     damaged.mkdir()
-    for name in [*read_manifest(path).files, "manifest.json"]:
+    for name in [*api.read_manifest(path).files, "manifest.json"]:
         (damaged / name).write_bytes((path / name).read_bytes())
     content = bytearray((path / "__1_0.distcp").read_bytes())
     content[len(content) // 2] ^= 4
@@ -302,9 +283,6 @@ def test_ranks_may_hold_different_names_as_under_a_pipeline(saved: list[dict[str
     assert "it contains stage1, which this run does not have" in first["unused"]
 
 
-# -- in a thread
-
-
 def save_in_a_thread(root: Path) -> dict[str, Any]:
     """Ten saves in a thread, while this one trains by collectives and changes warning filters."""
     world = open_world()
@@ -333,16 +311,13 @@ def save_in_a_thread(root: Path) -> dict[str, Any]:
 @pytest.mark.pitfall(31)
 def test_saving_in_a_thread_leaves_the_training_thread_alone(tmp_path: Path) -> None:
     report = run_world(save_in_a_thread, 2, tmp_path)[0]
-    assert [manifest.step for manifest in list_checkpoints(tmp_path)] == list(range(1, 11))
+    assert [manifest.step for manifest in api.list_checkpoints(tmp_path)] == list(range(1, 11))
     assert report["rounds"] > 1
     for step in (1, 10):
-        path = verify_checkpoint(tmp_path / f"step_{step:08d}", world=Ranks.alone()).path
-        loaded = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensor_metadata(path).items()}
-        load_tensors(path, loaded, world=Ranks.alone())
+        path = api.verify_checkpoint(tmp_path / f"step_{step:08d}", world=api.Ranks.alone()).path
+        loaded = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in api.tensor_metadata(path).items()}
+        api.load_tensors(path, loaded, world=api.Ranks.alone())
         assert_bits_equal(bits(loaded), report["expected"])
-
-
-# -- one rank is killed
 
 
 def save_until_killed(root: Path, call: int) -> None:
@@ -364,12 +339,10 @@ def save_until_killed(root: Path, call: int) -> None:
 
 @pytest.mark.pitfall(29)
 @pytest.mark.parametrize("call", [1, 3])
-def test_a_rank_killed_in_a_save_leaves_the_earlier_checkpoint_and_an_error_on_the_others(
-    tmp_path: Path, call: int
-) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_earlier_one_and_errors_on_others(tmp_path: Path, call: int) -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 of 2 failed|1: -9"):
         run_world(save_until_killed, 2, tmp_path, call, timeout=60)
-    assert [manifest.step for manifest in list_checkpoints(tmp_path)] == [1]
-    verify_checkpoint(tmp_path / "step_00000001", world=Ranks.alone())
+    assert [manifest.step for manifest in api.list_checkpoints(tmp_path)] == [1]
+    api.verify_checkpoint(tmp_path / "step_00000001", world=api.Ranks.alone())
     save(tmp_path, 3)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]

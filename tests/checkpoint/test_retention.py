@@ -1,7 +1,5 @@
 """Retention leaves the newest, the named and the best, and counts and removes nothing but whole checkpoints."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
@@ -11,22 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.api import (
-    CheckpointParameters,
-    ConfigError,
-    Manifest,
-    Ranks,
-    best_checkpoint,
-    kept,
-    list_checkpoints,
-    retire,
-    verify_checkpoint,
-)
+from tests import api
 from tests.checkpoint.states import DESCRIPTION, killed_at, save
 
 NAN = math.nan
 METRICS = (5.0, 1.0, 4.0, NAN, 3.0, 2.0)
-POLICY = CheckpointParameters(keep_last=2, keep_best=1, best_metric="val/loss", best_mode="min")
+POLICY = api.CheckpointParameters(keep_last=2, keep_best=1, best_metric="val/loss", best_mode="min")
 
 
 def save_with(root: Path, step: int, value: Any = None) -> Path:
@@ -34,10 +22,10 @@ def save_with(root: Path, step: int, value: Any = None) -> Path:
     return save(root, step, tensors={"w": torch.ones(1)}, description={**DESCRIPTION, "metrics": metrics})
 
 
-def manifests(*values: Any) -> list[Manifest]:
+def manifests(*values: Any) -> list[api.Manifest]:
     """Manifests of steps 1, 2, ... with these metrics; None for one without."""
     return [
-        Manifest(
+        api.Manifest(
             path=Path(f"step_{step:08d}"),
             step=step,
             metrics={} if value is None else {"val/loss": value},
@@ -55,28 +43,25 @@ def manifests(*values: Any) -> list[Manifest]:
 
 
 def steps(root: Path) -> set[int]:
-    return {manifest.step for manifest in list_checkpoints(root)}
-
-
-# -- the policy
+    return {manifest.step for manifest in api.list_checkpoints(root)}
 
 
 @pytest.mark.parametrize(
     ("retention", "expected"),
     [
-        (CheckpointParameters(keep_last=1), {6}),
-        (CheckpointParameters(keep_last=100), {1, 2, 3, 4, 5, 6}),
-        (CheckpointParameters(keep_every_n_steps=4), {4, 6}),
-        (CheckpointParameters(keep_every_n_steps=2, keep_last=2), {2, 4, 5, 6}),
-        (CheckpointParameters(keep_best=1, best_metric="val/loss"), {2, 6}),
-        (CheckpointParameters(keep_best=2, best_metric="val/loss", best_mode="max"), {1, 3, 6}),
-        (CheckpointParameters(keep_best=1, best_metric="val/other", best_mode="min"), {1, 2, 3, 4, 5, 6}),
+        (api.CheckpointParameters(keep_last=1), {6}),
+        (api.CheckpointParameters(keep_last=100), {1, 2, 3, 4, 5, 6}),
+        (api.CheckpointParameters(keep_every_n_steps=4), {4, 6}),
+        (api.CheckpointParameters(keep_every_n_steps=2, keep_last=2), {2, 4, 5, 6}),
+        (api.CheckpointParameters(keep_best=1, best_metric="val/loss"), {2, 6}),
+        (api.CheckpointParameters(keep_best=2, best_metric="val/loss", best_mode="max"), {1, 3, 6}),
+        (api.CheckpointParameters(keep_best=1, best_metric="val/other", best_mode="min"), {1, 2, 3, 4, 5, 6}),
         (POLICY, {2, 5, 6}),
     ],
 )
-def test_what_any_rule_names_is_kept_and_the_newest_always(retention: CheckpointParameters, expected: set[int]) -> None:
-    assert kept(manifests(*METRICS), retention) == expected
-    assert kept(manifests(*METRICS)[::-1], retention) == expected
+def test_what_any_rule_names_is_kept_and_the_newest(retention: api.CheckpointParameters, expected: set[int]) -> None:
+    assert api.kept(manifests(*METRICS), retention) == expected
+    assert api.kept(manifests(*METRICS)[::-1], retention) == expected
 
 
 @pytest.mark.pitfall(36)
@@ -96,7 +81,7 @@ def test_what_any_rule_names_is_kept_and_the_newest_always(retention: Checkpoint
     ],
 )
 def test_the_best_is_a_number_and_the_earlier_of_equals(values: tuple[Any, ...], mode: Any, best: int | None) -> None:
-    found = best_checkpoint(manifests(*values), "val/loss", mode)
+    found = api.best_checkpoint(manifests(*values), "val/loss", mode)
     assert (found and found.step) == best
 
 
@@ -110,11 +95,8 @@ def test_the_best_is_a_number_and_the_earlier_of_equals(values: tuple[Any, ...],
     ],
 )
 def test_a_policy_that_cannot_work_is_named(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        CheckpointParameters(**arguments)
-
-
-# -- on the disk
+    with pytest.raises(api.ConfigError, match=told):
+        api.CheckpointParameters(**arguments)
 
 
 @pytest.mark.pitfall(30)
@@ -123,13 +105,13 @@ def test_the_best_and_the_last_stay_whenever_it_runs(tmp_path: Path, after_each_
     for step, value in enumerate(METRICS, start=1):
         save_with(tmp_path, step, value)
         if after_each_save:
-            removed = retire(tmp_path, POLICY)
+            removed = api.retire(tmp_path, POLICY)
             assert all(not path.exists() for path in removed)
-    retire(tmp_path, POLICY)
+    api.retire(tmp_path, POLICY)
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000005", "step_00000006"}
-    for manifest in list_checkpoints(tmp_path):
-        verify_checkpoint(manifest.path, world=Ranks.alone())
-    assert retire(tmp_path, POLICY) == []
+    for manifest in api.list_checkpoints(tmp_path):
+        api.verify_checkpoint(manifest.path, world=api.Ranks.alone())
+    assert api.retire(tmp_path, POLICY) == []
 
 
 @pytest.mark.pitfall(30)
@@ -141,7 +123,7 @@ def test_what_is_not_whole_neither_counts_nor_is_removed(tmp_path: Path) -> None
     others = ["step_00000009", ".aside-0123abcd-step_00000007", "notes", ".step_00000008.tmp-mine"]
     for name in others:
         (tmp_path / name).mkdir()
-    assert [path.name for path in retire(tmp_path, CheckpointParameters(keep_last=2))] == ["step_00000001"]
+    assert [path.name for path in api.retire(tmp_path, api.CheckpointParameters(keep_last=2))] == ["step_00000001"]
     assert steps(tmp_path) == {2, 3}
     assert {path.name for path in tmp_path.iterdir()} == {*others, *(f"step_{step:08d}" for step in (2, 3, 4, 5))}
 
@@ -151,8 +133,8 @@ def test_the_only_whole_checkpoint_stays_though_newer_ones_are_damaged(tmp_path:
     for step in (1, 2):
         save_with(tmp_path, step)
     (tmp_path / "step_00000002" / "manifest.json").write_bytes(b"")
-    for retention in (CheckpointParameters(keep_last=1), CheckpointParameters(keep_every_n_steps=2), POLICY):
-        assert retire(tmp_path, retention) == []
+    for retention in (api.CheckpointParameters(keep_last=1), api.CheckpointParameters(keep_every_n_steps=2), POLICY):
+        assert api.retire(tmp_path, retention) == []
     assert steps(tmp_path) == {1}
 
 
@@ -165,15 +147,15 @@ def test_killed_at_any_point_it_leaves_whole_checkpoints_and_goes_on_when_run_ag
         call += 1
         root = tmp_path / str(call)
         shutil.copytree(saved, root)
-        killed = killed_at(call, lambda: retire(root, POLICY))  # noqa: B023 (called at once)
+        killed = killed_at(call, lambda: api.retire(root, POLICY))  # noqa: B023 (called at once)
         listed = {path.name for path in root.iterdir() if path.name.startswith("step_")}
         assert listed == {f"step_{step:08d}" for step in steps(root)}
         assert {2, 5, 6} <= steps(root)
-        for manifest in list_checkpoints(root):
-            verify_checkpoint(manifest.path, world=Ranks.alone())
-        retire(root, POLICY)
+        for manifest in api.list_checkpoints(root):
+            api.verify_checkpoint(manifest.path, world=api.Ranks.alone())
+        api.retire(root, POLICY)
         assert steps(root) == {2, 5, 6}
         save_with(root, 7, 9.0)  # removes what the killed one left behind
-        retire(root, POLICY)
+        api.retire(root, POLICY)
         assert {path.name for path in root.iterdir()} == {f"step_{step:08d}" for step in (2, 6, 7)}
     assert call > 10

@@ -1,7 +1,5 @@
 """One job at a time writes to a run directory, and all its ranks see the same one."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

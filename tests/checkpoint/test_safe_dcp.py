@@ -3,8 +3,6 @@
 The attacker is thorough: sizes and checksums in the manifest are made to fit.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -18,21 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dream_trainer.checkpoint import typed_json
-from tests.api import (
-    DamagedCheckpointError,
-    FileEntry,
-    Manifest,
-    Ranks,
-    checksum,
-    encode_manifest,
-    load_tensors,
-    parse_metadata,
-    read_manifest,
-    read_rank,
-    read_shared,
-    tensor_metadata,
-    verify_checkpoint,
-)
+from tests import api
 from tests.checkpoint.states import save, some_tensors
 
 pytestmark = pytest.mark.pitfall(43)
@@ -55,11 +39,11 @@ def by_way_of_an_allowed_module(trace: Path, protocol: int = 4) -> bytes:
     return b"\x80\x04" + text(module) + text(name) + b"\x93" + text(path) + b"\x85R."
 
 
-def written_manifest(path: Path) -> Manifest:
+def written_manifest(path: Path) -> api.Manifest:
     """The manifest as it stands, whatever has become of the files."""
     body = typed_json.loads((path / "manifest.json").read_text())
-    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
-    return Manifest(
+    files = {name: api.FileEntry(**entry) for name, entry in body["files"].items()}
+    return api.Manifest(
         path=path, **{key: value for key, value in body.items() if key not in ("xxh3", "files")}, files=files
     )
 
@@ -69,10 +53,10 @@ def reseal(path: Path) -> None:
     manifest = written_manifest(path)
     entries = {}
     for name in manifest.files:
-        size, xxh3 = checksum(path / name)
-        entries[name] = FileEntry(size=size, xxh3=xxh3)
-    (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=entries)))
-    verify_checkpoint(path, world=Ranks.alone())
+        size, xxh3 = api.checksum(path / name)
+        entries[name] = api.FileEntry(size=size, xxh3=xxh3)
+    (path / "manifest.json").write_bytes(api.encode_manifest(replace(manifest, files=entries)))
+    api.verify_checkpoint(path, world=api.Ranks.alone())
 
 
 @pytest.fixture
@@ -81,10 +65,10 @@ def path(tmp_path: Path) -> Path:
 
 
 def read_all(path: Path) -> None:
-    read_shared(path)
-    read_rank(path, 0)
-    tensor_metadata(path)
-    load_tensors(path, some_tensors(), world=Ranks.alone())
+    api.read_shared(path)
+    api.read_rank(path, 0)
+    api.tensor_metadata(path)
+    api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
 
 
 def metadata_payload(trace: Path) -> bytes:
@@ -102,8 +86,8 @@ def test_code_in_the_metadata_is_refused_by_name(path: Path, make: Callable[[Pat
     trace = tmp_path / "ran"
     (path / ".metadata").write_bytes(make(trace))
     reseal(path)
-    for read in (tensor_metadata, read_all):
-        with pytest.raises(DamagedCheckpointError, match=r"\.metadata asks for \S*mkdir"):
+    for read in (api.tensor_metadata, read_all):
+        with pytest.raises(api.DamagedCheckpointError, match=r"\.metadata asks for \S*mkdir"):
             read(path)
     assert not trace.exists()
     pickle.loads(make(trace))
@@ -121,8 +105,8 @@ def test_code_in_a_shard_is_refused(path: Path, tmp_path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     shard.write_bytes(content.getvalue())
     reseal(path)
-    with pytest.raises(DamagedCheckpointError, match="cannot be read"):
-        load_tensors(path, some_tensors(), world=Ranks.alone())
+    with pytest.raises(api.DamagedCheckpointError, match="cannot be read"):
+        api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
     assert not trace.exists()
     torch.load(shard, weights_only=False)
     assert trace.exists()
@@ -132,8 +116,8 @@ def test_code_in_a_shard_is_refused(path: Path, tmp_path: Path) -> None:
 def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     dcp.save({"w": torch.ones(1), "x": Payload(trace)}, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(DamagedCheckpointError, match="BytesStorageMetadata"):
-        parse_metadata((tmp_path / "dcp" / ".metadata").read_bytes(), tmp_path / "dcp" / ".metadata")
+    with pytest.raises(api.DamagedCheckpointError, match="BytesStorageMetadata"):
+        api.parse_metadata((tmp_path / "dcp" / ".metadata").read_bytes(), tmp_path / "dcp" / ".metadata")
     assert not trace.exists()
 
 
@@ -143,18 +127,18 @@ def test_pickles_in_place_of_the_other_files_are_not_run(path: Path, name: str, 
     (path / name).write_bytes(pickle.dumps(Payload(trace)))
     if name != "manifest.json":
         reseal(path)
-    with pytest.raises(DamagedCheckpointError, match=name.replace(".", r"\.")):
+    with pytest.raises(api.DamagedCheckpointError, match=name.replace(".", r"\.")):
         read_all(path)
     assert not trace.exists()
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "sub/file"])
 def test_a_manifest_cannot_lead_out_of_its_directory(path: Path, name: str) -> None:
-    manifest = read_manifest(path)
-    outside = {**manifest.files, name: FileEntry(size=1, xxh3="0")}
-    (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=outside)))
-    with pytest.raises(DamagedCheckpointError, match="is not a file of its directory"):
-        read_manifest(path)
+    manifest = api.read_manifest(path)
+    outside = {**manifest.files, name: api.FileEntry(size=1, xxh3="0")}
+    (path / "manifest.json").write_bytes(api.encode_manifest(replace(manifest, files=outside)))
+    with pytest.raises(api.DamagedCheckpointError, match="is not a file of its directory"):
+        api.read_manifest(path)
 
 
 def test_metadata_cannot_lead_out_of_the_directory(path: Path) -> None:
@@ -163,8 +147,8 @@ def test_metadata_cannot_lead_out_of_the_directory(path: Path) -> None:
         location.relative_path = "../../outside"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
-    with pytest.raises(DamagedCheckpointError, match="has no file"):
-        load_tensors(path, some_tensors(), world=Ranks.alone())
+    with pytest.raises(api.DamagedCheckpointError, match="has no file"):
+        api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
 
 
 def test_tensors_of_every_type_that_models_use_are_read(tmp_path: Path) -> None:
@@ -173,6 +157,6 @@ def test_tensors_of_every_type_that_models_use_are_read(tmp_path: Path) -> None:
     written = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in (*floats, *others, torch.int64)}
     path = save(tmp_path, 1, tensors=written)
     read = {name: torch.zeros_like(value) for name, value in written.items()}
-    load_tensors(path, read, world=Ranks.alone())
+    api.load_tensors(path, read, world=api.Ranks.alone())
     for name, value in written.items():
         assert torch.equal(read[name].view(torch.uint8), value.view(torch.uint8)), name

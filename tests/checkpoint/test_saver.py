@@ -1,7 +1,5 @@
 """A Saver by itself: a counter stands in for the trainer, and the files are real."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator
@@ -12,19 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import (
-    CheckpointParameters,
-    HostCopies,
-    Manifest,
-    Moment,
-    Ranks,
-    Saver,
-    Saving,
-    Snapshot,
-    SnapshotWriter,
-    list_checkpoints,
-    read_manifest,
-)
+from tests import api
 from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
 
 NOTHING: dict[str, Any] = {"save_every_n_epochs": None, "save_at_end": False}
@@ -40,7 +26,7 @@ class Clock:
         return self.now
 
 
-class HeldCopies(HostCopies):
+class HeldCopies(api.HostCopies):
     """Copies that the writing thread gets when the test opens the gate."""
 
     def __init__(self) -> None:
@@ -55,24 +41,29 @@ class Counter:
     """A run that only counts, and its saver."""
 
     def __init__(
-        self, directory: Path, *, copies: HostCopies | None = None, only_when_called: bool = False, **parameters: Any
+        self,
+        directory: Path,
+        *,
+        copies: api.HostCopies | None = None,
+        only_when_called: bool = False,
+        **parameters: Any,
     ) -> None:
-        self.parameters = CheckpointParameters(**parameters)
+        self.parameters = api.CheckpointParameters(**parameters)
         self.directory, self.clock = directory, Clock()
         self.step, self.has_pending_work = 0, False
         self.saved: list[int] = []
         self.warmed: list[int] = []
         self.said: list[str] = []
         self.lost = 0
-        self.world = Ranks.alone()
-        self.saver = Saver(
+        self.world = api.Ranks.alone()
+        self.saver = api.Saver(
             self.parameters,
             self.world,
-            SnapshotWriter(directory, self.parameters, self.world, copies),
-            settle=lambda: Moment(self.step, self.has_pending_work),
+            api.SnapshotWriter(directory, self.parameters, self.world, copies),
+            settle=lambda: api.Moment(self.step, self.has_pending_work),
             snapshot=self.snapshot,
             warm=lambda _: lambda: self.warmed.append(self.step),
-            on_save=lambda path: self.saved.append(read_manifest(path).step),
+            on_save=lambda path: self.saved.append(api.read_manifest(path).step),
             on_lost=self.lose,
             patience=nullcontext,
             say_once=lambda key, message: self.said.append(message),
@@ -80,7 +71,7 @@ class Counter:
             only_when_called=only_when_called,
         )
 
-    def snapshot(self, metrics: dict[str, float], copies: HostCopies | None) -> Snapshot:
+    def snapshot(self, metrics: dict[str, float], copies: api.HostCopies | None) -> api.Snapshot:
         self.clock.now += 1  # what training waits for
         return make_snapshot(self.step, description=DESCRIPTION | {"metrics": metrics})
 
@@ -111,7 +102,7 @@ class Counter:
 
     @property
     def on_disk(self) -> list[int]:
-        return [manifest.step for manifest in list_checkpoints(self.directory)]
+        return [manifest.step for manifest in api.list_checkpoints(self.directory)]
 
 
 @contextmanager
@@ -119,9 +110,6 @@ def counting(directory: Path, **options: Any) -> Iterator[Counter]:
     run = Counter(directory, **options)
     yield run
     run.finish()
-
-
-# -- when
 
 
 def test_it_saves_by_epochs(tmp_path: Path) -> None:
@@ -145,7 +133,7 @@ def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_fo
         assert run.saved == [1, 1]
         run.saver.save()
     assert run.saved == [1, 1, 1]
-    assert [manifest.metrics for manifest in list_checkpoints(tmp_path)] == [{"val/loss": 0.5}]
+    assert [manifest.metrics for manifest in api.list_checkpoints(tmp_path)] == [{"val/loss": 0.5}]
 
 
 def test_a_best_metric_that_no_validation_has_is_said(tmp_path: Path) -> None:
@@ -165,12 +153,7 @@ def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
         assert run.saved == [3]
 
 
-# -- one at a time
-
-
-def test_a_save_that_comes_due_while_one_is_written_is_skipped_if_that_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_due_while_one_is_written_is_skipped_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     copies = HeldCopies()
     caplog.set_level(logging.INFO, "dream_trainer")
     with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:
@@ -201,7 +184,7 @@ def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_p
 def test_memory_is_made_after_the_first_window_and_only_where_there_will_be_a_save(tmp_path: Path) -> None:
     for saves, warmed in ((True, [1]), (False, [])):
         with counting(
-            tmp_path, copies=HostCopies(torch.device("cpu")), save_every_n_epochs=None, save_at_end=saves
+            tmp_path, copies=api.HostCopies(torch.device("cpu")), save_every_n_epochs=None, save_at_end=saves
         ) as run:
             run.train()
             run.saver.finish()
@@ -213,9 +196,6 @@ def test_the_time_that_training_waits_is_counted(tmp_path: Path) -> None:
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 2}) as run:
         run.train(5, seconds=10)
     assert run.saver.seconds == 2
-
-
-# -- what fails
 
 
 def test_after_an_exception_a_save_that_fails_is_only_said(tmp_path: Path) -> None:
@@ -238,10 +218,7 @@ def test_an_exception_does_not_save_if_the_config_says_so(tmp_path: Path) -> Non
     assert run.saved == []
 
 
-# -- branches and retention
-
-
-def goes_on_from(saver: Saver, manifest: Manifest, *, is_own: bool) -> None:
+def goes_on_from(saver: api.Saver, manifest: api.Manifest, *, is_own: bool) -> None:
     saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
 
 
@@ -249,17 +226,17 @@ def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path)
     own, other = tmp_path / "own", tmp_path / "other"
     for step in (1, 2, 3, 4):
         save(own, step)
-    theirs = read_manifest(save(other, 2))
+    theirs = api.read_manifest(save(other, 2))
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
         goes_on_from(run.saver, theirs, is_own=False)
-        goes_on_from(run.saver, list_checkpoints(own)[-1], is_own=True)
+        goes_on_from(run.saver, api.list_checkpoints(own)[-1], is_own=True)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]
 
 
 def test_what_never_saves_answers_the_loop() -> None:
-    saving = Saving()
+    saving = api.Saving()
     saving.save_if_due(step=1, epoch=1, is_last=True, requested=True)
     saving.save_after_exception(1)
     assert (saving.flags(), saving.seconds, saving.is_writing) == ((False, False, False), 0.0, False)

@@ -1,7 +1,5 @@
 """Host copies: what was copied stays as it was, in memory that is allocated once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint is published whole or not at all, and what is read back is what was written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,25 +14,13 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from dream_trainer.checkpoint import files
-from tests.api import (
-    SCHEMA_VERSION,
-    CheckpointError,
-    FileEntry,
-    Ranks,
-    list_checkpoints,
-    load_tensors,
-    read_manifest,
-    read_rank,
-    read_shared,
-    tensor_metadata,
-    verify_checkpoint,
-)
+from tests import api
 from tests.checkpoint import states
 from tests.checkpoint.states import DESCRIPTION, flip, killed_at, save, some_tensors
 
 
 def steps(root: Path) -> list[int]:
-    return [manifest.step for manifest in list_checkpoints(root)]
+    return [manifest.step for manifest in api.list_checkpoints(root)]
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -48,24 +34,24 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 1000, shared=shared, rank_state=rank_state, rank_tensors=rank_tensors)
 
     assert path == tmp_path / "checkpoints" / "step_00001000"
-    assert read_shared(path) == shared
-    state, tensors = read_rank(path, 0)
+    assert api.read_shared(path) == shared
+    state, tensors = api.read_rank(path, 0)
     assert state["position"] == 7
     assert (state["noise"] == np.arange(3)).all()
     assert {name: value.tolist() for name, value in tensors.items()} == {
         name: value.tolist() for name, value in rank_tensors.items()
     }
     loaded = {name: torch.zeros_like(value) for name, value in some_tensors().items()}
-    load_tensors(path, loaded, world=Ranks.alone())
+    api.load_tensors(path, loaded, world=api.Ranks.alone())
     assert all(torch.equal(loaded[name], value) for name, value in some_tensors(1000).items())
-    assert tensor_metadata(path) == {name: (value.shape, value.dtype) for name, value in loaded.items()}
+    assert api.tensor_metadata(path) == {name: (value.shape, value.dtype) for name, value in loaded.items()}
 
 
 @pytest.mark.pitfall(36)
 def test_the_manifest_says_what_the_checkpoint_is_whatever_the_metrics(tmp_path: Path) -> None:
     metrics = {"loss": math.nan, "gain": -1.5, "zero": 0.0, "missing": None, "val/acc": math.inf}
     path = save(tmp_path, 3, description={**DESCRIPTION, "metrics": metrics, "config": {"betas": (0.9, 0.95)}})
-    manifest = read_manifest(path)
+    manifest = api.read_manifest(path)
     assert path.name == "step_00000003"
     assert (manifest.step, manifest.epoch, manifest.samples_seen, manifest.world_size) == (3, 1, 64, 1)
     assert manifest.config == {"betas": (0.9, 0.95)}
@@ -75,7 +61,7 @@ def test_the_manifest_says_what_the_checkpoint_is_whatever_the_metrics(tmp_path:
 
 
 def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path: Path) -> None:
-    assert list_checkpoints(tmp_path / "absent") == []
+    assert api.list_checkpoints(tmp_path / "absent") == []
     for step in (20, 3, 100_000_000):
         save(tmp_path, step)
     (tmp_path / "step_00000004").mkdir()
@@ -95,22 +81,22 @@ def test_saving_a_step_again_replaces_a_damaged_one(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     flip(path / "__0_0.distcp")
     assert save(tmp_path, 1) == path
-    verify_checkpoint(path, world=Ranks.alone())
+    api.verify_checkpoint(path, world=api.Ranks.alone())
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_saving_a_step_again_replaces_a_whole_one_if_told_to(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     assert save(tmp_path, 1, shared={"another": 1}, replace=True) == path
-    assert read_shared(verify_checkpoint(path, world=Ranks.alone()).path) == {"another": 1}
+    assert api.read_shared(api.verify_checkpoint(path, world=api.Ranks.alone()).path) == {"another": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_checkpoint_of_a_newer_schema_is_not_replaced_by_one_of_this(tmp_path: Path) -> None:
     manifest = save(tmp_path, 1) / "manifest.json"
-    newer = json.dumps({**json.loads(manifest.read_text()), "schema_version": SCHEMA_VERSION + 1})
+    newer = json.dumps({**json.loads(manifest.read_text()), "schema_version": api.SCHEMA_VERSION + 1})
     manifest.write_text(newer)
-    with pytest.raises(CheckpointError, match="Update dream_trainer"):
+    with pytest.raises(api.CheckpointError, match="Update dream_trainer"):
         save(tmp_path, 1)
     assert manifest.read_text() == newer
 
@@ -126,10 +112,10 @@ def test_plain_dcp_reads_the_tensors(tmp_path: Path) -> None:
 def test_the_manifests_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tensors={"w": torch.randn(100_000)}, rank_tensors={"c": torch.ones(3)})
     on_disk = {
-        name: FileEntry(size=len(raw), xxh3=xxhash.xxh3_128_hexdigest(raw)) for name, raw in content(path).items()
+        name: api.FileEntry(size=len(raw), xxh3=xxhash.xxh3_128_hexdigest(raw)) for name, raw in content(path).items()
     }
     del on_disk["manifest.json"]
-    assert read_manifest(path).files == on_disk
+    assert api.read_manifest(path).files == on_disk
 
 
 def test_a_save_removes_what_killed_jobs_left_and_nothing_of_the_users(tmp_path: Path) -> None:
@@ -148,22 +134,23 @@ def test_a_save_removes_what_killed_jobs_left_and_nothing_of_the_users(tmp_path:
 def test_names_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     weight = torch.zeros(3, 4)
-    with pytest.raises(CheckpointError, match=r"has no models\.net\.renamed"):
-        load_tensors(path, {"models.net.weight": weight, "models.net.renamed": torch.tensor(0)}, world=Ranks.alone())
-    with pytest.raises(CheckpointError, match=r"it contains models\.net\.steps, which this run does not have"):
-        load_tensors(path, {"models.net.weight": weight}, world=Ranks.alone())
+    with pytest.raises(api.CheckpointError, match=r"has no models\.net\.renamed"):
+        api.load_tensors(
+            path, {"models.net.weight": weight, "models.net.renamed": torch.tensor(0)}, world=api.Ranks.alone()
+        )
+    with pytest.raises(api.CheckpointError, match=r"it contains models\.net\.steps, which this run does not have"):
+        api.load_tensors(path, {"models.net.weight": weight}, world=api.Ranks.alone())
     assert not weight.any()
 
 
 @pytest.mark.parametrize("target", [torch.zeros(4, 3), torch.zeros(3, 4, dtype=torch.float64), torch.zeros(12)])
 def test_shapes_and_dtypes_must_be_the_saved_ones(tmp_path: Path, target: torch.Tensor) -> None:
     path = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"models\.net\.weight \(saved \(3, 4\) torch\.float32, here"):
-        load_tensors(path, {"models.net.weight": target, "models.net.steps": torch.tensor(0)}, world=Ranks.alone())
+    with pytest.raises(api.CheckpointError, match=r"models\.net\.weight \(saved \(3, 4\) torch\.float32, here"):
+        api.load_tensors(
+            path, {"models.net.weight": target, "models.net.steps": torch.tensor(0)}, world=api.Ranks.alone()
+        )
     assert not target.any()
-
-
-# -- when it cannot be written
 
 
 @pytest.fixture
@@ -180,15 +167,12 @@ def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay_whole(small_disk: 
     first = save(small_disk, 1)
     before = content(first)
     for argument in ("tensors", "rank_tensors"):
-        with pytest.raises(CheckpointError, match="No space left on device"):
+        with pytest.raises(api.CheckpointError, match="No space left on device"):
             save(small_disk, 2, **{argument: large(2 << 20)})
     assert [entry.name for entry in small_disk.iterdir()] == [first.name]
     assert content(first) == before
     save(small_disk, 3)
     assert steps(small_disk) == [1, 3]
-
-
-# -- when it is killed
 
 
 def disk_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> list[tuple[str, Path]]:
@@ -217,9 +201,7 @@ def disk_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) 
 
 @pytest.mark.pitfall(29)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of descriptors are read from /proc")
-def test_the_disk_holds_a_checkpoints_files_before_its_name_and_its_name_before_the_save_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_holds_files_before_the_name_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path.resolve()
     for is_replaced in (False, True):
         if is_replaced:
@@ -250,8 +232,8 @@ def test_killed_at_any_point_of_a_save_leaves_whole_checkpoints_only(tmp_path: P
         before = content(first)
         killed = killed_at(call, lambda: save(root, 2))  # noqa: B023 (called at once)
         seen.add(tuple(steps(root)))
-        for manifest in list_checkpoints(root):
-            verify_checkpoint(manifest.path, world=Ranks.alone())
+        for manifest in api.list_checkpoints(root):
+            api.verify_checkpoint(manifest.path, world=api.Ranks.alone())
         assert content(first) == before
         assert save(root, 2).name in {entry.name for entry in root.iterdir()}
         assert steps(root) == [1, 2]
@@ -273,7 +255,7 @@ def test_killed_while_a_whole_checkpoint_is_replaced_loses_neither_it_nor_the_st
         was_away = not steps(root)
         recovered = files.recover_replaced(root)
         assert recovered == ([root / "step_00000001"] if was_away else [])
-        shared = read_shared(verify_checkpoint(root / "step_00000001", world=Ranks.alone()).path)
+        shared = api.read_shared(api.verify_checkpoint(root / "step_00000001", world=api.Ranks.alone()).path)
         seen.add(-1 if was_away else shared["version"])
         assert shared["version"] in ((1,) if was_away else (1, 2))
         save(root, 2)
@@ -290,9 +272,7 @@ def test_only_what_is_named_as_a_checkpoint_is_discarded(tmp_path: Path) -> None
 
 @pytest.mark.pitfall(29)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of descriptors are read from /proc")
-def test_the_disk_holds_a_discarded_checkpoints_other_name_before_its_files_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_holds_the_other_name_before_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
     calls = disk_calls(monkeypatch, lambda: files.discard(path))
     assert [what for what, _ in calls[:3]] == ["rename", "fsync", "unlink"]

@@ -1,7 +1,5 @@
 """Typed JSON gives back the types and bits that it was given, refuses the rest by name, and runs nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """What version 0.1.0 wrote: a run goes on from it as 0.1.0 itself went on, and the commands read it."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """What `dream-trainer runs` and `config diff` say of runs that go on from a checkpoint: what trained, from where."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -36,12 +34,9 @@ def column(text: str, name: str) -> dict[str, str]:
     return {row[0].removeprefix("tests/checkpoint/"): row[header.index(name)] for row in rows}
 
 
-def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_rate_kept_from_the_checkpoint_is_told_with_the_config_s(capsys: pytest.CaptureFixture[str]) -> None:
     parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
-    branch = train("branch", 0.003, resume=parent)
-    assert branch.optimizer.param_groups[0]["lr"] == 0.01  # the truth
+    assert train("branch", 0.003, resume=parent).optimizer.param_groups[0]["lr"] == 0.01  # the truth
     train("anew", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
 
     rates = {"parent": "0.01", "branch": "0.003 (trained 0.01)", "anew": "0.003"}
@@ -59,9 +54,7 @@ def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_
     assert column(said(capsys, "runs"), "learning_rate") == rates
 
 
-def test_the_words_that_a_branch_began_with_are_told_though_a_later_start_names_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_words_a_branch_began_with_stay_after_a_start_without(capsys: pytest.CaptureFixture[str]) -> None:
     parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
     train("branch", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
     train("branch", 0.003, 6, resume="auto")

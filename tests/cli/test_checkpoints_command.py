@@ -1,8 +1,6 @@
 """`dream-trainer checkpoints` as one types it: tables for people, JSON for programs, one line and an exit code for
 errors."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -120,9 +118,6 @@ def command(capsys: pytest.CaptureFixture[str]) -> Printed:
     return Printed(capsys)
 
 
-# -- ls
-
-
 def test_ls_shows_a_line_for_each_checkpoint(run: Path, command: Printed) -> None:
     lines = command("ls", run).splitlines()
     assert lines[0] == str(run / "checkpoints")
@@ -151,15 +146,11 @@ def test_ls_tells_whole_from_damaged_unfinished_and_aside(run: Path, command: Pr
     assert second["metrics"] == {"val/loss": 1.0}
     assert fourth["metrics"] == {"val/loss": "NaN"}
     assert (second["samples_seen"], second["epoch"], second["world_size"]) == (128, 1, 1)
-    size = sum(file.stat().st_size for file in Path(second["path"]).iterdir())
-    assert second["size"] == size
+    assert second["size"] == sum(file.stat().st_size for file in Path(second["path"]).iterdir())
     assert "manifest.json is empty" in found["checkpoints"][6]["fault"]
     said = command("ls", run)
     assert "step_00000007: " in said
     assert "schema version 99" in said
-
-
-# -- show
 
 
 def test_show_tells_what_a_checkpoint_holds(run: Path, command: Printed) -> None:
@@ -191,9 +182,6 @@ def test_show_takes_a_runs_newest_whole_checkpoint_or_a_step(run: Path, command:
     assert set(shown["files"]) == {path.name for path in Path(shown["path"]).iterdir()} - {"manifest.json"}
 
 
-# -- verify
-
-
 def test_verify_reads_every_file_and_its_exit_code_tells(run: Path, command: Printed) -> None:
     assert command("verify", run).count(": whole\n") == 6
     assert command.json("verify", run)["whole"] is True
@@ -211,9 +199,6 @@ def test_verify_reads_every_file_and_its_exit_code_tells(run: Path, command: Pri
     assert command("verify", run / "checkpoints" / "step_00000004").endswith("whole\n")
     (third / "manifest.json").unlink()
     assert "manifest.json is missing" in command("verify", third, code=1)
-
-
-# -- diff
 
 
 def test_diff_tells_counters_metrics_config_and_values(run: Path, command: Printed) -> None:
@@ -243,9 +228,6 @@ def test_diff_without_values_reads_no_shard(run: Path, command: Printed) -> None
     assert found["tensors"]["equal"] is None
     assert "values were not compared" in command("diff", root / "step_00000001", run, "--no-values", code=1)
     assert "__0_0.distcp is damaged" in command.error("diff", root / "step_00000001", run)
-
-
-# -- prune
 
 
 RULES = ("--keep-last", 1, "--keep-best", 1, "--metric", "val/loss")
@@ -317,9 +299,6 @@ def test_prune_refuses_while_a_job_holds_the_run(run: Path, command: Printed) ->
     assert steps(run) == {6}
 
 
-# -- export
-
-
 def test_export_writes_weights_and_tells_the_files(run: Path, tmp_path: Path, command: Printed) -> None:
     out = tmp_path / "out"
     said = command("export", run, out, "--dtype", "bf16", "--max-shard-size", "20B")
@@ -340,9 +319,6 @@ def test_export_writes_nothing_where_something_is(run: Path, tmp_path: Path, com
     command("export", run, tmp_path / "out")
     assert "exists already" in command.error("export", run, tmp_path / "out")
     assert "belongs to a run's checkpoints" in command.error("export", run, run / "checkpoints" / "hf")
-
-
-# -- paths, usage, the program itself
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`dream-trainer data tokenize`: text of every kind in, the same token files out whatever happened on the way."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """`dream-trainer describe`: the trainer's own words, with nothing built and nothing left behind."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -51,9 +49,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("name", ["Trainer", "make"])
-def test_it_prints_setup_and_events_and_leaves_nothing(
-    name: str, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_the_setup(name: str, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", f"{program}:{name}"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("# Trainer\n\n## Setup order")

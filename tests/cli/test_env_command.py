@@ -1,7 +1,5 @@
 """`dream-trainer env`: what is there, and no secret."""
 
-from __future__ import annotations
-
 import json
 import platform
 
@@ -11,9 +9,7 @@ import torch
 from tests.api import __version__, main
 
 
-def test_it_says_versions_devices_and_settings_and_no_secret(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_settings_and_no_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     for name in ("WANDB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_URI", "DATABASE_PASSWORD"):
         monkeypatch.setenv(name, "hush-hush")

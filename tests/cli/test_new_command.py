@@ -1,7 +1,5 @@
 """`dream-trainer new`: projects that train, and names that are refused."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -24,9 +22,7 @@ def packages_of(program: str) -> set[str]:
 
 
 @pytest.mark.parametrize("template", EXAMPLES)
-def test_a_project_is_the_example_under_its_own_name(
-    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_project_is_the_example_renamed(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my-project").mkdir()  # an empty directory is taken
     assert main(["new", "my-project", "--from", template]) == 0
     said = capsys.readouterr().out

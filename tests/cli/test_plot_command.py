@@ -1,7 +1,5 @@
 """`dream-trainer plot`: the right numbers on the right axes, read back from matplotlib's artists and from the files."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -126,9 +124,7 @@ def test_the_command_writes_what_the_suffix_says(tmp_path: Path, capsys: pytest.
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_be_drawn_is_one_line_and_an_exit_code(
-    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_drawn(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     import re
 
     a_run(Path("run"))

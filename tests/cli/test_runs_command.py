@@ -1,7 +1,5 @@
 """`dream-trainer runs` and `config show | diff` as one types them."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -81,9 +79,7 @@ def test_one_run_is_shown_with_its_end_and_values(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("runs")
-def test_two_runs_are_compared_and_one_is_removed_with_its_checkpoints_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_runs_are_compared_and_one_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "runs", "ls", "--json") == said(capsys, "runs", "--json")
     assert "optimizer.lr" in said(capsys, "runs", "diff", "runs/p/a/one", "runs/p/a/two", code=1)
     (elsewhere := tmp_path / "disk").mkdir()
@@ -134,9 +130,7 @@ def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("runs")
-def test_the_environment_says_where_runs_are(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_places_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs").rename("others")
     assert "runs is not a directory" in said(capsys, "runs", code=2)
     monkeypatch.setenv("DREAM_TRAINER_RUNS", "others")

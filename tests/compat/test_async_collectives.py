@@ -1,7 +1,5 @@
 """A collective's result that may still run goes into compiled code as a plain tensor whose gradient comes back."""
 
-from __future__ import annotations
-
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

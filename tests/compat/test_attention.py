@@ -3,8 +3,6 @@
 The kernel for many lengths runs on CUDA only: `tests/gpu/test_packed_attention.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Each private or moving name of PyTorch's compiler behind `compiler_compat`, exercised."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.api import is_compiled, never_compiled

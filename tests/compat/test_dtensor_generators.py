@@ -1,7 +1,5 @@
 """DTensors on a CPU draw from each rank's generator, which `keep_own_generators` leaves alone; tests/gpu has more."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """A worker that hangs in its fork, as Python 3.11's may, is forked again; one that runs is left alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -51,9 +49,7 @@ def batches_of(workers: int, context: str | None) -> list[list[int]]:
 
 @only_where_forks_hang
 @pytest.mark.parametrize("context", [None, "fork"])
-def test_a_worker_that_hangs_in_its_fork_is_forked_again(
-    first_fork_hangs: Path, context: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hung_fork_is_repeated(first_fork_hangs: Path, context: str | None, caplog: pytest.LogCaptureFixture) -> None:
     before = _children()
     assert batches_of(2, context) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert not first_fork_hangs.exists()
@@ -62,9 +58,7 @@ def test_a_worker_that_hangs_in_its_fork_is_forked_again(
 
 
 @only_where_forks_hang
-def test_an_interrupt_of_the_wait_leaves_no_process_behind(
-    first_fork_hangs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_wait_leaves_no_process(first_fork_hangs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked_start, "START_SECONDS", 30.0)
     before = _children()
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))

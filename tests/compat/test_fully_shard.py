@@ -1,7 +1,5 @@
 """Groups of `fully_shard` inside of blocks that selective checkpointing runs again."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

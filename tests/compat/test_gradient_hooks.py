@@ -1,7 +1,5 @@
 """Hooks on gradients are kept where PyTorch keeps them, and follow a parameter that gets other values by a swap."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 from torch import Tensor

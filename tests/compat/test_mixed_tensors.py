@@ -1,7 +1,5 @@
 """A fused optimizer steps DTensors and plain parameters together, each as if alone."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

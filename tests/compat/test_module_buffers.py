@@ -1,7 +1,5 @@
 """The private set behind `is_persistent` has what `state_dict()` leaves out."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 

@@ -1,7 +1,5 @@
 """Operations of PyTorch are known by name, whichever overload is called."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.api import EXPENSIVE_OPERATIONS, ValueReads, name_of_operation, operation

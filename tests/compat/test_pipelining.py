@@ -1,7 +1,5 @@
 """What PyTorch's schedules do with stages of ours: every micro-batch once, gradients that add up, reduced when told."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -13,21 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.api import (
-    LOOPED,
-    ONE_STAGE,
-    SCHEDULES,
-    V_SHAPED,
-    ScheduledStage,
-    as_one_backward,
-    as_tuple,
-    asked_for_what_is_not_there,
-    bytes_sent,
-    new_schedule,
-    ranks_of_stages,
-    refresh_copy,
-    shallow_copy,
-)
+from tests import api
 from tests.worlds import run_world
 
 ROWS, WIDTH = 3, 4
@@ -51,7 +35,7 @@ def run_batches(schedule: str) -> dict[str, Any]:
         return output.square().sum() if rank == 1 else output
 
     between = torch.empty(WIDTH, ROWS, dtype=torch.float64, device="meta", requires_grad=True)
-    stage = ScheduledStage(
+    stage = api.ScheduledStage(
         layers,
         run,
         place=(rank, 2),
@@ -60,13 +44,13 @@ def run_batches(schedule: str) -> dict[str, Any]:
         device=torch.device("cpu"),
         group=dist.group.WORLD,  # type: ignore[arg-type]
     )
-    batch = new_schedule(schedule, [stage], 4)
+    batch = api.new_schedule(schedule, [stage], 4)
     wrapped: list[Any] = [layers]
-    with as_one_backward(wrapped, reduces=False):
+    with api.as_one_backward(wrapped, reduces=False):
         batch(rank == 0, rank == 1)
     layers.reshard()  # what is gathered has gradients that nobody has reduced
     before = [p.grad for p in layers.parameters()]
-    with as_one_backward(wrapped, reduces=True):
+    with api.as_one_backward(wrapped, reduces=True):
         batch(rank == 0, rank == 1)
     found = {
         "ran": ran,
@@ -80,7 +64,7 @@ def run_batches(schedule: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("schedule", api.ONE_STAGE)
 def test_gradients_of_two_batches_add_up_and_are_reduced_at_the_last(schedule: str) -> None:
     first, last = run_world(run_batches, 2, schedule)
     weights = [w.requires_grad_() for part in (first, last) for w in part["weights"]]
@@ -106,7 +90,7 @@ def hand_on(schedules: list[str], recomputed: bool = False) -> list[dict[str, An
     dist.init_process_group("gloo")
     results = []
     for schedule in schedules:
-        ranks = ranks_of_stages(schedule, 2, 2 if schedule not in ONE_STAGE else 1)
+        ranks = api.ranks_of_stages(schedule, 2, 2 if schedule not in api.ONE_STAGE else 1)
         results.append(hand_on_by(schedule, ranks, recomputed))
     dist.barrier()
     dist.destroy_process_group()
@@ -136,7 +120,7 @@ def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, A
     between = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
     like = [between, *(torch.empty_like(tensor, device="meta") for tensor in BESIDE.values())]
     stages = [
-        ScheduledStage(
+        api.ScheduledStage(
             layers[number],
             partial(run, number),
             place=(number, len(ranks)),
@@ -150,7 +134,7 @@ def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, A
         if rank == dist.get_rank()
     ]
     numbers = [stage.stage_index for stage in stages]
-    batch = new_schedule(schedule, stages, 4)
+    batch = api.new_schedule(schedule, stages, 4)
     for _ in range(2):
         batch(0 in numbers, last in numbers)
     total = x.flatten(0, 1)
@@ -165,7 +149,7 @@ def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, A
 
 
 def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_schedule() -> None:
-    for results in zip(*run_world(hand_on, 2, list(SCHEDULES)), strict=True):
+    for results in zip(*run_world(hand_on, 2, list(api.SCHEDULES)), strict=True):
         for found, expected in [pair for result in results for pair in result["pairs"]]:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         arrived = [beside for result in results for beside in result["arrived"]]
@@ -176,7 +160,7 @@ def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_sch
 
 
 def test_what_is_computed_again_is_so_once_where_schedules_would_split_backwards() -> None:
-    for results in zip(*run_world(hand_on, 2, [*LOOPED, *V_SHAPED], True), strict=True):
+    for results in zip(*run_world(hand_on, 2, [*api.LOOPED, *api.V_SHAPED], True), strict=True):
         for found, expected in [pair for result in results for pair in result["pairs"]]:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         assert [count for result in results for count in result["ran"]] == [2 * 2 * 4] * 4
@@ -232,9 +216,9 @@ def hand_on_own_by(kind: type[nn.Module], schedule: str) -> list[tuple[Any, Any]
         return (output * own).sum() if number == 3 else (output, own)
 
     between = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
-    numbers = [number for number, rank in enumerate(ranks_of_stages(schedule, 2, 2)) if rank == dist.get_rank()]
+    numbers = [number for number, rank in enumerate(api.ranks_of_stages(schedule, 2, 2)) if rank == dist.get_rank()]
     stages = [
-        ScheduledStage(
+        api.ScheduledStage(
             layers[number],
             partial(run, number, layers),
             place=(number, 4),
@@ -245,7 +229,7 @@ def hand_on_own_by(kind: type[nn.Module], schedule: str) -> list[tuple[Any, Any]
         )
         for number in numbers
     ]
-    new_schedule(schedule, stages, 4)(0 in numbers, 3 in numbers)
+    api.new_schedule(schedule, stages, 4)(0 in numbers, 3 in numbers)
     copies = copy.deepcopy(layers)
     for micro_batch in range(4):
         given: Any = (micro_batch,)
@@ -257,10 +241,8 @@ def hand_on_own_by(kind: type[nn.Module], schedule: str) -> list[tuple[Any, Any]
 
 
 @pytest.mark.parametrize("kind", [HandsOnItsOwn, UsesTwice, AddsUp])
-def test_whatever_is_handed_on_or_shared_has_its_gradient_where_schedules_would_split_backwards(
-    kind: type[nn.Module],
-) -> None:
-    for pairs in run_world(hand_on_own, 2, kind, [*LOOPED, *V_SHAPED]):
+def test_whatever_is_handed_on_or_shared_has_its_gradient_in_split_backwards(kind: type[nn.Module]) -> None:
+    for pairs in run_world(hand_on_own, 2, kind, [*api.LOOPED, *api.V_SHAPED]):
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -268,10 +250,10 @@ def test_whatever_is_handed_on_or_shared_has_its_gradient_where_schedules_would_
 def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:
     module = nn.Bilinear(2, 2, 2)
     module.compile(backend="eager")
-    copied = shallow_copy(module)
+    copied = api.shallow_copy(module)
     copied.register_parameter("bias", None)
     module.weight, module.factor = nn.Parameter(torch.ones(2, 2, 2)), 3.0  # type: ignore[assignment]
-    refresh_copy(copied, module)
+    api.refresh_copy(copied, module)
     assert copied.weight is module.weight
     assert copied.factor == 3.0
     assert copied.bias is None
@@ -281,8 +263,8 @@ def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:
 
 
 def test_what_crosses_is_counted_there_and_back() -> None:
-    assert bytes_sent(torch.zeros(3)) == (12, 12)
-    assert bytes_sent(torch.zeros(3, dtype=torch.int64)) == (24, 0 if torch.__version__ >= "2.13" else 24)
+    assert api.bytes_sent(torch.zeros(3)) == (12, 12)
+    assert api.bytes_sent(torch.zeros(3, dtype=torch.int64)) == (24, 0 if torch.__version__ >= "2.13" else 24)
 
 
 def test_an_error_about_what_a_stage_does_not_have_is_known() -> None:
@@ -290,12 +272,12 @@ def test_an_error_about_what_a_stage_does_not_have_is_known() -> None:
         torch.optim.AdamW([])
     with pytest.raises(AttributeError) as none:
         _ = None.parameters  # type: ignore[attr-defined]
-    assert asked_for_what_is_not_there(empty.value)
-    assert asked_for_what_is_not_there(none.value)
-    assert not asked_for_what_is_not_there(ValueError("other"))
-    assert not asked_for_what_is_not_there(AttributeError("other"))
+    assert api.asked_for_what_is_not_there(empty.value)
+    assert api.asked_for_what_is_not_there(none.value)
+    assert not api.asked_for_what_is_not_there(ValueError("other"))
+    assert not api.asked_for_what_is_not_there(AttributeError("other"))
 
 
 def test_what_a_stage_gives_becomes_the_next_ones_arguments() -> None:
     x = torch.zeros(1)
-    assert as_tuple(x) == as_tuple([x]) == as_tuple((x,)) == (x,)
+    assert api.as_tuple(x) == api.as_tuple([x]) == api.as_tuple((x,)) == (x,)

@@ -1,7 +1,5 @@
 """Each private or moving PyTorch name behind `torch_compat`, exercised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -12,9 +10,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 
-def test_the_workers_of_a_loader_that_is_still_referred_to_can_be_ended(
-    own_children: Callable[[], set[BaseProcess]],
-) -> None:
+def test_workers_of_a_loader_still_referred_to_can_be_ended(own_children: Callable[[], set[BaseProcess]]) -> None:
     from dream_trainer.compat.pytorch import shutdown_workers
 
     iterator = iter(DataLoader(list(range(8)), 2, num_workers=1, multiprocessing_context="fork"))

@@ -1,7 +1,5 @@
 """Plans of some ranks are merged as PyTorch merges those of all, but for what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The schedulers inside PyTorch's schedulers."""
 
-from __future__ import annotations
-
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 

@@ -1,7 +1,5 @@
 """What overlaps products with collectives in compiled code, by PyTorch's own slow forms of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn as nn

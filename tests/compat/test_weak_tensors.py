@@ -1,7 +1,5 @@
 """What is known of a tensor lives as long as the tensor, however its python object comes and goes."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

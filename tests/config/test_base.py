@@ -1,7 +1,5 @@
 """BaseTrainerConfig and the check from outside, which a subclass cannot switch off by accident."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is a number for a config, at the edges: booleans, NaN, infinities, limits themselves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -45,9 +43,7 @@ def test_a_positive_number_is_above_zero_and_no_boolean(value: object) -> None:
     [(0, True, True), (0.5, True, True), (1, True, False), (1.0, True, False), (math.nextafter(1, 0), True, True)]
     + [(value, False, False) for value in (-1e-300, math.nextafter(1, 2), NAN, INF, -INF, True, False, "0.5", None)],
 )
-def test_a_number_between_two_may_be_the_lower_and_only_where_it_says_so_the_upper(
-    value: object, in_closed: bool, in_open: bool
-) -> None:
+def test_a_number_between_two_may_be_the_lower_or_the_upper(value: object, in_closed: bool, in_open: bool) -> None:
     assert accepts(check_between, value, 0, 1) is in_closed
     assert accepts(check_between, value, 0, 1, below=True) is in_open
 

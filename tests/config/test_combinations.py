@@ -1,8 +1,6 @@
 """Settings that do not go together: each row of the table is refused as a whole and by no part of it, and is in the
 docs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configs on the command line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -54,8 +52,7 @@ def test_sections_and_fields_have_other_names_that_mean_the_same() -> None:
     class Own(LineConfig):
         training: str = "long"
 
-    config = Own(experiment="e")
-    assert parse(config, ["--training", "short"]).training == "short"
+    assert parse(Own(experiment="e"), ["--training", "short"]).training == "short"
 
 
 def test_in_a_notebook_the_kernels_arguments_are_not_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +98,7 @@ def test_sizes_flags_durations_and_none_have_a_text_form() -> None:
         (["--callbacks", "x"], "there is no flag --callbacks. --help-all shows every one."),
     ],
 )
-def test_a_wrong_argument_ends_with_code_2_and_says_why(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_argument_is_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         parse(given(), arguments)
     assert raised.value.code == 2
@@ -120,9 +115,7 @@ MEANT = {
 
 
 @pytest.mark.parametrize("arguments", MEANT)
-def test_an_unknown_flag_is_answered_with_one_line_and_the_nearest(
-    arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_flag_is_answered_with_the_nearest(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     for start in (given(), LineConfig):
         required = ["--project", "p", *REST] if start is LineConfig else []
         with pytest.raises(SystemExit) as raised:
@@ -142,9 +135,7 @@ BESIDE_FLAGS = {
 
 
 @pytest.mark.parametrize("arguments", BESIDE_FLAGS)
-def test_words_that_no_flag_takes_are_answered_with_what_to_write(
-    arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_no_flag_takes_are_answered_with_a_way(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         parse(given(), arguments.split())
     assert raised.value.code == 2
@@ -202,8 +193,7 @@ def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: p
         for name in shown:
             word = f"--{section.removesuffix('_parameters')}.{name}".replace("_", "-")
             assert word in text, f"{section} has no field {name}"
-    required = helped(flag, WholeConfig, capsys)
-    assert "[required]" in required
+    assert "[required]" in helped(flag, WholeConfig, capsys)
     assert "--learning-rate" in helped(flag, given(), capsys)
 
 

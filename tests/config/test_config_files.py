@@ -1,7 +1,5 @@
 """Configs from files: merged in order, flags last; what is wrong is named with its place, file and the nearest name."""
 
-from __future__ import annotations
-
 import json
 import math
 import textwrap
@@ -72,9 +70,7 @@ def test_on_the_command_line_flags_count_over_files_wherever_they_stand(form: st
     assert parse(FileConfig, ["--config", write("names.json", json.dumps(NAMES))]).experiment == "e"
 
 
-def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_run_starts_from_another_one_s_config_under_its_own_name(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dream_trainer")
     theirs = FileConfig(
         project="theirs",
@@ -160,11 +156,7 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
         ("a.yaml", "schedule.name: cosine", r"A dot does not nest: write name under schedule, as in schedule: {name: "),
         ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
         ("a.yaml", "learning_rate: fast", "a.yaml sets learning_rate to 'fast'. It takes float."),
-        (
-            "a.yaml",
-            "training_parameters: {max_time: 1:30}",
-            r"max_time to '1:30'. It takes Optional\[datetime",
-        ),
+        ("a.yaml", "training_parameters: {max_time: 1:30}", r"max_time to '1:30'. It takes Optional\[datetime"),
         ("a.yaml", "seed: 1\nlearning_rate: 0123", "a.yaml sets learning_rate to 0123 on line 2.*Write 123, 0o123 "),
         ("a.yaml", "weights: {b: x}", r"It takes collections.abc.Mapping\[str, float\]\. .*weights\['b'\]"),
         ("a.yaml", "logger_parameters: {loggers: csv}", r"It takes tuple\[str, ...\]\. Write \[csv\]\."),
@@ -181,9 +173,7 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
         ("a.txt", "x", "ends in '.txt'. Use .yaml"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(
-    name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_in_a_file(name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(given(), write(name, text))
     with pytest.raises(SystemExit) as raised:

@@ -1,7 +1,5 @@
 """DeviceParameters: presets shard and replicate what their names say, and a mesh that does not fit is explained."""
 
-from __future__ import annotations
-
 import pytest
 
 from dream_trainer.config.device_parameters import DeviceParameters, resolve_mesh
@@ -76,22 +74,12 @@ def test_auto_takes_the_ranks_that_are_left() -> None:
             8,
             r"dp_shard=3 does not divide world_size=8 .* leave 8\)\. Use dp_shard=\"auto\", or 1, 2, 4 or 8\.$",
         ),
-        (
-            {"dp_replicate": 2, "dp_shard": 2},
-            6,
-            "makes 4 ranks, but world_size=6 .*6 x 1, 3 x 2, 2 x 3 or 1 x 6",
-        ),
+        ({"dp_replicate": 2, "dp_shard": 2}, 6, "makes 4 ranks, but world_size=6 .*6 x 1, 3 x 2, 2 x 3 or 1 x 6"),
         ({"context_parallel": 3}, 8, "context_parallel=3 does not divide world_size=8. Use 1, 2, 4 or 8"),
-        (
-            {"context_parallel": 4, "tensor_parallel": 2},
-            4,
-            r"=4 does not .*=4 \(tp=2 leaves 2\). Use 1 or 2",
-        ),
+        ({"context_parallel": 4, "tensor_parallel": 2}, 4, r"=4 does not .*=4 \(tp=2 leaves 2\). Use 1 or 2"),
     ],
 )
-def test_sizes_that_do_not_fit_the_world_are_answered_with_those_that_do(
-    sizes: dict[str, int], world_size: int, message: str
-) -> None:
+def test_sizes_that_do_not_fit_are_answered_with_others(sizes: dict[str, int], world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         shape(DeviceParameters(**sizes), world_size)
 

@@ -1,7 +1,5 @@
 """What importing configs costs: nothing that is not used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

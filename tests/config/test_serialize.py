@@ -1,7 +1,5 @@
 """Configs to plain dicts and back, and the difference of two of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import UserList
@@ -16,14 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.config import (
-    BaseTrainerConfig,
-    DeviceParameters,
-    TrainingParameters,
-    difference,
-    from_dict,
-    to_dict,
-)
+from dream_trainer.config import BaseTrainerConfig, DeviceParameters, TrainingParameters, difference, from_dict, to_dict
 from dream_trainer.config.logger_parameters import WandbParameters
 from dream_trainer.config.serialize import with_later_fields
 from dream_trainer.errors import ConfigError

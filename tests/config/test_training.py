@@ -1,7 +1,5 @@
 """TrainingParameters: what is valid, what a limit of zero means, and how accumulation is derived."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -41,9 +39,7 @@ def test_a_micro_batch_is_the_largest_that_fills_a_ranks_share(total: int | None
         (33, 8, 2, r"Use global_batch_size=32 or 48\.$"),
     ],
 )
-def test_sizes_that_do_not_divide_are_answered_with_those_that_do(
-    total: int, batch_size: int, dp_size: int, message: str
-) -> None:
+def test_wrong_sizes_are_answered_with_those_that_do(total: int, batch_size: int, dp_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         accumulation_steps(TrainingParameters(global_batch_size=total), batch_size, dp_size)
 

@@ -1,7 +1,5 @@
 """Values of all parameter classes: which of them raise ConfigError, with the field, its value and the fix."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import FrozenInstanceError, fields
@@ -126,15 +124,12 @@ def test_former_names_of_fields_work_and_are_told_once(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("program", "name"), [("/x/train.py", "train"), ("/x/vision/__main__.py", "vision"), (None, "notebook")]
 )
-def test_a_run_s_project_is_by_default_the_script_s_name(
-    program: str | None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_project_is_by_default_the_script(program: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     main = ModuleType("__main__")
     if program is not None:
         main.__file__ = program
     monkeypatch.setitem(sys.modules, "__main__", main)
-    config = dt.DreamTrainerConfig(experiment="one")
-    assert config.run_dir == Path("runs") / name / "default" / "one"
+    assert dt.DreamTrainerConfig(experiment="one").run_dir == Path("runs") / name / "default" / "one"
 
 
 def test_a_place_of_checkpoints_has_no_credentials_in_it() -> None:

@@ -1,7 +1,5 @@
 """Documents in an order of their own, without a mixture; at module level, so that worker processes can import them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,8 +51,7 @@ class NumberedDocuments(OrderedDataset):
 
 def web_like_lengths(count: int, seed: int = 0) -> NDArray[np.int64]:
     """Lengths as texts have them: most are short, some are very long."""
-    drawn = np.random.RandomState(seed).lognormal(4.0, 1.0, count)
-    return np.maximum(drawn.astype(np.int64), 1)
+    return np.maximum(np.random.RandomState(seed).lognormal(4.0, 1.0, count).astype(np.int64), 1)
 
 
 class PackedJob:

@@ -1,7 +1,5 @@
 """What lanes yield, read by plain Python in one process, and sources over which it is compared."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The training streams of one rank or of all ranks of a job, and what they read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Datasets and loaders of the data tests; at module level, so that worker processes can import them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

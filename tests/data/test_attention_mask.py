@@ -1,7 +1,5 @@
 """The documents of a packed row do not see each other: by SDPA's mask, FlexAttention's, and by segments."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest
@@ -73,9 +71,7 @@ def model_of(seed: int = 0) -> Model:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_changed_document_leaves_every_others_logits_to_the_bit(
-    kind: Literal["sdpa", "flex", "varlen"],
-) -> None:
+def test_a_changed_document_leaves_every_others_logits_to_the_bit(kind: Literal["sdpa", "flex", "varlen"]) -> None:
     batch, model = packed_batch(), model_of().eval()
     documents = batch["documents"]
     assert (documents == -1).any(), "there is padding to be told apart too"

@@ -1,7 +1,5 @@
 """In which order the micro-batches of a window get to the device; that they arrive whole is in tests/gpu."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import pytest
@@ -18,7 +16,7 @@ class Told:
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
 
-    def wait_stream(self, other: Told) -> None:
+    def wait_stream(self, other: "Told") -> None:
         self.events.append(f"{self.name} waits for {other.name}")
 
     def __enter__(self) -> Self:
@@ -45,9 +43,7 @@ def test_without_a_stream_each_is_moved_when_its_turn_comes() -> None:
     assert trained(None, [], 3) == ["move 0", "train 0", "move 1", "train 1", "move 2", "train 2"]
 
 
-def test_with_a_stream_the_next_is_moved_before_one_is_trained_and_each_stream_waits_for_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_next_is_moved_before_one_is_trained_and_streams_wait_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Told("main", events))
 

@@ -1,7 +1,5 @@
 """Loaders that are not ours, stopped at each window and resumed by new objects: the same batches as in one go."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -226,8 +224,7 @@ def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytes
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         stream.seek(DataPosition(0, 48, 12), None, is_pass_over=True)
     assert (loader.reads, caplog.records) == (0, [])
-    window = stream.next_window()
-    assert window.end == DataPosition(1, 0, 3)
+    assert stream.next_window().end == DataPosition(1, 0, 3)
 
 
 class Shuffled(torch.utils.data.Sampler[int]):

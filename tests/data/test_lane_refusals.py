@@ -1,7 +1,5 @@
 """What of a stream cannot be exact, or is broken: refused or skipped by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,23 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import (
-    DataError,
-    DataPosition,
-    Filter,
-    IterableShards,
-    Map,
-    PerRankLoader,
-    Shuffle,
-    StreamLoader,
-    WebDatasetShards,
-    lane_plan,
-    validation_batches,
-)
+from tests import api
 from tests.data.lane_truth import LiveLines, next_step, open_lanes, read_in_parts, write_tar
 
-LIVE = IterableShards(LiveLines, [(shard, 20) for shard in range(8)])
-SHORT = IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
+LIVE = api.IterableShards(LiveLines, [(shard, 20) for shard in range(8)])
+SHORT = api.IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -33,16 +19,13 @@ SHORT = IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
     [
         ((3, 8, 4, None, None), "3 shards, fewer than dp_size=4 data-parallel ranks.* at most 3 ranks, .* in 4 shards"),
         ((8, 8, 1, 5, None), "lanes=5 is not a divisor of the global batch of 8 .* Use 1, 2, 4 or 8"),
-        (
-            (8, 8, 4, 2, None),
-            "lanes=2 cannot be dealt .* dp_size=4 .* Use 1 or 2 ranks, or lanes=4 or 8 in a new",
-        ),
+        ((8, 8, 4, 2, None), "lanes=2 cannot be dealt .* dp_size=4 .* Use 1 or 2 ranks, or lanes=4 or 8 in a new"),
         ((8, 8, 1, 4, 3), "lanes=4 with turns=3 needs 12 shards, and the source has 8. Use turns from 1 to 2"),
     ],
 )
 def test_numbers_that_do_not_fit_are_named_with_those_that_do(arguments: tuple, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        lane_plan(*arguments)
+    with pytest.raises(api.DataError, match=message):
+        api.lane_plan(*arguments)
 
 
 class Forgetful(LiveLines):
@@ -83,19 +66,19 @@ class Failing(LiveLines):
     ],
 )
 def test_a_source_that_forgets_or_fails_is_named(reader: type, message: str, workers: int) -> None:
-    source = IterableShards(reader, [(shard, 20) for shard in range(4)])
+    source = api.IterableShards(reader, [(shard, 20) for shard in range(4)])
     (stream,) = open_lanes(source, (1, 1, workers), lanes=4)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(api.DataError, match=message):
         read_all(stream, 20)
     stream.close()
 
 
 def test_an_empty_shard_is_named_and_so_is_a_lane_of_which_nothing_is_kept() -> None:
-    source = IterableShards(LiveLines, [(0, 5), (1, 0)])
-    with pytest.raises(DataError, match=r"shard \(1, 0\) is empty. Leave it out"):
+    source = api.IterableShards(LiveLines, [(0, 5), (1, 0)])
+    with pytest.raises(api.DataError, match=r"shard \(1, 0\) is empty. Leave it out"):
         next_step(open_lanes(source, (1, 1, 0)))
-    with pytest.raises(DataError, match=r"lane 0 yielded no sample .*shard \(0, 20\).*Check the filters"):
-        next_step(open_lanes(LIVE, (1, 1, 0), transforms=[Filter(lambda sample: sample > 1000)]))
+    with pytest.raises(api.DataError, match=r"lane 0 yielded no sample .*shard \(0, 20\).*Check the filters"):
+        next_step(open_lanes(LIVE, (1, 1, 0), transforms=[api.Filter(lambda sample: sample > 1000)]))
 
 
 def shuffled_stream() -> Any:
@@ -107,14 +90,14 @@ def shuffled_stream() -> Any:
 @pytest.mark.parametrize(
     ("message", "make"),
     [
-        ("there is no file .*gone.tar", lambda: WebDatasetShards([Path("gone.tar")])),
-        ("got no items", lambda: IterableShards(LiveLines, [])),
-        (r"whose buffer is not in its state.*Shuffle\(window\)", lambda: StreamLoader(shuffled_stream(), 2)),
+        ("there is no file .*gone.tar", lambda: api.WebDatasetShards([Path("gone.tar")])),
+        ("got no items", lambda: api.IterableShards(LiveLines, [])),
+        (r"whose buffer is not in its state.*Shuffle\(window\)", lambda: api.StreamLoader(shuffled_stream(), 2)),
         (
             "A StreamLoader is for training",
-            lambda: validation_batches(StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0),
+            lambda: api.validation_batches(api.StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0),
         ),
-        ("made for several ranks already", lambda: PerRankLoader(StreamLoader(LIVE, 2))),
+        ("made for several ranks already", lambda: api.PerRankLoader(api.StreamLoader(LIVE, 2))),
         (
             "not one whole step of all lanes: lane 0 has 1 of the 2 samples",
             lambda: next_step(open_lanes(SHORT, (1, 1, 0), repeat=False)),
@@ -122,7 +105,7 @@ def shuffled_stream() -> Any:
     ],
 )
 def test_sources_streams_and_sizes_that_cannot_work_are_refused(message: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(api.DataError, match=message):
         make()
 
 
@@ -140,8 +123,8 @@ def test_a_damaged_tar_is_an_error_and_not_a_shorter_one(damage: str, tmp_path: 
         path.write_bytes(whole[: 5 * member])
     else:
         path.write_bytes(b"\x1f\x8b" + b"z" * 2000 if damage == "zipped" else b"")
-    (stream,) = open_lanes(WebDatasetShards([path]), (1, 1, 0), global_batch=1)
-    with pytest.raises(DataError, match=r"0\.tar"):
+    (stream,) = open_lanes(api.WebDatasetShards([path]), (1, 1, 0), global_batch=1)
+    with pytest.raises(api.DataError, match=r"0\.tar"):
         read_all(stream, 9)
 
 
@@ -162,7 +145,7 @@ def test_webdataset_samples_are_those_of_the_package(tmp_path: Path) -> None:
         {key: value for key, value in sample.items() if key not in ("__url__", "__local_path__")}
         for sample in webdataset.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False)
     ]
-    found = list(WebDatasetShards(tmp_path).open(0))
+    found = list(api.WebDatasetShards(tmp_path).open(0))
     assert found == expected
     assert len(found) == 4
 
@@ -175,15 +158,15 @@ def fails_at_three(sample: int) -> int:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_sample_is_named(workers: int) -> None:
-    (stream,) = open_lanes(LIVE, (1, 1, workers), lanes=4, transforms=[Map(fails_at_three)])
-    with pytest.raises(DataError, match=r"sample 3 of shard \(0, 20\): ValueError: damaged.*on_error=\"skip\""):
+    (stream,) = open_lanes(LIVE, (1, 1, workers), lanes=4, transforms=[api.Map(fails_at_three)])
+    with pytest.raises(api.DataError, match=r"sample 3 of shard \(0, 20\): ValueError: damaged.*on_error=\"skip\""):
         read_all(stream, 9)
     stream.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [Shuffle(7), Map(fails_at_three)]}
+    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [api.Shuffle(7), api.Map(fails_at_three)]}
     streams = open_lanes(LIVE, (1, 1, workers), on_error="skip", max_skipped=9, **options)
     found = [next_step(streams) for _ in range(9)]
     streams[0].close()
@@ -192,23 +175,23 @@ def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogC
     assert all(sample % 10 != 3 for sample in samples)
     assert len(set(samples)) == 72
     assert streams[0].skipped == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert streams[0].numbers_at(DataPosition(0, 72, 9)) == {f"data/lane_{lane}/skipped": 2.0 for lane in range(4)}
+    assert streams[0].numbers_at(api.DataPosition(0, 72, 9)) == {f"data/lane_{lane}/skipped": 2.0 for lane in range(4)}
     assert caplog.text.count("skipped sample 3 of shard (2, 20): ValueError: damaged") == 1
 
 
 def test_skipping_has_a_limit_of_each_lane_that_a_resume_keeps() -> None:
-    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [Map(fails_at_three)], "on_error": "skip"}
-    with pytest.raises(DataError, match=r"sample 13 of shard \(0, 20\).*2 samples would be skipped in lane 0.*=1"):
+    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [api.Map(fails_at_three)], "on_error": "skip"}
+    with pytest.raises(api.DataError, match=r"sample 13 of shard \(0, 20\).*2 samples would be skipped in lane 0.*=1"):
         read_in_parts(lambda: LIVE, [((1, 1, 0), 9)], max_skipped=1, **options)
-    with pytest.raises(DataError, match="max_skipped=1"):
+    with pytest.raises(api.DataError, match="max_skipped=1"):
         read_in_parts(lambda: LIVE, [((1, 1, 0), 4), ((2, 2, 0), 1), ((1, 1, 0), 9)], max_skipped=1, **options)
     assert len(read_in_parts(lambda: LIVE, [((1, 1, 0), 4), ((2, 2, 0), 1), ((4, 1, 0), 3)], max_skipped=2, **options))
 
 
 @pytest.mark.parametrize(("on_error", "limit"), [("skip", None), ("skip", 0), ("raise", 3), ("ignore", 1)])
 def test_what_to_do_with_a_broken_sample_is_said_clearly(on_error: Any, limit: int | None) -> None:
-    with pytest.raises(DataError, match="does not say what to do with a broken sample"):
-        StreamLoader(LIVE, 2, on_error=on_error, max_skipped=limit)
+    with pytest.raises(api.DataError, match="does not say what to do with a broken sample"):
+        api.StreamLoader(LIVE, 2, on_error=on_error, max_skipped=limit)
 
 
 def read_all(stream: Any, steps: int) -> None:
@@ -216,7 +199,7 @@ def read_all(stream: Any, steps: int) -> None:
         stream.next_window()
 
 
-def position_after(source: Any, steps: int, **options: Any) -> tuple[DataPosition, Any]:
+def position_after(source: Any, steps: int, **options: Any) -> tuple[api.DataPosition, Any]:
     streams = open_lanes(source, (1, 1, 0), **options)
     found = [next_step(streams) for _ in range(steps)][-1]
     return found[1], found[2][0]
@@ -224,29 +207,29 @@ def position_after(source: Any, steps: int, **options: Any) -> tuple[DataPositio
 
 def test_a_stream_that_changed_is_refused_in_its_middle() -> None:
     position, state = position_after(LIVE, 3, lanes=4, turns=1)
-    fewer = IterableShards(LiveLines, [(shard, 20) for shard in range(7)])
+    fewer = api.IterableShards(LiveLines, [(shard, 20) for shard in range(7)])
     for source, options, message in [
         (fewer, {"lanes": 4, "turns": 1}, "shards: 8 then, 7 now"),
         (LIVE, {"lanes": 8}, "lanes: 4 then, 8 now"),
         (
             LIVE,
-            {"lanes": 4, "turns": 1, "transforms": [Shuffle(4)]},
+            {"lanes": 4, "turns": 1, "transforms": [api.Shuffle(4)]},
             r"transforms: \[\] then, \['Shuffle\(window=4\)'\]",
         ),
     ]:
         (stream,) = open_lanes(source, (1, 1, 0), **options)
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(api.DataError, match=message):
             stream.seek(position, state)
     (stream,) = open_lanes(LIVE, (1, 1, 0), lanes=4, turns=1)
-    with pytest.raises(DataError, match=r"states of lanes \[0, 1, 2, 3\] are not known"):
+    with pytest.raises(api.DataError, match=r"states of lanes \[0, 1, 2, 3\] are not known"):
         stream.seek(position, None)
-    with pytest.raises(DataError, match="after 9 samples, which is no multiple of the global batch of 8"):
-        stream.seek(DataPosition(0, 9, 1), state)
+    with pytest.raises(api.DataError, match="after 9 samples, which is no multiple of the global batch of 8"):
+        stream.seek(api.DataPosition(0, 9, 1), state)
 
 
 def test_tensors_in_a_state_are_kept_by_value() -> None:
-    source = IterableShards(WithGenerator, range(4))
-    options: dict[str, Any] = {"lanes": 4, "transforms": [Shuffle(3)]}
+    source = api.IterableShards(WithGenerator, range(4))
+    options: dict[str, Any] = {"lanes": 4, "transforms": [api.Shuffle(3)]}
     expected = read_in_parts(lambda: source, [((1, 1, 0), 12)], **options)
     streams = open_lanes(source, (1, 2, 2), **options)
     found = [next_step(streams) for _ in range(7)]

@@ -1,7 +1,5 @@
 """Streams of lanes beside a hand-written reading in one process."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,24 +12,12 @@ import pytest
 import torch
 
 from tests.api import Batch, Filter, IterableShards, Map, Shuffle, Unbatch, divisors
-from tests.data.lane_truth import (
-    KINDS,
-    LAYOUTS,
-    LiveLines,
-    digest,
-    expected_steps,
-    identity,
-    lengths,
-    make_source,
-    next_step,
-    open_lanes,
-    read_in_parts,
-)
+from tests.data import lane_truth
 from tests.data.samples import global_states
 
-COUNTS = lengths(12)
-SMALL = lengths(8, most=13)
-TO_NUMBER = Map(identity)
+COUNTS = lane_truth.lengths(12)
+SMALL = lane_truth.lengths(8, most=13)
+TO_NUMBER = Map(lane_truth.identity)
 
 
 @pytest.fixture(autouse=True)
@@ -46,25 +32,25 @@ def draw(sample: Any) -> tuple[Any, float, float, float]:
 
 
 def is_odd(sample: Any) -> bool:
-    return identity(sample) % 2 == 1
+    return lane_truth.identity(sample) % 2 == 1
 
 
 def tokenise(samples: list[Any]) -> list[str]:
-    return [f"token {identity(sample)}" for sample in samples]
+    return [f"token {lane_truth.identity(sample)}" for sample in samples]
 
 
 EVERYTHING = [Shuffle(5), Filter(is_odd), Map(draw)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", lane_truth.KINDS)
 @pytest.mark.parametrize(("lanes", "turns"), [(8, 1), (4, 3)])
-def test_steps_are_those_of_a_hand_written_reading_in_any_layout(
-    kind: str, lanes: int, turns: int, tmp_path: Path
-) -> None:
-    source = make_source(kind, tmp_path, COUNTS)
-    expected = expected_steps(COUNTS, 30, lanes=lanes, turns=turns)
-    for layout in LAYOUTS if kind == "live" else LAYOUTS[:2]:
-        found = read_in_parts(lambda: source, [(layout, 30)], lanes=lanes, turns=turns, transforms=[TO_NUMBER])
+def test_steps_are_of_a_hand_written_reading_in_any_layout(kind: str, lanes: int, turns: int, tmp_path: Path) -> None:
+    source = lane_truth.make_source(kind, tmp_path, COUNTS)
+    expected = lane_truth.expected_steps(COUNTS, 30, lanes=lanes, turns=turns)
+    for layout in lane_truth.LAYOUTS if kind == "live" else lane_truth.LAYOUTS[:2]:
+        found = lane_truth.read_in_parts(
+            lambda: source, [(layout, 30)], lanes=lanes, turns=turns, transforms=[TO_NUMBER]
+        )
         assert [sorted(step) for step in found] == expected
 
 
@@ -72,13 +58,15 @@ def test_steps_are_those_of_a_hand_written_reading_in_any_layout(
 @pytest.mark.parametrize("stop", range(0, 40, 3))
 def test_a_stream_goes_on_at_any_step_in_any_layout_twice_in_a_row(transforms: list, stop: int, tmp_path: Path) -> None:
     def source() -> Any:
-        return make_source("live", tmp_path, SMALL)
+        return lane_truth.make_source("live", tmp_path, SMALL)
 
     options = {"lanes": 4, "turns": 2, "transforms": transforms, "shuffle_shards": True}
-    expected = read_in_parts(source, [((1, 1, 0), stop + 5)], **options)
-    first, second, third = ((*LAYOUTS[(stop + place) % len(LAYOUTS)][:2], 0) for place in range(3))
-    found = read_in_parts(source, [(first, stop), (second, 2), (third, 3)], **options)
-    assert [digest(step) for step in found] == [digest(step) for step in expected]
+    expected = lane_truth.read_in_parts(source, [((1, 1, 0), stop + 5)], **options)
+    first, second, third = (
+        (*lane_truth.LAYOUTS[(stop + place) % len(lane_truth.LAYOUTS)][:2], 0) for place in range(3)
+    )
+    found = lane_truth.read_in_parts(source, [(first, stop), (second, 2), (third, 3)], **options)
+    assert [lane_truth.digest(step) for step in found] == [lane_truth.digest(step) for step in expected]
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -90,11 +78,11 @@ def test_plans_of_any_numbers_go_on_in_any_layout(number: int) -> None:
     layouts = [(ranks, part, 0) for ranks in divisors(lanes) for part in divisors(batch // ranks)]
     parts = [(chosen.choice(layouts), chosen.randint(1, 25)) for _ in range(4)]
     whole = [((1, 1, 0), sum(steps for _, steps in parts))]
-    source = IterableShards(LiveLines, list(enumerate(counts)))
+    source = IterableShards(lane_truth.LiveLines, list(enumerate(counts)))
     window, shuffle_shards = chosen.randint(1, 40), chosen.random() < 0.5
     for transforms in ([], [Batch(3), Unbatch(), Shuffle(window)]):
         expected, found = (
-            read_in_parts(
+            lane_truth.read_in_parts(
                 lambda: source,
                 plan,
                 global_batch=batch,
@@ -105,44 +93,41 @@ def test_plans_of_any_numbers_go_on_in_any_layout(number: int) -> None:
             )
             for plan in (whole, parts)
         )
-        assert [digest(step) for step in found] == [digest(step) for step in expected]
+        assert [lane_truth.digest(step) for step in found] == [lane_truth.digest(step) for step in expected]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", lane_truth.KINDS)
 @pytest.mark.parametrize("stop", [1, 9, 20])
-def test_each_kind_of_source_goes_on_with_other_ranks_workers_and_accumulation(
-    kind: str, stop: int, tmp_path: Path
-) -> None:
-    source = make_source(kind, tmp_path, SMALL)
+def test_each_kind_of_source_goes_on_with_other_ranks_and_workers(kind: str, stop: int, tmp_path: Path) -> None:
+    source = lane_truth.make_source(kind, tmp_path, SMALL)
     options = {"lanes": 4, "transforms": EVERYTHING}
-    expected = read_in_parts(lambda: source, [((1, 1, 0), stop + 6)], **options)
-    found = read_in_parts(lambda: source, [((2, 1, 2), stop), ((1, 4, 2), 3), ((4, 2, 0), 3)], **options)
-    assert [digest(step) for step in found] == [digest(step) for step in expected]
-    other = read_in_parts(lambda: source, [((1, 1, 0), stop), ((1, 1, 0), 6)], seed=4, **options)
-    assert [digest(step) for step in other] != [digest(step) for step in expected]  # the control
+    expected = lane_truth.read_in_parts(lambda: source, [((1, 1, 0), stop + 6)], **options)
+    found = lane_truth.read_in_parts(lambda: source, [((2, 1, 2), stop), ((1, 4, 2), 3), ((4, 2, 0), 3)], **options)
+    assert [lane_truth.digest(step) for step in found] == [lane_truth.digest(step) for step in expected]
+    other = lane_truth.read_in_parts(lambda: source, [((1, 1, 0), stop), ((1, 1, 0), 6)], seed=4, **options)
+    assert [lane_truth.digest(step) for step in other] != [lane_truth.digest(step) for step in expected]  # the control
 
 
 def test_a_state_handed_out_by_reference_is_copied(tmp_path: Path) -> None:
-    source, options = make_source("live", tmp_path, SMALL), {"lanes": 4, "transforms": [Shuffle(5)]}
-    streams = open_lanes(source, (1, 1, 0), **options)
+    source, options = lane_truth.make_source("live", tmp_path, SMALL), {"lanes": 4, "transforms": [Shuffle(5)]}
+    streams = lane_truth.open_lanes(source, (1, 1, 0), **options)
     reader = source.open(0)
     iterator = iter(reader)
     state = reader.state_dict()
     before = dict(state)
     next(iterator)
     assert state != before  # what was handed out has changed: such a reader it is
-    found = [next_step(streams) for _ in range(6)]
+    found = [lane_truth.next_step(streams) for _ in range(6)]
     states = found[2][2][0]
     expected = found[3][0]  # type: ignore[index]
     streams[0].seek(found[2][1], states)
-    again = next_step(streams)
-    assert again[0] == expected
+    assert lane_truth.next_step(streams)[0] == expected
 
 
 def test_each_sample_of_an_epoch_comes_once_in_each_lane(tmp_path: Path) -> None:
     counts = [11] * 8
-    source = make_source("live", tmp_path, counts)
-    found = read_in_parts(
+    source = lane_truth.make_source("live", tmp_path, counts)
+    found = lane_truth.read_in_parts(
         lambda: source, [((2, 2, 0), 5), ((1, 1, 0), 17)], lanes=8, transforms=[Shuffle(4)], shuffle_shards=True
     )
     per_epoch = [Counter(sample for step in found[11 * epoch :][:11] for sample in step) for epoch in (0, 1)]
@@ -157,10 +142,10 @@ def test_a_pass_without_repeat_ends_with_the_last_step_that_each_lane_can_fill(
     layout: tuple[int, int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = [9, 13, 9, 9]  # 2 samples of each lane in a step: 4 steps, and 1 or 5 samples are left
-    streams = open_lanes(make_source("live", tmp_path, counts), layout, lanes=4, repeat=False)
+    streams = lane_truth.open_lanes(lane_truth.make_source("live", tmp_path, counts), layout, lanes=4, repeat=False)
     epochs: list[list[list[Any]]] = [[], []]
     for epoch in epochs:
-        while (found := next_step(streams)) is not None:
+        while (found := lane_truth.next_step(streams)) is not None:
             epoch.append(sorted(found[0]))
             assert found[1].epoch == epochs.index(epoch) or found[1].samples
         for stream in streams:
@@ -177,17 +162,19 @@ def test_transforms_are_applied_in_their_order(tmp_path: Path) -> None:
         while batch := list(islice(samples, 4)):
             yield from tokenise([sample for sample in batch if sample % 2])
 
-    source = make_source("live", tmp_path, [64] * 8)
-    found = read_in_parts(
+    source = lane_truth.make_source("live", tmp_path, [64] * 8)
+    found = lane_truth.read_in_parts(
         lambda: source, [((1, 1, 0), 20)], lanes=8, transforms=[Filter(is_odd), Batch(4), Map(tokenise), Unbatch()]
     )
-    expected = expected_steps([64] * 8, 20, lanes=8, change=change)
+    expected = lane_truth.expected_steps([64] * 8, 20, lanes=8, change=change)
     assert [sorted(step) for step in found] == expected
 
 
 def test_a_shuffle_moves_samples_within_its_window_only(tmp_path: Path) -> None:
-    source = make_source("live", tmp_path, [40] * 4)
-    found = read_in_parts(lambda: source, [((1, 1, 0), 80)], lanes=4, transforms=[Shuffle(8)], global_batch=4)
+    source = lane_truth.make_source("live", tmp_path, [40] * 4)
+    found = lane_truth.read_in_parts(
+        lambda: source, [((1, 1, 0), 80)], lanes=4, transforms=[Shuffle(8)], global_batch=4
+    )
     lane = [sample for step in found for sample in step if sample < 1000]
     assert lane[:40] != lane[40:] != list(range(40))
     for start in range(0, 80, 8):
@@ -196,8 +183,8 @@ def test_a_shuffle_moves_samples_within_its_window_only(tmp_path: Path) -> None:
 
 def test_draws_depend_on_the_sample_and_the_epoch_and_leave_training_alone(tmp_path: Path) -> None:
     before = global_states()
-    source = make_source("live", tmp_path, [6] * 8)
-    found = read_in_parts(lambda: source, [((1, 1, 0), 12)], transforms=[Map(draw), Map(draw)])
+    source = lane_truth.make_source("live", tmp_path, [6] * 8)
+    found = lane_truth.read_in_parts(lambda: source, [((1, 1, 0), 12)], transforms=[Map(draw), Map(draw)])
     assert global_states() == before
     draws = [value for step in found for (first, *second) in step for value in (*first[1:], *second)]
     assert len(set(draws)) == len(draws) == 12 * 8 * 6

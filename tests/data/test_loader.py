@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +100,7 @@ def test_a_rebuilt_loader_keeps_every_option() -> None:
 @pytest.mark.pitfall(12)
 def test_what_cannot_be_rebuilt_serves_one_rank_and_is_refused_with_the_fix_beyond(loader: Any) -> None:
     assert rebuild(loader) is None
-    window = open_stream(loader).next_window()
-    assert window.size == 1
+    assert open_stream(loader).next_window().size == 1
     with pytest.raises(DataError, match=r"DistributedDataLoader.*PerRankLoader"):
         open_stream(loader, size=2)
 

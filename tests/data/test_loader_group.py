@@ -1,7 +1,5 @@
 """Several training loaders as one: against plain loops, on any layout, from any place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -11,21 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.api import (
-    AlternatingLoaders,
-    DataError,
-    DataPosition,
-    DistributedDataLoader,
-    IterableShards,
-    LoaderGroup,
-    Mixture,
-    PerRankLoader,
-    SampleCount,
-    StreamLoader,
-    TrainStream,
-    train_stream,
-    turns,
-)
+from tests import api
 from tests.data.lane_truth import LiveLines
 
 TEXT, IMAGES = 8, 4
@@ -43,18 +27,19 @@ def ours(ranks: int, accumulation: int, text: int = 40, images: int = 12, **opti
     """Five steps of text and three of images, unless told otherwise."""
     parts = ranks * accumulation
     return {
-        "text": DistributedDataLoader(numbers(text), TEXT // parts, **options),
-        "images": DistributedDataLoader(numbers(images, 1000), IMAGES // parts, **options),
+        "text": api.DistributedDataLoader(numbers(text), TEXT // parts, **options),
+        "images": api.DistributedDataLoader(numbers(images, 1000), IMAGES // parts, **options),
     }
 
 
-def open_streams(loader: Any, ranks: int, accumulation: int) -> list[TrainStream]:
+def open_streams(loader: Any, ranks: int, accumulation: int) -> list[api.TrainStream]:
     return [
-        train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=3) for rank in range(ranks)
+        api.train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=3)
+        for rank in range(ranks)
     ]
 
 
-def step_of(streams: list[TrainStream]) -> dict[str, list[int]] | None:
+def step_of(streams: list[api.TrainStream]) -> dict[str, list[int]] | None:
     """The samples of each loader in the next step of all ranks, sorted; None at a pass's end."""
     windows = [stream.next_window() for stream in streams]
     if windows[0] is None:
@@ -70,7 +55,7 @@ def step_of(streams: list[TrainStream]) -> dict[str, list[int]] | None:
     return {name: sorted(samples) for name, samples in found.items()}
 
 
-def read(streams: list[TrainStream], passes: int) -> list[Steps]:
+def read(streams: list[api.TrainStream], passes: int) -> list[Steps]:
     found: list[Steps] = []
     for _ in range(passes):
         found.append(list(iter(lambda: step_of(streams), None)))
@@ -87,7 +72,7 @@ TEXT_STEPS, IMAGE_STEPS = steps_by_hand(40, TEXT), steps_by_hand(12, IMAGES, 100
 @pytest.mark.parametrize(("ranks", "accumulation"), LAYOUTS)
 @pytest.mark.parametrize("end", ["shortest", "longest", "cycle"])
 def test_a_group_is_read_as_plain_loops_would(ranks: int, accumulation: int, end: Any) -> None:
-    streams = open_streams(LoaderGroup(ours(ranks, accumulation), end=end), ranks, accumulation)
+    streams = open_streams(api.LoaderGroup(ours(ranks, accumulation), end=end), ranks, accumulation)
     if end == "cycle":
         found = [[step for _ in range(11) if (step := step_of(streams))]]
         wanted = [list(islice(zip(cycle(TEXT_STEPS), cycle(IMAGE_STEPS), strict=False), 11))]
@@ -110,9 +95,9 @@ def test_loaders_take_turns_by_steps(ranks: int, accumulation: int) -> None:
 
     loaders = ours(ranks, accumulation)
     ratio = {"text": 2, "images": 1}
-    assert turns(ratio) == ["text", "images", "text"]
-    shortest = open_streams(AlternatingLoaders(loaders, ratio, end="shortest"), ranks, accumulation)
-    longest = open_streams(AlternatingLoaders(loaders, ratio, end="longest"), ranks, accumulation)
+    assert api.turns(ratio) == ["text", "images", "text"]
+    shortest = open_streams(api.AlternatingLoaders(loaders, ratio, end="shortest"), ranks, accumulation)
+    longest = open_streams(api.AlternatingLoaders(loaders, ratio, end="longest"), ranks, accumulation)
     # Text has none left at its sixth turn, the ninth of all; images at their fourth, the eleventh.
     assert (shortest[0].steps_per_epoch, longest[0].steps_per_epoch) == (8, 10)
     assert read(shortest, 3) == by_hand(8)
@@ -151,9 +136,9 @@ class Plain:
             yield (torch.arange(2) + 2 * number + 500,)
 
 
-def mixture(seed: int) -> DistributedDataLoader:
+def mixture(seed: int) -> api.DistributedDataLoader:
     sources = {"a": numbers(30, 2000), "b": numbers(20, 3000)}
-    return DistributedDataLoader(Mixture(sources, {"a": 2, "b": 1}, seed=seed, num_samples=32), 4)
+    return api.DistributedDataLoader(api.Mixture(sources, {"a": 2, "b": 1}, seed=seed, num_samples=32), 4)
 
 
 KINDS = {
@@ -162,12 +147,12 @@ KINDS = {
     "others": lambda: {"live": Live(15), "plain": Plain(23), "text": ours(1, 2)["text"]},
 }
 GROUPS = {
-    "shortest": lambda loaders: LoaderGroup(loaders, end="shortest"),
-    "longest": LoaderGroup,
-    "cycle": lambda loaders: LoaderGroup(loaders, end="cycle"),
-    "turns": lambda loaders: AlternatingLoaders(loaders, {name: at + 1 for at, name in enumerate(loaders)}),
-    "turns to the shortest": lambda loaders: AlternatingLoaders(loaders, end="shortest"),
-    "endless turns": lambda loaders: AlternatingLoaders(loaders, end="cycle"),
+    "shortest": lambda loaders: api.LoaderGroup(loaders, end="shortest"),
+    "longest": api.LoaderGroup,
+    "cycle": lambda loaders: api.LoaderGroup(loaders, end="cycle"),
+    "turns": lambda loaders: api.AlternatingLoaders(loaders, {name: at + 1 for at, name in enumerate(loaders)}),
+    "turns to the shortest": lambda loaders: api.AlternatingLoaders(loaders, end="shortest"),
+    "endless turns": lambda loaders: api.AlternatingLoaders(loaders, end="cycle"),
 }
 
 
@@ -175,15 +160,10 @@ class Reader:
     """Reads steps as the trainer does, which looks one window ahead where the end is not known, and keeps its place."""
 
     def __init__(self, loader: Any) -> None:
-        self.stream = train_stream(
-            loader,
-            accumulation=2,
-            dp_rank=0,
-            dp_size=1,
-            seed=3,
-            batch_size=SampleCount(self.samples),
+        self.stream = api.train_stream(
+            loader, accumulation=2, dp_rank=0, dp_size=1, seed=3, batch_size=api.SampleCount(self.samples)
         )
-        self.position, self.rank_state, self.is_over = DataPosition(0, 0, 0), None, False
+        self.position, self.rank_state, self.is_over = api.DataPosition(0, 0, 0), None, False
         self.ahead: Any = None
 
     @staticmethod
@@ -197,7 +177,7 @@ class Reader:
 
     def load(self, text: str) -> None:
         position, rank_state, is_over, state = json.loads(text)
-        self.position, self.rank_state, self.is_over = DataPosition(**position), rank_state, is_over
+        self.position, self.rank_state, self.is_over = api.DataPosition(**position), rank_state, is_over
         self.stream.seek(self.position, rank_state, is_pass_over=is_over, state=state)
 
     def step(self) -> list[Any]:
@@ -209,7 +189,7 @@ class Reader:
         counted = sum(window.sizes) if window.samples is None else window.samples
         before = self.position.samples if self.position.epoch == window.end.epoch else 0
         end = window.end
-        self.position = end if end.samples else DataPosition(end.epoch, before + counted, end.batches)
+        self.position = end if end.samples else api.DataPosition(end.epoch, before + counted, end.batches)
         self.rank_state = window.rank_state
         if self.is_over:
             self.stream.end_pass()
@@ -222,7 +202,7 @@ class Reader:
         return window
 
 
-def _plain(position: DataPosition) -> dict[str, Any]:
+def _plain(position: api.DataPosition) -> dict[str, Any]:
     return {"epoch": position.epoch, "samples": position.samples, "batches": position.batches}
 
 
@@ -250,7 +230,7 @@ def test_a_group_goes_on_from_any_step_twice_in_a_row(kind: str, group: str) -> 
             assert [run.step() for _ in range(2)] == wanted[at : at + 2], (first, at)
 
 
-@pytest.mark.parametrize("group", [LoaderGroup, AlternatingLoaders])
+@pytest.mark.parametrize("group", [api.LoaderGroup, api.AlternatingLoaders])
 def test_the_layout_may_change_on_the_way(group: Any) -> None:
     steps: Steps = []
     saved: Any = None
@@ -269,10 +249,10 @@ def test_the_layout_may_change_on_the_way(group: Any) -> None:
 
 
 def test_a_stream_in_a_group_goes_on_on_other_ranks() -> None:
-    def group(ranks: int) -> AlternatingLoaders:
-        shards = IterableShards(LiveLines, list(enumerate([30, 20, 25, 30])))
-        stream = StreamLoader(shards, 8 // ranks, lanes=4, collate_fn=lambda samples: (torch.tensor(samples),))
-        return AlternatingLoaders({"lines": stream, "images": ours(ranks, 1)["images"]})
+    def group(ranks: int) -> api.AlternatingLoaders:
+        shards = api.IterableShards(LiveLines, list(enumerate([30, 20, 25, 30])))
+        stream = api.StreamLoader(shards, 8 // ranks, lanes=4, collate_fn=lambda samples: (torch.tensor(samples),))
+        return api.AlternatingLoaders({"lines": stream, "images": ours(ranks, 1)["images"]})
 
     whole = open_streams(group(1), 1, 1)
     wanted = [step_of(whole) for _ in range(15)]
@@ -307,8 +287,8 @@ def test_loaders_of_one_length_have_orders_of_their_own() -> None:
 
 
 def test_what_fills_no_step_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    loaders = {"text": DistributedDataLoader(numbers(21), 4, drop_last=False), "lists": [numbers(2)[:]] * 3}
-    (steps,) = read(open_streams(LoaderGroup(loaders, end="shortest"), 1, 2), 1)
+    loaders = {"text": api.DistributedDataLoader(numbers(21), 4, drop_last=False), "lists": [numbers(2)[:]] * 3}
+    (steps,) = read(open_streams(api.LoaderGroup(loaders, end="shortest"), 1, 2), 1)
     assert len(steps) == 1
     assert "last 5 samples of each epoch of the training loader 'text'" in caplog.text
 
@@ -316,15 +296,18 @@ def test_what_fills_no_step_is_left_out_and_named(caplog: pytest.LogCaptureFixtu
 def test_what_cannot_work_is_named() -> None:
     text, images = ours(1, 1).values()
     for wrong, message in [
-        (lambda: LoaderGroup({}), "no loaders"),
-        (lambda: LoaderGroup([text, images]), "no loaders"),  # type: ignore[arg-type]
-        (lambda: LoaderGroup({"all": {"text": text}}), "'all' of LoaderGroup is itself a dict"),
-        (lambda: LoaderGroup({"one": text, "other": text}), "'one' and 'other' read the same DistributedDataLoader"),
-        (lambda: AlternatingLoaders({"text": text}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
-        (lambda: AlternatingLoaders({"text": text}, {"text": 0}), "'text': 0} is not a whole number"),
-        (lambda: AlternatingLoaders(ours(1, 1), {"text": 10**6, "images": 1}), "a round of 1000001 steps"),
+        (lambda: api.LoaderGroup({}), "no loaders"),
+        (lambda: api.LoaderGroup([text, images]), "no loaders"),  # type: ignore[arg-type]
+        (lambda: api.LoaderGroup({"all": {"text": text}}), "'all' of LoaderGroup is itself a dict"),
+        (
+            lambda: api.LoaderGroup({"one": text, "other": text}),
+            "'one' and 'other' read the same DistributedDataLoader",
+        ),
+        (lambda: api.AlternatingLoaders({"text": text}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
+        (lambda: api.AlternatingLoaders({"text": text}, {"text": 0}), "'text': 0} is not a whole number"),
+        (lambda: api.AlternatingLoaders(ours(1, 1), {"text": 10**6, "images": 1}), "a round of 1000001 steps"),
     ]:
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(api.DataError, match=message):
             wrong()
 
 
@@ -332,15 +315,15 @@ def test_what_cannot_work_is_named() -> None:
     ("loaders", "ranks", "message"),
     [
         ({"text": [], "images": [numbers(2)[:]]}, 1, "'text': .*0 batches"),
-        ({"text": DistributedDataLoader(numbers(3), 4)}, 1, "'text': .*3 samples, fewer than one global batch"),
+        ({"text": api.DistributedDataLoader(numbers(3), 4)}, 1, "'text': .*3 samples, fewer than one global batch"),
         ({"text": [numbers(2)[:]]}, 1, "'text': .*has 1 batches in a pass, fewer than one step of 2"),
         ({"text": Plain(4)}, 2, "'text': .*cannot be dealt to dp_size=2"),
-        ({"text": PerRankLoader([1, 2])}, 2, "different numbers of batches of 'text'"),
+        ({"text": api.PerRankLoader([1, 2])}, 2, "different numbers of batches of 'text'"),
     ],
 )
 def test_a_loader_that_cannot_be_read_is_named(loaders: Any, ranks: int, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        train_stream(loaders, accumulation=2, dp_rank=0, dp_size=ranks, seed=0)
+    with pytest.raises(api.DataError, match=message):
+        api.train_stream(loaders, accumulation=2, dp_rank=0, dp_size=ranks, seed=0)
 
 
 def test_a_loader_that_fails_is_named_with_its_error() -> None:
@@ -352,7 +335,7 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
         def __iter__(self) -> Iterator[Any]:
             return broken()
 
-    stream = train_stream({"good": Plain(4), "bad": Broken()}, accumulation=1, dp_rank=0, dp_size=1, seed=0)
+    stream = api.train_stream({"good": Plain(4), "bad": Broken()}, accumulation=1, dp_rank=0, dp_size=1, seed=0)
     stream.next_window()
     with pytest.raises(OSError, match="the disk is gone") as caught:
         stream.next_window()
@@ -362,37 +345,40 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
 @pytest.mark.parametrize(
     ("now", "message"),
     [
-        (lambda: LoaderGroup({"text": ours(1, 1)["text"]}), r"loaders \['text', 'images'\], and there are \['text'\]"),
-        (lambda: LoaderGroup(ours(1, 1), end="shortest"), "read by .*longest.*now by .*shortest"),
-        (lambda: AlternatingLoaders(ours(1, 1)), "read by .*LoaderGroup.*now by .*AlternatingLoaders"),
-        (lambda: LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset now has 48"),
+        (
+            lambda: api.LoaderGroup({"text": ours(1, 1)["text"]}),
+            r"loaders \['text', 'images'\], and there are \['text'\]",
+        ),
+        (lambda: api.LoaderGroup(ours(1, 1), end="shortest"), "read by .*longest.*now by .*shortest"),
+        (lambda: api.AlternatingLoaders(ours(1, 1)), "read by .*LoaderGroup.*now by .*AlternatingLoaders"),
+        (lambda: api.LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset now has 48"),
         (lambda: ours(1, 1)["text"], r"loaders \['text', 'images'\], and this one has one loader"),
     ],
 )
 def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:
-    stream = train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    stream = api.train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
     window = stream.next_window()
     list(window.batches)
     state = stream.state_at(window.end)
 
     def go_on() -> None:
-        other = train_stream(now(), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+        other = api.train_stream(now(), accumulation=1, dp_rank=0, dp_size=1, seed=3)
         other.seek(window.end, None, state=state)
         other.next_window()
 
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(api.DataError, match=message):
         go_on()
 
 
 def test_a_run_over_one_loader_does_not_go_on_with_several() -> None:
-    stream = train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
-    with pytest.raises(DataError, match=r"one training loader, not over \['text', 'images'\]"):
-        stream.seek(DataPosition(0, 8, 1), None)
+    stream = api.train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    with pytest.raises(api.DataError, match=r"one training loader, not over \['text', 'images'\]"):
+        stream.seek(api.DataPosition(0, 8, 1), None)
 
 
 def test_another_number_of_ranks_is_refused_where_only_a_loader_knows_its_place() -> None:
-    stream = train_stream({"plain": Plain(9)}, accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    stream = api.train_stream({"plain": Plain(9)}, accumulation=1, dp_rank=0, dp_size=1, seed=3)
     window = stream.next_window()
     state = stream.state_at(window.end)
-    with pytest.raises(DataError, match="only the training loader 'plain' itself knows"):
+    with pytest.raises(api.DataError, match="only the training loader 'plain' itself knows"):
         stream.seek(window.end, None, state=state)

@@ -1,7 +1,5 @@
 """Mixtures: their weights in the long run, their epochs, and their closed form against counting one by one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -9,15 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    BLOCK,
-    ENDLESS,
-    ConfigError,
-    DataError,
-    Mixture,
-    Stage,
-    weights_by_position,
-)
+from tests.api import BLOCK, ENDLESS, ConfigError, DataError, Mixture, Stage, weights_by_position
 
 
 class Numbered:
@@ -101,8 +91,7 @@ def test_counts_by_arithmetic_are_those_of_counting(options: dict[str, Any]) -> 
             drawn = mixture.drawn(position)
             assert {name: drawn[name].samples for name in drawn} == {name: counts[name] for name in "abc"}
         draw = mixture.locate(position)
-        length = len(mixture.sources[draw.source])
-        assert draw.epoch == counts[draw.source] // length
+        assert draw.epoch == counts[draw.source] // len(mixture.sources[draw.source])
         counts[draw.source] += 1
 
 

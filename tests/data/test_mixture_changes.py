@@ -1,7 +1,5 @@
 """Weights that are set while a mixture is read: how long they count, and what is saved of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Which samples make up each optimizer step of a mixture with a curriculum: the same on any ranks, workers and
 accumulation, stopped anywhere, resumed twice."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -67,8 +65,7 @@ def reference() -> list[str]:
 def test_other_seeds_and_weights_are_other_samples(reference: list[str]) -> None:
     assert len(set(reference)) == STEPS
     for changed in ({"seed": 4}, {"weights": {"code": 4, "docs": 3, "talk": 1}}):
-        other = read(open_streams((1, 1, 0), **changed), STEPS)[0]
-        assert not set(other) & set(reference)
+        assert not set(read(open_streams((1, 1, 0), **changed), STEPS)[0]) & set(reference)
     late = read(open_streams((1, 1, 0), stages=[Stage(at=2000, weights={"docs": 1})]), STEPS)[0]
     assert late[:20] == reference[:20]
     assert not set(late[22:]) & set(reference)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,7 +28,7 @@ class Encoding(UserDict):
         except KeyError:
             raise AttributeError(name) from None
 
-    def to(self, device: torch.device) -> Encoding:
+    def to(self, device: torch.device) -> "Encoding":
         self.data = {key: value.to(device) for key, value in self.data.items()}
         return self
 
@@ -60,7 +58,7 @@ class Graph:
     def __init__(self, nodes: Tensor) -> None:
         self.nodes = nodes
 
-    def to(self, device: torch.device) -> Graph:
+    def to(self, device: torch.device) -> "Graph":
         return Graph(self.nodes.to(device))
 
 

@@ -1,22 +1,12 @@
 """A dataset that decides its order itself, by hand: its state and its marks go with the position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from tests.api import (
-    ENDLESS,
-    DataError,
-    DataPosition,
-    DistributedDataLoader,
-    OrderedDataset,
-    TrainStream,
-    validation_batches,
-)
+from tests import api
 from tests.data.reading import Layout, close, next_step, open_ranks, open_stream, seek
 
 GLOBAL_BATCH = 8
@@ -24,10 +14,10 @@ LAYOUTS = [(1, 1, 0), (1, 2, 2), (2, 1, 0), (2, 2, 2), (4, 2, 0), (4, 1, 0)]
 """(ranks, accumulation, workers)"""
 
 
-class Walk(OrderedDataset):
+class Walk(api.OrderedDataset):
     """Sample p is (pass, p, how often anybody asked to `turn` before p, a sum that is walked to from an anchor)."""
 
-    def __init__(self, length: int = ENDLESS) -> None:
+    def __init__(self, length: int = api.ENDLESS) -> None:
         self.length = length
         self.epoch, self.turns, self.asked = 0, [0], False
         self.anchor = [0, 0]
@@ -70,15 +60,15 @@ class Walk(OrderedDataset):
         return asked
 
 
-def open_streams(*layout: int, length: int = ENDLESS) -> list[TrainStream]:
+def open_streams(*layout: int, length: int = api.ENDLESS) -> list[api.TrainStream]:
     options = {"persistent_workers": True} if layout[2] else {}
     return open_ranks(lambda: Walk(length), layout, GLOBAL_BATCH, **options)
 
 
-def read(streams: Sequence[TrainStream], steps: int) -> tuple[list[Any], DataPosition, list[Any], bool]:
+def read(streams: Sequence[api.TrainStream], steps: int) -> tuple[list[Any], api.DataPosition, list[Any], bool]:
     """The samples of each step in global order, where they end, and the state there as each rank says it."""
     found: list[Any] = []
-    position, is_last = DataPosition(0, 0, 0), False
+    position, is_last = api.DataPosition(0, 0, 0), False
     while len(found) < steps:
         if (step := next_step(streams)) is not None:
             batches, window = step
@@ -87,7 +77,7 @@ def read(streams: Sequence[TrainStream], steps: int) -> tuple[list[Any], DataPos
     return found, position, [stream.state_at(position) for stream in streams], is_last
 
 
-def turn(streams: Sequence[TrainStream]) -> None:
+def turn(streams: Sequence[api.TrainStream]) -> None:
     for stream in streams:
         stream.reader.loader.dataset.turn()  # type: ignore[union-attr]
 
@@ -109,7 +99,9 @@ def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resum
     streams = open_streams(*layout, length=24)
     found = read(streams, 2)[0]
     turn(streams)
-    more, position, states, is_last = read(streams, stop - 2) if stop > 2 else ([], DataPosition(0, 16, 0), [], False)
+    more, position, states, is_last = (
+        read(streams, stop - 2) if stop > 2 else ([], api.DataPosition(0, 16, 0), [], False)
+    )
     found += more
     if stop > 2:
         close(streams)
@@ -131,18 +123,18 @@ def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> 
 
 def test_another_kind_of_dataset_than_the_checkpoints_is_refused() -> None:
     (stream,) = open_streams(1, 1, 0)
-    with pytest.raises(DataError, match=r"no state of the dataset \(Walk\)"):
-        stream.seek(DataPosition(0, 8, 1), None)
-    plain = open_stream(DistributedDataLoader(range(16), 8))
-    with pytest.raises(DataError, match="decides its order itself, and range does not"):
-        plain.seek(DataPosition(0, 8, 1), None, state={"turns": []})
+    with pytest.raises(api.DataError, match=r"no state of the dataset \(Walk\)"):
+        stream.seek(api.DataPosition(0, 8, 1), None)
+    plain = open_stream(api.DistributedDataLoader(range(16), 8))
+    with pytest.raises(api.DataError, match="decides its order itself, and range does not"):
+        plain.seek(api.DataPosition(0, 8, 1), None, state={"turns": []})
 
 
 def test_a_dataset_with_an_order_is_not_shuffled_and_an_endless_one_not_validated() -> None:
-    with pytest.raises(DataError, match="shuffle=False"):
-        DistributedDataLoader(Walk(), 2, shuffle=True)
-    with pytest.raises(DataError, match="never ends"):
-        validation_batches(DistributedDataLoader(Walk(), 2), dp_rank=0, dp_size=1, seed=0)
-    batches = validation_batches(DistributedDataLoader(Walk(5), 2), dp_rank=0, dp_size=1, seed=0)
+    with pytest.raises(api.DataError, match="shuffle=False"):
+        api.DistributedDataLoader(Walk(), 2, shuffle=True)
+    with pytest.raises(api.DataError, match="never ends"):
+        api.validation_batches(api.DistributedDataLoader(Walk(), 2), dp_rank=0, dp_size=1, seed=0)
+    batches = api.validation_batches(api.DistributedDataLoader(Walk(5), 2), dp_rank=0, dp_size=1, seed=0)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert [len(batch) for batch in batches] == [2, 2, 1]

@@ -1,7 +1,5 @@
 """Rows packed from a stream's documents."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows packed from a mixture of three sources with a curriculum: the same tokens in each step, wherever it went on."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,12 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tests.api import (
-    DataError,
-    Mixture,
-    PackedRows,
-    Stage,
-)
+from tests.api import DataError, Mixture, PackedRows, Stage
 from tests.data.documents import APART, PackedJob, document, web_like_lengths
 from tests.data.reading import Layout
 
@@ -83,12 +76,9 @@ def other_weights(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stops", "number", "between"),
-    [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)],
+    ("stops", "number", "between"), [((1, 2), 0, nothing), ((5, 6), 3, other_weights), ((3, 11), 0, other_weights)]
 )
-def test_a_curriculum_goes_on_twice_with_the_same_tokens_in_each_step(
-    between: Callable[[Job], None], number: int, stops: tuple[int, int]
-) -> None:
+def test_a_curriculum_goes_on_the_same(between: Callable[[Job], None], number: int, stops: tuple[int, int]) -> None:
     """Weights that are set between two steps count from the next block on, and are in the state also if it is saved
     before anything was read by them."""
     straight = Job(LAYOUTS[0])

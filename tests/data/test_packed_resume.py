@@ -1,17 +1,11 @@
 """Packed rows in a stream: a step's tokens do not depend on ranks, workers or accumulation, nor on where it went on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 
 import pytest
 
-from tests.api import (
-    DocumentRows,
-    PackedRows,
-    PaddedRows,
-)
+from tests.api import DocumentRows, PackedRows, PaddedRows
 from tests.data.documents import NumberedDocuments, PackedJob, web_like_lengths
 from tests.data.reading import Layout
 
@@ -54,9 +48,7 @@ class Job(PackedJob):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_endless", [False, True])
 @pytest.mark.parametrize("number", range(0, len(LAYOUTS), 2))
-def test_a_run_that_goes_on_twice_with_other_layouts_has_the_same_tokens_in_each_step(
-    kind: str, is_endless: bool, number: int
-) -> None:
+def test_a_run_goes_on_twice_in_other_layouts_with_the_same_tokens(kind: str, is_endless: bool, number: int) -> None:
     expected = Job(kind, is_endless, (1, 1, 0)).steps(STEPS)[0]
     assert len(set(expected)) == STEPS
     found: list[str] = []

@@ -1,7 +1,5 @@
 """Packed rows: what is in them, that nothing is lost or comes twice, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np
@@ -28,9 +26,7 @@ def real_tokens(rows: PackedRows) -> list[int]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("block_size", [None, 7, 1000])
-def test_a_pass_has_every_token_of_every_document_once(
-    method: Literal["best_fit", "concatenate"], block_size: int | None
-) -> None:
+def test_a_pass_has_every_token_once(method: Literal["best_fit", "concatenate"], block_size: int | None) -> None:
     lengths = [0, *web_like_lengths(400), 1, 3 * LENGTH]
     rows = PackedRows(NumberedDocuments(lengths), LENGTH, method=method, block_size=block_size)
     expected = [token for number, length in enumerate(lengths) for token in document(number, length).tolist()]
@@ -40,9 +36,7 @@ def test_a_pass_has_every_token_of_every_document_once(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_token_predicts_its_documents_next_one_also_where_the_row_ends(
-    method: Literal["best_fit", "concatenate"],
-) -> None:
+def test_a_token_predicts_its_next_one_also_where_the_row_ends(method: Literal["best_fit", "concatenate"]) -> None:
     lengths = web_like_lengths(300)
     rows = PackedRows(NumberedDocuments(lengths), LENGTH, method=method, pad_id=5)
     num_labels = num_cut = 0

@@ -1,7 +1,5 @@
 """Which piece of which document lies in which row: every token in one place, and rows as full as can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +25,7 @@ def places(plan: RowPlan) -> list[tuple[int, int]]:
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 16), st.sampled_from(PACKERS))
-def test_every_token_has_one_place_and_no_row_is_empty_or_too_long(
-    lengths: list[int], row_length: int, pack: Packer
-) -> None:
+def test_tokens_have_one_place_and_no_row_is_empty_or_long(lengths: list[int], row_length: int, pack: Packer) -> None:
     plan = pack(np.array(lengths, dtype=np.int64), row_length)
     expected = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
     assert sorted(places(plan)) == expected
@@ -71,8 +67,7 @@ def test_concatenated_rows_are_the_joined_text_cut_at_every_row(lengths: list[in
 def test_only_documents_longer_than_a_row_are_cut_by_best_fit() -> None:
     lengths = web_like_lengths(2000)
     plan = pack_best_fit(lengths, 256)
-    pieces = np.bincount(plan.documents, minlength=len(lengths))
-    assert (pieces == -(-lengths // 256)).all()
+    assert (np.bincount(plan.documents, minlength=len(lengths)) == -(-lengths // 256)).all()
 
 
 @pytest.mark.parametrize("row_length", [256, 1024, 4096])

@@ -1,7 +1,5 @@
 """Padding: documents as rows of their own lengths, of which a step's are alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a loader that is used as it is draws, beside generators of the test's own with the same seeds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,14 +17,7 @@ from torch.utils.data import (
 )
 
 from dream_trainer.checkpoint import typed_json
-from tests.api import (
-    DataPosition,
-    TrainStream,
-    draws_at_start_only,
-    hash_seed,
-    iterate,
-    seed_cpu,
-)
+from tests.api import DataPosition, TrainStream, draws_at_start_only, hash_seed, iterate, seed_cpu
 from tests.data import reading
 from tests.data.reading import read, windows_until
 from tests.data.samples import global_states
@@ -220,6 +211,5 @@ def test_nothing_is_taken_for_known_that_could_draw_later(name: str) -> None:
 @pytest.mark.pitfall(76)
 def test_an_order_drawn_in_parts_from_trainings_generator_is_kept_apart_too() -> None:
     before = global_states()
-    batches = read(open_stream(NOT_KNOWN["training's generator"]()), passes=1)
-    assert len(batches) == 10
+    assert len(read(open_stream(NOT_KNOWN["training's generator"]()), passes=1)) == 10
     assert global_states() == before

@@ -1,7 +1,5 @@
 """An order that is computed place by place is one: every sample once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

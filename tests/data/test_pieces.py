@@ -1,7 +1,5 @@
 """Documents cut into pieces: all of their tokens and labels, in any order; and stages that packed rows do not hide."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections import Counter
@@ -11,35 +9,24 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.api import (
-    IGNORED,
-    PADDING,
-    DataPosition,
-    DistributedDataLoader,
-    Mixture,
-    PackedRows,
-    Pieces,
-    Stage,
-    WithLengths,
-    train_stream,
-)
+from tests import api
 
 LENGTHS = [7, 64, 1, 200, 33, 96, 0, 128]
 
 
-def documents(first: int = 0, lengths: list[int] = LENGTHS) -> WithLengths:
+def documents(first: int = 0, lengths: list[int] = LENGTHS) -> api.WithLengths:
     """Each token is there once."""
     ends = np.cumsum(lengths) + first
     found = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    return WithLengths(found, lengths)
+    return api.WithLengths(found, lengths)
 
 
-def read(rows: PackedRows) -> Counter[tuple[int, int]]:
+def read(rows: api.PackedRows) -> Counter[tuple[int, int]]:
     """(token, label) of every place that holds a document."""
     found: Counter[tuple[int, int]] = Counter()
     for number in range(len(rows)):
         row = rows[number]
-        is_real = row["documents"] != PADDING
+        is_real = row["documents"] != api.PADDING
         found.update(zip(row["tokens"][is_real].tolist(), row["labels"][is_real].tolist(), strict=True))
     return found
 
@@ -47,7 +34,7 @@ def read(rows: PackedRows) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("length", [1, 32, 50, 1000])
 def test_pieces_are_the_documents(length: int) -> None:
     source = documents()
-    pieces: Any = pickle.loads(pickle.dumps(Pieces(source, length)))
+    pieces: Any = pickle.loads(pickle.dumps(api.Pieces(source, length)))
     assert [len(pieces[number]["tokens"]) for number in range(len(pieces))] == pieces.lengths.tolist()
     whole: list[NDArray[Any]] = []
     begun: list[NDArray[Any]] = []
@@ -66,33 +53,33 @@ def test_pieces_are_the_documents(length: int) -> None:
 
 @pytest.mark.parametrize("length", [32, 50])
 def test_every_token_predicts_what_it_does_in_the_whole_document(length: int) -> None:
-    def rows(source: Any) -> PackedRows:
-        return PackedRows(Mixture({"all": source}, max_epochs={"all": 1}, seed=3), row_length=32)
+    def rows(source: Any) -> api.PackedRows:
+        return api.PackedRows(api.Mixture({"all": source}, max_epochs={"all": 1}, seed=3), row_length=32)
 
-    assert read(rows(Pieces(documents(), length))) == read(rows(documents()))
+    assert read(rows(api.Pieces(documents(), length))) == read(rows(documents()))
 
 
-def two_sources(at: int, **options: Any) -> Mixture:
+def two_sources(at: int, **options: Any) -> api.Mixture:
     sources = {"a": documents(0, [20] * 500), "b": documents(100_000, [20] * 500)}
-    return Mixture(sources, {"a": 1}, stages=[Stage(at=at, weights={"b": 1})], seed=5, **options)
+    return api.Mixture(sources, {"a": 1}, stages=[api.Stage(at=at, weights={"b": 1})], seed=5, **options)
 
 
 @pytest.mark.parametrize("num_samples", [None, 700])
 def test_a_stage_within_a_block_begins_at_its_place(num_samples: int | None) -> None:
-    rows = PackedRows(two_sources(at=300, num_samples=num_samples), row_length=100, block_size=700)
+    rows = api.PackedRows(two_sources(at=300, num_samples=num_samples), row_length=100, block_size=700)
     rows.begin(0, None)
     found = np.array([[bool(part.min() >= 100_000), bool(part.max() >= 100_000)] for part in _real_tokens(rows, 140)])
     np.testing.assert_array_equal(found, np.repeat([[False, False], [True, True]], [60, 80], axis=0))
     assert num_samples is None or len(rows) == 140
 
 
-def _real_tokens(rows: PackedRows, count: int) -> list[NDArray[Any]]:
-    return [row["tokens"][row["documents"] != PADDING].numpy() for row in map(rows.__getitem__, range(count))]
+def _real_tokens(rows: api.PackedRows, count: int) -> list[NDArray[Any]]:
+    return [row["tokens"][row["documents"] != api.PADDING].numpy() for row in map(rows.__getitem__, range(count))]
 
 
 def test_parts_of_a_block_lose_nothing_and_are_those_of_a_resume() -> None:
-    def new() -> PackedRows:
-        rows = PackedRows(two_sources(at=300, max_epochs={"a": 1, "b": 1}, num_samples=800), 96, block_size=800)
+    def new() -> api.PackedRows:
+        rows = api.PackedRows(two_sources(at=300, max_epochs={"a": 1, "b": 1}, num_samples=800), 96, block_size=800)
         rows.begin(1, None)
         return rows
 
@@ -104,14 +91,16 @@ def test_parts_of_a_block_lose_nothing_and_are_those_of_a_resume() -> None:
     again.begin(1, rows.state_at(80, rows.mark()))
     for number in range(80, len(rows)):
         assert (rows[number]["tokens"] == again[number]["tokens"]).all()
-    assert any((rows[number]["labels"] == IGNORED).any() for number in range(len(rows)))
+    assert any((rows[number]["labels"] == api.IGNORED).any() for number in range(len(rows)))
 
 
 def test_weights_that_count_later_say_so(caplog: pytest.LogCaptureFixture) -> None:
     mixture = two_sources(at=10_000)
-    rows = PackedRows(mixture, row_length=100, block_size=100)  # 20 rows
-    stream = train_stream(DistributedDataLoader(rows, batch_size=3), accumulation=1, dp_rank=0, dp_size=1, seed=0)
-    stream.seek(DataPosition(0, 0, 0), None)
+    rows = api.PackedRows(mixture, row_length=100, block_size=100)  # 20 rows
+    stream = api.train_stream(
+        api.DistributedDataLoader(rows, batch_size=3), accumulation=1, dp_rank=0, dp_size=1, seed=0
+    )
+    stream.seek(api.DataPosition(0, 0, 0), None)
     tokens: list[Any] = []
 
     def step() -> None:

@@ -1,7 +1,5 @@
 """Batches of a loader of the user's own: how many samples each is counted as, and when that is doubtful."""
 
-from __future__ import annotations
-
 from collections import UserDict, namedtuple
 from typing import Any
 

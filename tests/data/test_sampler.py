@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.api import RankBatchSampler, Sharding, epoch_order, sample_seed

@@ -1,7 +1,5 @@
 """Files of samples by number, beside their own libraries; what is damaged is named."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from io import BytesIO
@@ -14,37 +12,26 @@ import pyarrow.parquet as parquet
 import pytest
 from datasets import Dataset
 
-from tests.api import (
-    DataError,
-    DistributedDataLoader,
-    JsonLines,
-    Mixture,
-    ParquetRows,
-    ShardFiles,
-    TarSamples,
-    WebDatasetShards,
-    WithLengths,
-    measure_lengths,
-)
+from tests import api
 from tests.data.reading import close, next_step, open_ranks
 
 ROWS = [{"text": f"row {i} ä", "n": i} for i in range(25)]
 
 
-def json_lines(directory: Path) -> JsonLines:
+def json_lines(directory: Path) -> api.JsonLines:
     for number, first in enumerate((0, 10, 20)):
         lines = [json.dumps(row, ensure_ascii=False) for row in ROWS[first : first + 10]]
         (directory / f"{number}.jsonl").write_text("\n\n".join(lines))
-    return JsonLines(directory)
+    return api.JsonLines(directory)
 
 
-def parquet_rows(directory: Path) -> ParquetRows:
+def parquet_rows(directory: Path) -> api.ParquetRows:
     for number, first in enumerate((0, 10, 20)):
         parquet.write_table(pa.Table.from_pylist(ROWS[first : first + 10]), directory / f"{number}.parquet", 3)
-    return ParquetRows(directory, kept_groups=2)
+    return api.ParquetRows(directory, kept_groups=2)
 
 
-def tar_samples(directory: Path) -> TarSamples:
+def tar_samples(directory: Path) -> api.TarSamples:
     for number, first in enumerate((0, 10, 20)):
         with tarfile.open(directory / f"{number}.tar", "w") as archive:
             for row in ROWS[first : first + 10]:
@@ -53,7 +40,7 @@ def tar_samples(directory: Path) -> TarSamples:
                     member = tarfile.TarInfo(f"some/{row['n']:03d}.{part}.json")
                     member.size = len(content)
                     archive.addfile(member, BytesIO(content))
-    return TarSamples(directory, decode=lambda part, content: json.loads(content))
+    return api.TarSamples(directory, decode=lambda part, content: json.loads(content))
 
 
 def as_row(sample: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +52,7 @@ def as_row(sample: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [json_lines, parquet_rows, tar_samples])
 def test_samples_come_by_number_in_any_order_and_in_workers(make: Any, tmp_path: Path) -> None:
-    data: ShardFiles = make(tmp_path)
+    data: api.ShardFiles = make(tmp_path)
     assert len(data) == 25
     for index in (24, 0, 9, 10, 3, 19, 20):
         assert as_row(data[index]) == ROWS[index]
@@ -73,7 +60,7 @@ def test_samples_come_by_number_in_any_order_and_in_workers(make: Any, tmp_path:
         with pytest.raises(IndexError):
             data[index]
     for workers in (0, 2):
-        loader = DistributedDataLoader(
+        loader = api.DistributedDataLoader(
             data, 5, num_workers=workers, collate_fn=list, **({"multiprocessing_context": "fork"} if workers else {})
         )
         assert [as_row(sample) for batch in loader for sample in batch] == ROWS
@@ -83,28 +70,28 @@ def test_what_is_missing_or_damaged_is_named_at_opening_or_at_its_sample(tmp_pat
     lines = json_lines(tmp_path)
     parquet_rows(tmp_path)
     tar_samples(tmp_path)
-    for kind, suffix in ((JsonLines, "jsonl"), (ParquetRows, "parquet"), (TarSamples, "tar")):
-        with pytest.raises(DataError, match=f"there is no file .*none.{suffix}"):
+    for kind, suffix in ((api.JsonLines, "jsonl"), (api.ParquetRows, "parquet"), (api.TarSamples, "tar")):
+        with pytest.raises(api.DataError, match=f"there is no file .*none.{suffix}"):
             kind(tmp_path / f"none.{suffix}")
         (tmp_path / suffix).mkdir()
-        with pytest.raises(DataError, match=rf"has no files of \.{suffix}"):
+        with pytest.raises(api.DataError, match=rf"has no files of \.{suffix}"):
             kind(tmp_path / suffix)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="there is no sample in"):
-        JsonLines(tmp_path / "empty.jsonl")
+    with pytest.raises(api.DataError, match="there is no sample in"):
+        api.JsonLines(tmp_path / "empty.jsonl")
     cut = tmp_path / "1.parquet"
     cut.write_bytes(cut.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"1\.parquet is not a whole Parquet file"):
-        ParquetRows(tmp_path)
-    with pytest.raises(DataError, match=r"0\.parquet has no columns \['body'\]"):
-        ParquetRows(tmp_path / "0.parquet", ["body"])
+    with pytest.raises(api.DataError, match=r"1\.parquet is not a whole Parquet file"):
+        api.ParquetRows(tmp_path)
+    with pytest.raises(api.DataError, match=r"0\.parquet has no columns \['body'\]"):
+        api.ParquetRows(tmp_path / "0.parquet", ["body"])
     cut = tmp_path / "1.tar"
     cut.write_bytes(cut.read_bytes()[:5000])
-    with pytest.raises(DataError, match=r"1\.tar"):
-        TarSamples(tmp_path)
+    with pytest.raises(api.DataError, match=r"1\.tar"):
+        api.TarSamples(tmp_path)
     (tmp_path / "1.jsonl").write_text('{"text": 1}\n{"tex')
-    lines = JsonLines(tmp_path / "1.jsonl")
-    with pytest.raises(DataError, match=r"sample 1 of .*1\.jsonl cannot be read: JSONDecodeError"):
+    lines = api.JsonLines(tmp_path / "1.jsonl")
+    with pytest.raises(api.DataError, match=r"sample 1 of .*1\.jsonl cannot be read: JSONDecodeError"):
         lines[1]
 
 
@@ -126,7 +113,7 @@ def test_a_row_group_is_read_once_while_it_is_kept(tmp_path: Path, monkeypatch: 
 def test_hugging_face_datasets_are_sources_as_they_are(tmp_path: Path) -> None:
     dataset = Dataset.from_list(ROWS)
     dataset.save_to_disk(tmp_path / "saved")
-    mixture = Mixture({"hf": Dataset.load_from_disk(tmp_path / "saved"), "lines": json_lines(tmp_path)})
+    mixture = api.Mixture({"hf": Dataset.load_from_disk(tmp_path / "saved"), "lines": json_lines(tmp_path)})
     steps = []
     for layout in ((1, 1, 0), (2, 1, 2)):
         streams = open_ranks(lambda: mixture, layout, 4)
@@ -139,21 +126,23 @@ def test_hugging_face_datasets_are_sources_as_they_are(tmp_path: Path) -> None:
 
 def test_measured_lengths_make_a_source_of_tokens() -> None:
     data = [[1] * (i % 7 + 1) for i in range(30)]
-    lengths = measure_lengths(data)
+    lengths = api.measure_lengths(data)
     assert lengths.tolist() == [len(sample) for sample in data]
-    assert measure_lengths([{"t": sample} for sample in data], length=lambda sample: len(sample["t"])).tolist() == (
+    assert api.measure_lengths([{"t": sample} for sample in data], length=lambda sample: len(sample["t"])).tolist() == (
         lengths.tolist()
     )
-    assert measure_lengths([{"tokens": sample, "weights": sample} for sample in data]).tolist() == lengths.tolist()
+    assert api.measure_lengths([{"tokens": sample, "weights": sample} for sample in data]).tolist() == lengths.tolist()
     named = [{"input_ids": sample} for sample in data]
-    assert measure_lengths(named, field="input_ids", num_workers=1).tolist() == lengths.tolist()
-    with pytest.raises(DataError, match=r"sample 0 has no 'tokens', but 'input_ids'\. Name its token ids in field="):
-        measure_lengths(named)
-    mixture = Mixture({"data": WithLengths(data, lengths)}, unit="tokens")
+    assert api.measure_lengths(named, field="input_ids", num_workers=1).tolist() == lengths.tolist()
+    with pytest.raises(
+        api.DataError, match=r"sample 0 has no 'tokens', but 'input_ids'\. Name its token ids in field="
+    ):
+        api.measure_lengths(named)
+    mixture = api.Mixture({"data": api.WithLengths(data, lengths)}, unit="tokens")
     mixture.begin(0, None)
     assert mixture.lengths(0, 60).tolist() == [len(mixture[position]) for position in range(60)]
-    with pytest.raises(DataError, match=r"shape \(29,\) for 30 samples"):
-        WithLengths(data, np.ones(29))
+    with pytest.raises(api.DataError, match=r"shape \(29,\) for 30 samples"):
+        api.WithLengths(data, np.ones(29))
 
 
 def tar_of(path: Path, names: list[str]) -> bytes:
@@ -166,8 +155,8 @@ def tar_of(path: Path, names: list[str]) -> bytes:
 def test_tars_read_by_number_have_the_samples_of_tars_read_in_sequence(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     tar_of(path, ["./x/a.b.TXT", "./x/a.cls", "README", "x/.hidden", "__meta__", "y/a.txt", "a.txt"])
-    samples = TarSamples(path)
-    assert [samples[number] for number in range(len(samples))] == list(WebDatasetShards([path]).open(0))
+    samples = api.TarSamples(path)
+    assert [samples[number] for number in range(len(samples))] == list(api.WebDatasetShards([path]).open(0))
     tar_of(path, ["a.txt", "a.TXT"])
-    with pytest.raises(DataError, match=r"two files 'a\.TXT' in one sample"):
-        TarSamples(path)
+    with pytest.raises(api.DataError, match=r"two files 'a\.TXT' in one sample"):
+        api.TarSamples(path)

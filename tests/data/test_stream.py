@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -84,9 +82,7 @@ def test_samples_and_draws_do_not_depend_on_world_accumulation_or_workers(
 @pytest.mark.pitfall(33)
 @pytest.mark.pitfall(34)
 @pytest.mark.parametrize("stop_after", range(7))
-def test_a_run_resumed_at_any_window_in_another_layout_reads_the_rest_unchanged(
-    stop_after: int, reference: list
-) -> None:
+def test_a_run_resumed_at_any_window_elsewhere_reads_the_rest_unchanged(stop_after: int, reference: list) -> None:
     before, after = LAYOUTS[stop_after], LAYOUTS[-1 - stop_after]
     streams = open_streams(*before)
     steps: list[list[tuple[float, ...]]] = []
@@ -150,9 +146,7 @@ def test_on_one_rank_a_kept_tail_trains_as_in_plain_pytorch() -> None:
 
 
 @pytest.mark.pitfall(13)
-def test_on_several_ranks_a_kept_tail_is_split_evenly_or_dropped_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_on_ranks_a_kept_tail_is_split_evenly_or_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert ragged_steps(13, 4, 2, 1) == [([[4], [4]], False), ([[3], [2]], True)]
     assert ragged_steps(14, 2, 3, 2) == [([[2, 2]] * 3, False)]  # 2 samples are too few for 3 ranks
     assert ragged_steps(15, 2, 3, 1) == [([[2]] * 3, False), ([[2]] * 3, False), ([[1]] * 3, False)]
@@ -162,9 +156,7 @@ def test_on_several_ranks_a_kept_tail_is_split_evenly_or_dropped_with_a_warning(
     ]
 
 
-def test_a_plain_loaders_tail_is_trained_on_one_rank_and_dropped_with_a_notice_on_several(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plain_loaders_tail_is_trained_on_one_rank_and_dropped_on_several(caplog: pytest.LogCaptureFixture) -> None:
     loader = DataLoader(TensorDataset(torch.arange(11)), 2)
     streams = [open_stream(loader, rank=rank, size=size) for rank, size in ((0, 1), (0, 2), (1, 2))]
     assert [stream.steps_per_epoch for stream in streams] == [6, 2, 2]
@@ -202,9 +194,7 @@ def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> Non
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_closing_ends_the_workers_even_if_a_window_is_half_read(
-    persistent: bool, own_children: Callable[[], set[BaseProcess]]
-) -> None:
+def test_closing_ends_workers_in_a_window(persistent: bool, own_children: Callable[[], set[BaseProcess]]) -> None:
     stream = open_streams(1, 3, workers=2, persistent_workers=persistent)[0]
     next(iter(stream.next_window().batches))
     assert len(own_children()) == 2
@@ -216,9 +206,7 @@ def test_closing_ends_the_workers_even_if_a_window_is_half_read(
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_the_workers_of_a_finished_pass_are_gone_when_it_is_over(
-    ordered: bool, own_children: Callable[[], set[BaseProcess]]
-) -> None:
+def test_workers_of_a_finished_pass_are_gone(ordered: bool, own_children: Callable[[], set[BaseProcess]]) -> None:
     dataset = DrawingDataset(12)
     source = Mixture({"only": dataset}, num_samples=12) if ordered else dataset
     (stream,) = open_ranks(lambda: source, (1, 1, 1), 12)

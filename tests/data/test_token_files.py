@@ -1,7 +1,5 @@
 """Token files: what was written is read, in any process; what is damaged is named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import tracemalloc
@@ -60,8 +58,7 @@ def test_it_travels_to_workers_as_its_path(tmp_path: Path) -> None:
 def test_a_large_file_takes_no_memory(tmp_path: Path) -> None:
     path = write(tmp_path / "a.bin", [list(range(1000))] * 20_000)
     tracemalloc.start()
-    tokens = TokenFile(path)
-    assert tokens[19_999][-1] == 999
+    assert TokenFile(path)[19_999][-1] == 999
     assert tracemalloc.get_traced_memory()[1] < 2**20 < path.stat().st_size
     tracemalloc.stop()
 

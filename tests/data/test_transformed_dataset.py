@@ -1,22 +1,12 @@
 """Transforms over datasets whose samples are reached by number."""
 
-from __future__ import annotations
-
 import logging
 import random
 
 import pytest
 from torch.utils.data import Dataset
 
-from tests.api import (
-    Batch,
-    DataError,
-    Filter,
-    Map,
-    Shuffle,
-    TransformedDataset,
-    Unbatch,
-)
+from tests.api import Batch, DataError, Filter, Map, Shuffle, TransformedDataset, Unbatch
 from tests.data.reading import close, next_step, open_ranks
 from tests.data.samples import BrokenDataset, global_states
 

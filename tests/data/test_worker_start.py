@@ -1,7 +1,5 @@
 """A signal to the whole job that finds a worker just begun leaves it alive while the job saves."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The gather that gradients go through, against autograd over all ranks' rows in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -155,10 +153,7 @@ def trained(mesh: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
         pytest.param({"dp_replicate": 2, "dp_shard": 1, "tensor_parallel": 2}, 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_contrastive_run_has_one_processs_losses_and_weights(
-    mesh: dict[str, Any], ranks: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_contrastive_run_has_one_processs_losses_and_weights(mesh: dict[str, Any], ranks: int, tmp_path: Any) -> None:
     losses, weights = trained({})
     assert len(losses) == 6
     together = run_world(trained, ranks, mesh)

@@ -1,7 +1,5 @@
 """The heartbeat where a process itself does not run for a while. What befalls hosts: tests/faults/test_hosts.py."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

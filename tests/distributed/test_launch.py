@@ -1,7 +1,5 @@
 """What ranks were not told of one another is said before any of them waits."""
 
-from __future__ import annotations
-
 import pytest
 
 import dream_trainer as dt

@@ -1,7 +1,5 @@
 """Seeded generators whose draws are seen."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

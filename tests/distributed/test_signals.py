@@ -1,7 +1,5 @@
 """Signals in a wait for data: what ends it, what is answered from within it, and what is left alone."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

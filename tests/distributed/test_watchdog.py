@@ -1,7 +1,5 @@
 """A run that stands still ends by itself, and every rank's stacks say where it stood. In real processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle
@@ -43,9 +41,6 @@ def run_alone(function: str, cwd: Path) -> tuple[int, str, float]:
     began = time.monotonic()
     ((status, text),) = run_ranks(f"from tests.distributed.test_watchdog import {function}; {function}()", 1, cwd)
     return status, text, time.monotonic() - began
-
-
-# -- several ranks
 
 
 def dozes() -> None:
@@ -123,9 +118,6 @@ def test_a_rank_that_writes_no_stacks_is_named_and_keeps_nobody_waiting(tmp_path
     )
     assert status == 1
     assert "1 of 2 ranks wrote none (1)" in text
-
-
-# -- one process
 
 
 def loads_data_for_ever() -> None:

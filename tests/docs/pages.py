@@ -1,7 +1,5 @@
 """The Markdown pages of the repository and what is in them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

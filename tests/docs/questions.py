@@ -1,7 +1,5 @@
 """Thirty questions of users: the page of `llms.txt` that answers each, and what its text must have for that."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """What the repository's text refers to: files, anchors in pages, tests, and names of the package."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """What the pages show is true: their Python runs, top to bottom, as a reader would paste it."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
@@ -20,10 +18,7 @@ WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for bloc
 @pytest.mark.pitfall(17)
 @pytest.mark.pitfall(52)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
     # Blocks of one page share a namespace, as they would in one file.
     namespace: dict[str, Any] = {"__name__": "__main__"}
     programs = [block for block in blocks(page) if block.language == "python"]

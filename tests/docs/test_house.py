@@ -1,7 +1,5 @@
 """What contributors find: versions that agree, configurations that can be read, and pages that can be found."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from typing import Any

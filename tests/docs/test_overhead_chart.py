@@ -1,7 +1,5 @@
 """The README's chart shows the figures of docs/measurements.md."""
 
-from __future__ import annotations
-
 import re
 
 from tests.examples.launch import imported

@@ -1,7 +1,5 @@
 """The pages agree with the repository: links, file names, and the setup order."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pages of pitfalls and the marks `pitfall(n)` of the tests say the same."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The sizes of docs/memory-and-traffic.md follow its formulas, which tests/examples/test_llama_costs.py counts."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The site builds without a warning, has every public name, and finds what is searched for."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

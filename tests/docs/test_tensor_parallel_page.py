@@ -1,7 +1,5 @@
 """The whole plan that docs/tensor-parallel.md shows trains as one process does."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Running the examples as a newcomer does: as scripts, alone or under torchrun."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run of the llama example that is stopped after every few steps and goes on in another cell of the parity matrix."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

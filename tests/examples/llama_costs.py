@@ -1,7 +1,5 @@
 """What a rank keeps and sends in a step of the llama example, counted: for comparison with the formulas of the docs."""
 
-from __future__ import annotations
-
 import os
 import time
 import weakref

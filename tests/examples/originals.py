@@ -5,8 +5,6 @@
 Each runs in a directory of its own beside FILE, and leaves there the weights that it started from.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The complete example of the API page, as it stands, alone and under torchrun."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ def test_the_example_runs_as_it_is(n_processes: int, steps: int, tmp_path: Path)
     assert said.count(f"{steps} optimizer steps, 10240 samples") == 1
 
 
-def test_the_example_validates_each_epoch_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_example_validates_each_epoch_and_learns() -> None:
     example = runpy.run_path(str(EXAMPLE))
     found: list[dict[str, float]] = []
 

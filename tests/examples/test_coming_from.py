@@ -3,8 +3,6 @@
 Both begin with the weights that the original saved, and take the samples in the dataset's order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -22,12 +20,7 @@ from tests.examples.launch import ROOT, run_script
 from tests.worlds import run_world
 
 EXAMPLES = ROOT / "examples" / "coming_from"
-INITIAL = {
-    "pytorch": "initial.pt",
-    "lightning": "initial.pt",
-    "accelerate": "initial.pt",
-    "hf_trainer": "initial",
-}
+INITIAL = {"pytorch": "initial.pt", "lightning": "initial.pt", "accelerate": "initial.pt", "hf_trainer": "initial"}
 PAGES = {name: ROOT / "docs" / "coming-from" / f"{name.replace('_', '-')}.md" for name in INITIAL}
 Numbers = dict[str, list[float]]
 
@@ -62,9 +55,7 @@ def ported(original: tuple[Path, dict[str, Numbers]], tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("name", INITIAL)
-def test_a_port_has_the_numbers_of_its_original(
-    name: str, original: tuple[Path, dict[str, Numbers]], ported: dict[str, Numbers]
-) -> None:
+def test_a_port_learns_alike(name: str, original: tuple[Path, dict[str, Numbers]], ported: dict[str, Numbers]) -> None:
     theirs, ours = original[1][name], ported[name]
     assert len(theirs["train/loss"]) == (24 if name == "hf_trainer" else 32)
     assert theirs["train/loss"][-1] < 0.8 * theirs["train/loss"][0]

@@ -1,7 +1,5 @@
 """examples/lora.py and examples/dpo.py: what they write, and that nothing frozen is saved again."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The parts of examples/gpt that need no trainer: a causal model, corpora split by file and packed, a drawn curve."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

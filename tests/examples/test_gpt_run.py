@@ -1,7 +1,5 @@
 """The GPT example as the demo runs it, with a tiny model: shows its way, resumes, and does not depend on the ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -67,8 +65,7 @@ def test_a_run_shows_its_way_in_plain_text_and_draws_its_curve(two_ranks: Run) -
 
 
 def test_the_ranks_do_not_change_what_is_learned(two_ranks: Run, tmp_path: Path) -> None:
-    said = train(tmp_path, 5, 1)
-    assert "32 samples = 16 micro-batch x 2 accumulated x 1 data-parallel" in said
+    assert "32 samples = 16 micro-batch x 2 accumulated x 1 data-parallel" in train(tmp_path, 5, 1)
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert metric(two_ranks.directory, name) == pytest.approx(metric(tmp_path, name), rel=1e-5)
 

@@ -2,8 +2,6 @@
 they say what they must, and the commands that they give to two nodes train as two torchruns here, are interrupted, and
 go on."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -165,9 +163,7 @@ def two_nodes(engine: str, directory: Path) -> Iterator[list[subprocess.Popen[by
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_commands_of_two_nodes_save_when_one_is_evicted_and_go_on_from_there_when_all_are_started_again(
-    engine: str, tmp_path: Path
-) -> None:
+def test_two_nodes_save_when_one_is_evicted_and_go_on_when_all_are_started_again(engine: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def output() -> str:

@@ -1,8 +1,6 @@
 """examples/launch/slurm.sh, as far as a machine without a cluster can tell: it runs with commands
 that stand in for SLURM's, under which a real torchrun trains, is interrupted, and goes on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -121,9 +119,7 @@ def steps(directory: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_before_the_time_limit_slurm_sh_lets_all_ranks_save_queues_itself_and_goes_on_from_there(
-    tmp_path: Path,
-) -> None:
+def test_before_the_time_limit_slurm_sh_lets_ranks_save_queues_itself_and_goes_on(tmp_path: Path) -> None:
     with batch_script(tmp_path) as process:
         wait_for(tmp_path / "trains-1", process)
         process.send_signal(signal.SIGUSR1)
@@ -165,9 +161,7 @@ def test_slurm_sh_outlives_a_cancellation_until_all_ranks_have_saved_and_does_no
 
 
 @pytest.mark.slow
-def test_after_a_lost_node_slurm_queues_the_job_again_and_slurm_sh_goes_on_from_the_newest_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_after_a_lost_node_slurm_queues_again_and_slurm_sh_goes_on_from_the_newest(tmp_path: Path) -> None:
     with batch_script(tmp_path, n_nodes=2, save_every_n_steps=5) as process:
         for rank in range(2):
             wait_for(tmp_path / f"trains-{rank}", process)

@@ -1,7 +1,5 @@
 """examples/llama: a model that is a Llama, weights that are Hugging Face's, and a trainer that ranks do not change."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -41,9 +39,6 @@ def build(**changes: Any) -> Any:
     return model
 
 
-# -- the model
-
-
 def test_no_position_sees_a_later_token() -> None:
     model = build().float()
     tokens = torch.randint(256, (2, 40))
@@ -61,9 +56,6 @@ def test_presets_have_as_many_parameters_as_published(preset: str, published: in
     with torch.device("meta"):
         model = Llama(PRESETS[preset])
     assert sum(parameter.numel() for parameter in model.parameters()) == published
-
-
-# -- Hugging Face
 
 
 LLAMA_3_ROPE = {
@@ -98,9 +90,7 @@ def theirs(**changes: Any) -> Any:
     ("tied", "rope"), [(True, {"rope_type": "default", "rope_theta": 10_000.0}), (False, LLAMA_3_ROPE)]
 )
 @torch.no_grad()
-def test_weights_from_transformers_and_back_give_the_same_logits(
-    tied: bool, rope: dict[str, Any], tmp_path: Path
-) -> None:
+def test_weights_from_transformers_and_back_give_the_logits(tied: bool, rope: dict[str, Any], tmp_path: Path) -> None:
     import transformers
     from model import Llama
     from weights import config_from_hf, from_hf, to_hf
@@ -141,9 +131,6 @@ def test_a_model_that_is_no_plain_llama_is_refused(change: dict[str, Any], told:
         config_from_hf(tmp_path)
 
 
-# -- the trainer
-
-
 def train(cwd: Path, *arguments: str, n_processes: int = 1, max_steps: int = N_STEPS) -> dict[int, float]:
     """Losses by step of a run with the tiny model."""
     common = (
@@ -172,9 +159,7 @@ def test_the_ranks_do_not_change_what_is_learned(two_ranks: tuple[Path, dict[int
     assert alone[N_STEPS] < 0.7 * alone[1]
 
 
-def test_a_run_starts_from_weights_that_another_exported(
-    two_ranks: tuple[Path, dict[int, float]], tmp_path: Path
-) -> None:
+def test_a_run_starts_from_weights_another_exported(two_ranks: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
     import transformers
 
     directory, sharded = two_ranks

@@ -1,7 +1,5 @@
 """The llama example keeps and sends what the formulas of docs/memory-and-traffic.md say, on each axis."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

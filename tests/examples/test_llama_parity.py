@@ -1,7 +1,5 @@
 """The llama example on every mesh learns what one process learns, to rounding. `tools/parity.sh` prints the matrix."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +39,7 @@ def train_few_steps(cells: list[Any], directory: str) -> Any:
 
 @pytest.mark.pitfall(21)
 @pytest.mark.timeout(3600)
-def test_every_mesh_learns_what_one_process_learns(
-    parity: Any, all_cases: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_mesh_learns_what_one_process_does(parity: Any, all_cases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = parity.all_cells() if all_cases else spanning(parity.Cell)
     if not all_cases:
         monkeypatch.setattr(parity, "train_cells", train_few_steps)

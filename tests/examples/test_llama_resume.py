@@ -1,7 +1,5 @@
 """A checkpoint from any cell of the parity matrix resumes in any other, as if the run had never been stopped."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,9 +68,8 @@ def whole(cell: Any) -> list[Any]:
 @pytest.mark.pitfall(24)
 @pytest.mark.timeout(3600)
 def test_a_run_that_goes_on_in_another_cell_again_and_again_learns_as_if_never_stopped(
-    chain: Any, all_cases: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: Any, all_cases: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     cells = whole(chain.Cell) if all_cases else spanning(chain.Cell)
     links = chain.run_chain(cells, tmp_path)
     assert [link.hop.cell for link in links] == cells

@@ -1,8 +1,6 @@
 """examples/launch/ray_train.py: what it makes of its command line, and, where Ray is installed, a run that loses a
 worker."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -52,9 +50,7 @@ def last_checkpoint(directory: Path, experiment: str) -> Path:
     return directory / f"runs/tests/trainer/{experiment}/checkpoints/step_{STEPS:08d}"
 
 
-def test_the_number_of_workers_is_asked_for_before_ray_is_imported_and_the_script_keeps_its_flags(
-    tmp_path: Path,
-) -> None:
+def test_the_number_of_workers_is_asked_for_before_ray_comes_and_the_script_keeps_its_flags(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise SystemExit('imported')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 

@@ -1,7 +1,5 @@
 """The search example: killed in the middle of a trial, resumed on two ranks, and gone on with alone."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """The examples that people start from, as programs: they learn, draw their picture, and do not depend on the ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -147,9 +145,7 @@ def test_it_learns_and_draws_and_ranks_or_a_resume_change_nothing(
     ],
 )
 @pytest.mark.parametrize("n_processes", [1, 2])
-def test_its_defaults_reach_what_the_gallery_shows(
-    name: str, key: str, better_than: float, n_processes: int, tmp_path: Path
-) -> None:
+def test_it_is_as_in_the_gallery(name: str, key: str, better_than: float, n_processes: int, tmp_path: Path) -> None:
     run_script(EXAMPLES / f"{name}.py", cwd=tmp_path, n_processes=n_processes, timeout=250)
     found = list(metric(tmp_path, name, key).values())[-1]
     assert math.copysign(1, better_than) * found > better_than

@@ -1,7 +1,5 @@
 """The example without a class, under torchrun and alone."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path
@@ -25,10 +23,7 @@ def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
     check(run_script(EXAMPLE, cwd=tmp_path, n_processes=2), "epoch 1/15  step 20/300  train/loss ")
 
 
-def test_it_learns_alone_and_started_again_says_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_it_learns_alone_and_started_again_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     said = capsys.readouterr().out
     check(said, "epoch 1/15  step 40/600  train/loss ")

@@ -6,8 +6,6 @@ Every rank appends to `samples_<rank>.jsonl` in the working directory: the round
 in each start), the step from 0, the number of ranks, its samples.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -30,8 +28,7 @@ class Numbered(Dataset[tuple[Tensor, int]]):
         return 50 * GLOBAL_BATCH
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(4, generator=generator, dtype=torch.float64), index
+        return torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64), index
 
 
 class Elastic(dt.DreamTrainer):

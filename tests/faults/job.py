@@ -11,8 +11,6 @@ It writes under the working directory:
     outcome.json                    by rank 0 at the end: the step, digests of all tensors, every validation
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -71,7 +69,7 @@ class Job:
     pause: Pause | None = None
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
+    def from_json(cls, text: str) -> "Job":
         values = json.loads(text)
         fault, pause = values.pop("fault", None), values.pop("pause", None)
         return cls(**values, fault=fault and Fault(**fault), pause=pause and Pause(**pause))

@@ -1,7 +1,5 @@
 """Trials: a run that is killed again and again, restarted by the same command, and compared with an undisturbed one."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -4,8 +4,6 @@ It takes root and iproute2. All addresses are private to the namespaces, which h
 when the context ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets

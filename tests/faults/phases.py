@@ -5,8 +5,6 @@ before training. Every name is looked up when it is replaced, so one that was re
 comes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -4,8 +4,6 @@ A server process imports torch and the framework once and forks a rank in millis
 that was started by itself: a session of its own, its own standard error, torchrun's environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -21,7 +19,13 @@ from tests.worlds import SERVER, free_port, rank_environment
 
 
 def _enter(
-    rank: int, port: int, job: Job, attempt: int, cwd: Path, environment: dict[str, str], place: HostEnvironment | None
+    rank: int,
+    port: int,
+    job: Job,
+    attempt: int,
+    cwd: Path,
+    environment: dict[str, str],
+    place: "HostEnvironment | None",
 ) -> None:
     """A rank's life, in the forked process."""
     os.setsid()
@@ -97,7 +101,7 @@ class Attempt:
             process.start()
         self.started = time.monotonic()
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> "Attempt":
         return self
 
     def __exit__(self, *exc: object) -> None:

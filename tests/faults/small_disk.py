@@ -1,7 +1,5 @@
 """A disk that fills up: a small tmpfs where a job's checkpoints are. It takes root."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Self

@@ -1,7 +1,5 @@
 """A checkpoint that cannot be written, on any rank, for any reason: all ranks hear of it, and what was there stays."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """SIGTERM to a whole process group, as schedulers send it, while workers of somebody else's loader load."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -79,11 +77,7 @@ with Job(config) as trainer:
 @pytest.mark.pitfall(82)
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [
-        ("stateful-plain", 1),
-        pytest.param("stateful-persistent", 1, marks=pytest.mark.slow),
-        ("own-plain", 2),
-    ],
+    [("stateful-plain", 1), pytest.param("stateful-persistent", 1, marks=pytest.mark.slow), ("own-plain", 2)],
 )
 def test_a_signal_to_the_group_saves_though_workers_get_it_too(kind: str, ranks: int, tmp_path: Path) -> None:
     port = free_port()

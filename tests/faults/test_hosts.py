@@ -4,8 +4,6 @@ host is lost, cut off or frozen; started again it ends as if nothing had been.
 Hosts are network namespaces with real wires between them; it takes root and iproute2.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -154,9 +152,7 @@ def test_a_lost_host_ends_the_job_in_seconds_and_started_again_it_ends_as_undist
     assert outcome(tmp_path) == truth(ranks)
 
 
-def test_a_shorter_silence_changes_nothing(
-    hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_shorter_silence_changes_nothing(hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path) -> None:
     with Attempt(job_of(2, step_seconds=0.1), tmp_path, hosts=hosts) as attempt:
         assert attempt.wait_for("step 4")
         hosts.silence(1)

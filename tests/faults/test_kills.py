@@ -3,8 +3,6 @@
 Ten kills here, twenty with `--all`; `tools/faults.sh` does two hundred.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,8 +84,7 @@ def test_every_kind_of_kill_is_among_them() -> None:
 @pytest.mark.pitfall(29)
 @pytest.mark.pitfall(30)
 @pytest.mark.parametrize(
-    ("ranks", "is_async"),
-    [pytest.param(*case, marks=[] if case in ORDINARY else pytest.mark.slow) for case in PLANS],
+    ("ranks", "is_async"), [pytest.param(*case, marks=[] if case in ORDINARY else pytest.mark.slow) for case in PLANS]
 )
 def test_a_killed_run_that_is_started_again_ends_as_the_one_that_was_not(
     ranks: int, is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path

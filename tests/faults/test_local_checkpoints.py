@@ -4,8 +4,6 @@ newest checkpoint, and ends bit for bit as the one that was not killed.
 Hosts are network namespaces here, each with a home directory of its own, in which it keeps its part.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -150,9 +148,7 @@ def test_a_directory_that_hosts_share_is_refused_on_all_ranks(hosts: Hosts, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}])
-def test_hosts_that_train_on_their_own_go_on_from_the_midst_of_a_round(
-    mesh: dict[str, int], hosts: Hosts, tmp_path: Path
-) -> None:
+def test_hosts_on_their_own_go_on_from_the_midst_of_a_round(mesh: dict[str, int], hosts: Hosts, tmp_path: Path) -> None:
     """Each keeps its worker's own weights, and of the average what its ranks hold."""
     straight = tmp_path / "straight"
     homes = [tmp_path / f"host_{host}" for host in range(2)]

@@ -1,7 +1,5 @@
 """SIGTERM, SIGHUP, SIGINT and SIGUSR1 to any rank at any moment: all stop or save at one step, and nothing is lost."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

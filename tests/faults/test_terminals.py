@@ -1,7 +1,5 @@
 """Terminals that go away or cannot show a name: a run saves and ends by the signal, or goes on to its end."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -95,8 +93,7 @@ def test_a_closed_terminal_saves_and_ends_a_run_and_under_nohup_it_trains_to_its
     finally:
         process.kill()
         process.wait()
-    saves = sorted((tmp_path / "runs").glob("*/*/*/checkpoints/step_*"))
-    assert saves
+    assert sorted((tmp_path / "runs").glob("*/*/*/checkpoints/step_*"))
     if lives:
         assert code == 0
         assert (tmp_path / "epoch 11").exists()

@@ -1,7 +1,5 @@
 """What `describe()` says that crosses the links in a step is what the hosts' interfaces count."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Starting the job under a real torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A rank that counts what its host sends in a step, by the counters of its interfaces, beside what `describe` says."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

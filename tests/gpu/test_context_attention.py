@@ -1,30 +1,21 @@
 """Each rank's part of attention by the kernels of a CUDA device, beside the whole: all ranks in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.api import (
-    AttentionTakeover,
-    GatheredAttention,
-    SequenceParts,
-    handlers,
-    packed_attention,
-    packed_attention_mask,
-)
+from tests import api
 
 pytestmark = pytest.mark.gpu
 LENGTH, RANKS = 1024, 2
 
 
-class Known(GatheredAttention):
+class Known(api.GatheredAttention):
     """Keys, values and documents of all ranks are known."""
 
     def __init__(self, rank: int, key: Tensor, value: Tensor, documents: Tensor) -> None:
-        super().__init__(SequenceParts(rank, RANKS, None, is_balanced=True))
+        super().__init__(api.SequenceParts(rank, RANKS, None, is_balanced=True))
         self._whole = key, value
         self.parts.joined = lambda part, dim: documents  # type: ignore[method-assign]
 
@@ -50,10 +41,10 @@ def test_all_ranks_together_are_the_whole_and_their_gradients_too(
         attention = Known(rank, key, value, documents)
         own = attention.parts.cut(query, -2)
         attention.lengths = {own.shape[-2]}
-        with AttentionTakeover(attention, handlers, print):
+        with api.AttentionTakeover(attention, api.handlers, print):
             if is_packed:
-                mask = packed_attention_mask(attention.parts.cut(documents, 1))
-                part = packed_attention(own, *(attention.parts.cut(x, -2) for x in (key, value)), mask)
+                mask = api.packed_attention_mask(attention.parts.cut(documents, 1))
+                part = api.packed_attention(own, *(attention.parts.cut(x, -2) for x in (key, value)), mask)
             else:
                 shared = [attention.parts.cut(x, -2) for x in (key, value)]
                 part = F.scaled_dot_product_attention(own, *shared, is_causal=True, enable_gqa=True)
@@ -62,12 +53,12 @@ def test_all_ranks_together_are_the_whole_and_their_gradients_too(
         for total, gradient in zip(gradients, torch.autograd.grad(loss, inputs), strict=True):
             total += gradient
     double = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    whole_mask = packed_attention_mask(documents, "sdpa") if is_packed else None
+    whole_mask = api.packed_attention_mask(documents, "sdpa") if is_packed else None
     expected = F.scaled_dot_product_attention(*double, whole_mask, is_causal=not is_packed, enable_gqa=True)
     exact = torch.autograd.grad((expected * weights).sum(), double)
     off = 0.05 if dtype is torch.bfloat16 else 2e-2
     for rank, part in enumerate(found):
-        own = SequenceParts(rank, RANKS, None, is_balanced=True).cut(expected, -2)
+        own = api.SequenceParts(rank, RANKS, None, is_balanced=True).cut(expected, -2)
         torch.testing.assert_close(part.double(), own, rtol=off, atol=off)
     for total, gradient in zip(gradients, exact, strict=True):
         torch.testing.assert_close(total, gradient, rtol=off, atol=off)

@@ -1,7 +1,5 @@
 """Copies between host and device that nobody waits for: batches, snapshots of checkpoints, random state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

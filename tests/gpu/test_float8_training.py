@@ -1,7 +1,5 @@
 """Float8 by the products of a CUDA device, compiled; emulated in a rehearsal."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Averages of a GPU's weights in the host's memory: the same numbers, less of the device, and no wait within a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

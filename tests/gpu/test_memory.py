@@ -1,7 +1,5 @@
 """What the callback Memory says on a CUDA device, and the peak rate that utilisation is measured by."""
 
-from __future__ import annotations
-
 import pickle
 import re
 

@@ -1,7 +1,5 @@
 """Attention in packed rows by the kernels of a CUDA device, beside each document alone."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks over NCCL, as far as one GPU goes: one rank of a process group, and parameters that lie on the host."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -14,7 +14,7 @@ import torch
 import trackio
 
 import dream_trainer as dt
-from tests.trainer.test_logger_mixin import Resumable, ResumableConfig, make_config
+from tests.trainer.test_logger_mixin import Resumable, make_config
 
 PACKAGES = (mlflow, trackio)
 
@@ -34,7 +34,7 @@ def life(kill_at: int, seconds: float) -> int:
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
-    config = make_config(ResumableConfig, every=3, loggers=("jsonl", "mlflow", "trackio"))
+    config = make_config(every=3, loggers=("jsonl", "mlflow", "trackio"))
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=4, async_save=False)
     with Dies(config) as trainer:
         trainer.fit()

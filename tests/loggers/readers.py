@@ -1,7 +1,5 @@
 """What loggers are given, and readers of what they wrote that share no code with them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import struct

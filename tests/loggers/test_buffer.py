@@ -1,7 +1,5 @@
 """MetricBuffer: exact reductions over time and ranks, cheap to add to, never a hang."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -40,9 +38,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-# -- one rank
 
 
 @pytest.mark.pitfall(45)
@@ -211,9 +206,6 @@ def test_saved_in_the_middle_and_loaded_gives_the_same_bits(world: World, reduce
     assert second.reduce(world) == straight.reduce(world)
 
 
-# -- several ranks: one world per size runs every case
-
-
 def records(rank: int) -> list[tuple[str, float, float, str]]:
     """What a rank logs: ragged counts and weights, some keys on some ranks only."""
     draw = random.Random(rank)
@@ -352,9 +344,7 @@ def test_a_flush_of_known_keys_is_one_collective(ranks: list[dict[str, Any]]) ->
         assert rank["costs"] == [2, 1, 1, 1]
 
 
-def test_one_key_with_two_reductions_is_an_error_on_every_rank_also_if_one_is_under_way(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_one_key_with_two_reductions_is_an_error_on_every_rank_also_midway(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "'clash'" in rank["errors"][0]
         assert "'late'" in rank["errors"][1]

@@ -1,7 +1,5 @@
 """ConsoleLogger and how numbers are spelled."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The lines that a trainer keeps: a list that forgets its oldest."""
 
-from __future__ import annotations
-
 from tests.api import History
 
 

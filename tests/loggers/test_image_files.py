@@ -1,7 +1,5 @@
 """ImageFilesLogger: files that an image library reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

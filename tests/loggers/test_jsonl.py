@@ -1,7 +1,5 @@
 """JSONLLogger and CSVLogger: valid files at any moment, one continuous curve over kills and resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -54,9 +52,7 @@ def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path: Path) -> None
 @pytest.mark.pitfall(44)
 @pytest.mark.parametrize("resumed_step", [0, 6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(
-    kind: str, resumed_step: int, tmp_path: Path
-) -> None:
+def test_a_killed_and_resumed_run_is_one_curve_of_every_step(kind: str, resumed_step: int, tmp_path: Path) -> None:
     write(tmp_path, range(1, 10), kind=kind)
     with (tmp_path / f"metrics.{kind}").open("a") as file:
         file.write('{"step": 10, "epo' if kind == "jsonl" else "10,2,3")  # the kill came in the middle of a line

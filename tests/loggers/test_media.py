@@ -1,7 +1,5 @@
 """What users give to be shown: which shapes and values are taken, and what becomes of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -97,8 +95,7 @@ def test_texts_tables_and_histograms_are_lines_of_media_jsonl_over_restarts(tmp_
 
 
 @pytest.mark.parametrize(
-    ("mode", "shape"),
-    [("RGB", (3, 2, 4)), ("L", (1, 2, 4)), ("RGBA", (4, 2, 4)), ("1", (1, 2, 4))],
+    ("mode", "shape"), [("RGB", (3, 2, 4)), ("L", (1, 2, 4)), ("RGBA", (4, 2, 4)), ("1", (1, 2, 4))]
 )
 def test_an_image_of_pillow_is_shown_as_it_is(mode: str, shape: tuple[int, ...]) -> None:
     from PIL import Image

@@ -3,8 +3,6 @@
 The stores are files of this machine, and read with SQL, beside the packages.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,15 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import (
-    ConfigError,
-    LoggerParameters,
-    MLflowLogger,
-    MLflowParameters,
-    TrackioParameters,
-    check_loggers,
-    read_jsonl,
-)
+from tests import api
 from tests.loggers.readers import MEDIA, stamp
 
 CONFIG = {"project": "p", "group": "g", "experiment": "e", "seed": 7, "optimizer": {"lr": 0.5}}
@@ -59,7 +49,7 @@ def test_a_run_that_was_killed_twice_and_resumed_is_one_curve(tmp_path: Path) ->
         timeout=120,
     )
     assert lives.returncode == 0, lives.stderr
-    lines = read_jsonl("runs/p/g/e/metrics.jsonl")
+    lines = api.read_jsonl("runs/p/g/e/metrics.jsonl")
     names = ("train/loss", "lowest", "samples")
     curve = {name: [(line["step"], line[name]) for line in lines] for name in names}
     assert [step for step, _ in curve["lowest"]] == [3, 6, 9, 12]
@@ -79,13 +69,11 @@ def test_a_run_that_was_killed_twice_and_resumed_is_one_curve(tmp_path: Path) ->
 
 
 @pytest.fixture
-def mlflow_logger() -> MLflowLogger:
-    return MLflowLogger(MLflowParameters(tags={"kind": "small"}, name="shown"))
+def mlflow_logger() -> api.MLflowLogger:
+    return api.MLflowLogger(api.MLflowParameters(tags={"kind": "small"}, name="shown"))
 
 
-def test_an_mlflow_run_has_its_names_its_config_and_every_kind_of_media(
-    tmp_path: Path, mlflow_logger: MLflowLogger
-) -> None:
+def test_an_mlflow_run_has_names_config_and_all_kinds_of_media(tmp_path: Path, mlflow_logger: api.MLflowLogger) -> None:
     store = tmp_path / "mlflow.db"
     mlflow_logger.open(tmp_path, CONFIG, None)
     for _ in range(2):  # the second time as after a kill and a resume, when they come once more
@@ -166,10 +154,10 @@ def test_a_trackio_run_has_its_names_its_config_and_every_kind_of_media(tmp_path
 
 
 def test_parameters_that_cannot_work_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"tags\['kind'\]=3"):
-        MLflowParameters(tags={"kind": 3})  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match="init_arguments has 'project', which is the config's project"):
-        TrackioParameters(init_arguments={"project": "x"})
-    wrong = TrackioParameters(init_arguments={"space": "x"})
-    with pytest.raises(ConfigError, match="'space', which trackio.init does not take. Did you mean space_id?"):
-        check_loggers(LoggerParameters(loggers=("trackio",), trackio=wrong))
+    with pytest.raises(api.ConfigError, match=r"tags\['kind'\]=3"):
+        api.MLflowParameters(tags={"kind": 3})  # type: ignore[dict-item]
+    with pytest.raises(api.ConfigError, match="init_arguments has 'project', which is the config's project"):
+        api.TrackioParameters(init_arguments={"project": "x"})
+    wrong = api.TrackioParameters(init_arguments={"space": "x"})
+    with pytest.raises(api.ConfigError, match="'space', which trackio.init does not take. Did you mean space_id?"):
+        api.check_loggers(api.LoggerParameters(loggers=("trackio",), trackio=wrong))

@@ -1,31 +1,17 @@
 """A RunLog by itself: a counter stands in for the trainer, and a logger notes what it gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.api import (
-    JSONLLogger,
-    Logger,
-    LoggerGroup,
-    LoggerParameters,
-    Media,
-    Ranks,
-    Records,
-    RunLog,
-    Stamp,
-    Stragglers,
-    TrainingRecord,
-)
+from tests import api
 
 BATCH = 4  # samples of a micro-batch
 
 
-class Notes(Logger):
+class Notes(api.Logger):
     """Everything in the order in which it came: (step, metrics) or (step, name)."""
 
     def __init__(self) -> None:
@@ -35,10 +21,10 @@ class Notes(Logger):
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         self.opened.append((config, resumed_step))
 
-    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+    def log(self, metrics: dict[str, float], stamp: api.Stamp) -> None:
         self.got.append((stamp.step, metrics))
 
-    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+    def log_media(self, name: str, media: api.Media, stamp: api.Stamp) -> bool:
         self.got.append((stamp.step, name))
         return True
 
@@ -46,30 +32,32 @@ class Notes(Logger):
 class Counter:
     """A run that counts windows, and its log."""
 
-    def __init__(self, run_dir: Path, *, every: int = 2, run: str = "run", loggers: tuple[Logger, ...] = ()) -> None:
+    def __init__(
+        self, run_dir: Path, *, every: int = 2, run: str = "run", loggers: tuple[api.Logger, ...] = ()
+    ) -> None:
         self.step, self.size, self.in_window = 0, BATCH, True
-        self.records = Records()
-        parameters = LoggerParameters(log_every_n_steps=every)
+        self.records = api.Records()
+        parameters = api.LoggerParameters(log_every_n_steps=every)
         self.notes = Notes()
         self.told: list[tuple[int, dict[str, float]]] = []
-        self.log = RunLog(
+        self.log = api.RunLog(
             parameters,
             run_dir,
             ("tests", "loggers", run),
             records=self.records,
-            training=TrainingRecord(lambda: (None, self.size), lambda: None if self.in_window else self.stamp()),
-            stragglers=Stragglers(parameters, list, lambda: (0, 0.0, 0.0), lambda key, message: None),
+            training=api.TrainingRecord(lambda: (None, self.size), lambda: None if self.in_window else self.stamp()),
+            stragglers=api.Stragglers(parameters, list, lambda: (0, 0.0, 0.0), lambda key, message: None),
             config=lambda: {"seed": 3},
             stamp=self.stamp,
             notify=lambda metrics, step: self.told.append((step, metrics)),
             of_data=dict,
             warn_once=lambda key, message: None,
         )
-        group = LoggerGroup([self.notes, *loggers], lambda key, message: None, strict=True)
-        self.log.connect(Ranks.alone(), group)
+        group = api.LoggerGroup([self.notes, *loggers], lambda key, message: None, strict=True)
+        self.log.connect(api.Ranks.alone(), group)
 
-    def stamp(self) -> Stamp:
-        return Stamp(self.step, 0, BATCH * self.step, 0.0)
+    def stamp(self) -> api.Stamp:
+        return api.Stamp(self.step, 0, BATCH * self.step, 0.0)
 
     def add(self, name: str, value: float) -> None:
         self.records.current.add(name, value, None, "mean")
@@ -103,9 +91,6 @@ def run(tmp_path: Path) -> Counter:
     return Counter(tmp_path)
 
 
-# -- numbers
-
-
 def test_a_line_is_written_a_window_after_it_was_due_so_that_nobody_waits(run: Counter) -> None:
     run.window(1.0)
     run.window(3.0)
@@ -123,16 +108,13 @@ def test_loggers_are_opened_when_there_is_something_to_write(run: Counter) -> No
 
 def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) -> None:
     run = Counter(tmp_path, every=1)
-    second = Ranks(1, 2, None)
+    second = api.Ranks(1, 2, None)
     second.world_size = 1  # it is not main, and nobody answers here
-    run.log.connect(second, LoggerGroup([], lambda key, message: None))
+    run.log.connect(second, api.LoggerGroup([], lambda key, message: None))
     run.window(1.0, is_last=True)
     assert run.told == [(1, {"train/loss": 1.0})]
     assert len(run.log.history) == 1
     assert run.notes.got == []
-
-
-# -- a validation's end
 
 
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
@@ -145,16 +127,13 @@ def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Count
     assert state["lines"] == 1
 
 
-# -- state
-
-
 def test_lines_that_were_written_after_the_checkpoint_are_told_again_and_written_once(tmp_path: Path) -> None:
-    first = Counter(tmp_path, every=1, loggers=(JSONLLogger(),))
+    first = Counter(tmp_path, every=1, loggers=(api.JSONLLogger(),))
     first.window(1.0)
     state = first.state()  # has the line of step 1's training, and not that of its validation
     first.log.validated({"val/loss": 5.0})
     first.log.close(1, has_trained=True)
-    second = Counter(tmp_path, every=1, loggers=(JSONLLogger(),))
+    second = Counter(tmp_path, every=1, loggers=(api.JSONLLogger(),))
     second.resume(state)
     second.log.validated({"val/loss": 5.0})
     assert second.told == [(1, {"val/loss": 5.0})]
@@ -182,9 +161,7 @@ def test_another_runs_checkpoint_brings_its_pending_numbers_and_no_loggers_state
     assert mine.told == [(2, {"train/loss": 2.0})]
 
 
-def test_what_was_not_flushed_is_written_at_the_end_unless_a_checkpoint_has_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_not_flushed_is_written_unless_it_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for is_saved, is_lost in ((False, False), (True, False), (True, True)):
         run = Counter(tmp_path, every=5)
         run.window(2.0)

@@ -1,7 +1,5 @@
 """TensorBoardLogger: what TensorBoard's own reader finds in the files."""
 
-from __future__ import annotations
-
 import io
 import math
 import wave
@@ -73,9 +71,7 @@ def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(tmp_path: Pa
 
 
 @pytest.mark.pitfall(44)
-def test_steps_that_do_not_come_again_are_in_no_file_after_a_resume_also_of_a_file_that_a_kill_cut_short(
-    tmp_path: Path,
-) -> None:
+def test_steps_that_do_not_come_again_are_in_no_file_after_a_resume_also_of_a_cut_file(tmp_path: Path) -> None:
     # TensorBoard's default reader forgets a step only when its tag comes again.
     write(tmp_path, range(1, 10), killed=True)
     (file,) = (tmp_path / "tensorboard").iterdir()

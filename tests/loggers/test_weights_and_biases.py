@@ -1,7 +1,5 @@
 """WandbLogger with the real W&B: what its files hold, and what its server is sent, over kills and resumes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +10,7 @@ import wandb
 from wandb.sdk.lib import module
 
 import dream_trainer as dt
-from tests.api import (
-    WandbLogger,
-    WandbParameters,
-)
+from tests.api import WandbLogger, WandbParameters
 from tests.loggers.readers import MEDIA, newest_wandb_file, stamp, wandb_files, wandb_history, wandb_records
 from tests.loggers.wandb_server import wandb_server
 from tests.trainer.small import Alone, Batch, Validates, batches, make_config
@@ -88,9 +83,7 @@ def test_an_offline_run_that_was_killed_and_resumed_is_whole_in_its_newest_file_
 
 
 @pytest.mark.pitfall(44)
-def test_an_online_run_that_was_killed_and_resumed_goes_on_with_every_step_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_online_run_killed_and_resumed_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with wandb_server() as (address, histories):
         monkeypatch.setenv("WANDB_BASE_URL", address)
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)

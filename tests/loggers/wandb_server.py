@@ -1,7 +1,5 @@
 """A server that speaks as much of W&B's protocol as one run needs, and keeps the history that it is sent."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Deferred builds as the trainer does them, and draws replaced by known numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that between them do what constructors do: draw, compute, tie, copy, view, read back and initialise late."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -156,8 +154,7 @@ class Late(nn.Module):
 
 
 def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    return nn.TransformerEncoder(layer, 2)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
 
 FAMILIES = {

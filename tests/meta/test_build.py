@@ -1,7 +1,5 @@
 """A deferred build equals the plain constructor, in one process."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

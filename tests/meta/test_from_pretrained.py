@@ -1,7 +1,5 @@
 """`from_pretrained` inside `configure_models` gives what it gives outside, tables that no file has included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that are loaded while a model is built are kept, and what cannot be made real is an error that names it."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,13 +40,7 @@ def built(make: Any) -> Built:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"map_location": lambda storage, location: storage},
-        {"mmap": True},
-        {"file": "legacy.pt"},
-    ],
+    "options", [{}, {"map_location": lambda storage, location: storage}, {"mmap": True}, {"file": "legacy.pt"}]
 )
 def test_what_torch_load_gives_while_a_model_is_built_is_kept(options: dict[str, Any], tmp_path: Path) -> None:
     torch.save(theirs().state_dict(), tmp_path / "new.pt")
@@ -94,8 +86,7 @@ def hidden_in(how: str) -> Any:
 
 @pytest.mark.parametrize("owner", ["model.", ""])
 @pytest.mark.parametrize(
-    "how",
-    ["list", "tuple", "dict", "partial", "method", "closure", "object", "tensor of an object"],
+    "how", ["list", "tuple", "dict", "partial", "method", "closure", "object", "tensor of an object"]
 )
 def test_a_hidden_module_is_an_error_that_says_where(how: str, owner: str) -> None:
     if not owner and how in ("list", "tuple", "dict", "tensor of an object"):

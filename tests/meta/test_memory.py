@@ -1,7 +1,5 @@
 """A rank's memory peaks at its shard plus one block."""
 
-from __future__ import annotations
-
 import resource
 import time
 

@@ -1,7 +1,5 @@
 """Initial weights are the same bits on every world size and mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

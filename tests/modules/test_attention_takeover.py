@@ -1,7 +1,5 @@
 """Attention under any of its names goes to ours in a step whose sequences are shared by ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

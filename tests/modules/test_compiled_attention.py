@@ -1,7 +1,5 @@
 """Compiled blocks in a step whose sequences are shared: what could see one rank's positions alone is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.api import (
-    AttentionTakeover,
-    GatheredAttention,
-    SequenceParts,
-    StepError,
-    compile_with_shared_attention,
-    handlers,
-    is_compiled,
-    packed_attention,
-    packed_attention_mask,
-)
+from tests import api
 
 LENGTH = 8
 HEADS = torch.randn(2, 4, LENGTH, 4, generator=torch.Generator().manual_seed(0))
@@ -49,15 +37,15 @@ class Watching(TorchDispatchMode):
 def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
     torch._dynamo.reset()
     block = Runs(run)
-    compile_with_shared_attention(block, backend=backend, mode=None)
+    api.compile_with_shared_attention(block, backend=backend, mode=None)
     return block
 
 
-def step(*lengths: int, warn: Callable[[str, str], None] = print) -> AttentionTakeover:
-    attention = GatheredAttention(SequenceParts(0, 2, None, is_balanced=True))
+def step(*lengths: int, warn: Callable[[str, str], None] = print) -> api.AttentionTakeover:
+    attention = api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True))
     attention.lengths = set(lengths)
     attention.shapes.add(HEADS, 2, *lengths)
-    return AttentionTakeover(attention, handlers, warn)
+    return api.AttentionTakeover(attention, api.handlers, warn)
 
 
 def attend(module: nn.Module, x: Tensor, *_: Any) -> Tensor:
@@ -89,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         "the compiler knows those of one: use packed_attention",
     ),
     "documents": (
-        lambda _, x, documents: packed_attention(x, x, x, packed_attention_mask(documents)),
+        lambda _, x, documents: api.packed_attention(x, x, x, api.packed_attention_mask(documents)),
         (torch.zeros(2, LENGTH, dtype=torch.long),),
         "Make the mask before the blocks",
     ),
@@ -99,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_see_one_ranks_positions_alone_is_refused(what: str) -> None:
     run, args, told = REFUSED[what]
-    with step(LENGTH), pytest.raises(StepError, match=told):
+    with step(LENGTH), pytest.raises(api.StepError, match=told):
         compiled(run)(HEADS, *args)
 
 
@@ -112,7 +100,7 @@ def test_what_is_compiled_around_blocks_leaves_them_alone() -> None:
 
 def test_a_block_that_runs_uncompiled_is_an_error() -> None:
     block = compiled(attend)
-    with step(LENGTH), torch.compiler.set_stance("force_eager"), pytest.raises(StepError, match="ran uncompiled"):
+    with step(LENGTH), torch.compiler.set_stance("force_eager"), pytest.raises(api.StepError, match="ran uncompiled"):
         block(HEADS)
     with step(LENGTH), Watching(), pytest.raises(Exception, match="uncompiled|no compiled frames"):
         block(HEADS)
@@ -120,14 +108,14 @@ def test_a_block_that_runs_uncompiled_is_an_error() -> None:
 
 def test_a_block_within_a_checkpoint_or_a_mode_of_ones_own_is_an_error() -> None:
     takeover, block = step(2 * LENGTH), compiled(attend, "aot_eager")
-    with takeover, torch.device("cpu"), pytest.raises(StepError, match="its attention would not be taken over"):
+    with takeover, torch.device("cpu"), pytest.raises(api.StepError, match="its attention would not be taken over"):
         block(HEADS)
     x = HEADS.clone().requires_grad_()
     for _ in range(2):  # compiled by then, or not
         for is_reentrant in (True, False):
             with takeover:
                 output = checkpoint(block, x, use_reentrant=is_reentrant)
-            with pytest.raises(StepError, match="by torch.utils.checkpoint around it, in backward"):
+            with pytest.raises(api.StepError, match="by torch.utils.checkpoint around it, in backward"):
                 output.sum().backward()
         with takeover, torch.no_grad():
             block(x)
@@ -135,7 +123,7 @@ def test_a_block_within_a_checkpoint_or_a_mode_of_ones_own_is_an_error() -> None
 
 def test_whole_sequences_are_attended_to_as_they_are_and_lengths_do_not_share_what_was_compiled() -> None:
     block, expected = compiled(attend, "aot_eager"), attend(nn.Identity(), HEADS)
-    assert is_compiled(block)
+    assert api.is_compiled(block)
     torch.testing.assert_close(block(HEADS), expected)
     takeover = step(2 * LENGTH)  # an encoder's, say
     with takeover:
@@ -150,14 +138,14 @@ def test_whole_sequences_are_attended_to_as_they_are_and_lengths_do_not_share_wh
 def test_a_mask_over_other_keys_is_refused_outside_of_steps_too() -> None:
     mask = torch.ones(LENGTH, 2 * LENGTH, dtype=torch.bool)
     with step(LENGTH), pytest.raises(Exception, match="AssertionError"):
-        compiled(lambda _, x, mask: packed_attention(x, x, x, mask), "aot_eager")(HEADS, mask)
-    with pytest.raises(StepError, match="shapes that do not fit"):
-        compiled(lambda _, x, mask: packed_attention(x, x, x, mask))(HEADS, mask)
+        compiled(lambda _, x, mask: api.packed_attention(x, x, x, mask), "aot_eager")(HEADS, mask)
+    with pytest.raises(api.StepError, match="shapes that do not fit"):
+        compiled(lambda _, x, mask: api.packed_attention(x, x, x, mask))(HEADS, mask)
 
 
 def test_outside_of_such_blocks_packed_attention_compiled_is_as_it_is_uncompiled() -> None:
     def run(mask: Tensor) -> Tensor:
-        return packed_attention(HEADS, HEADS, HEADS, mask)
+        return api.packed_attention(HEADS, HEADS, HEADS, mask)
 
     rows = torch.rand(2, 1, LENGTH, 1) < 0.9  # one column for all keys
     torch.testing.assert_close(torch.compile(run, backend="eager")(rows), run(rows))

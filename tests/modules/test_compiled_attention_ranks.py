@@ -1,7 +1,5 @@
 """Compiled blocks on ranks that share sequences, called in every way that models have, give what one process does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention of sequences that ranks share, each rank's part computed in this process, and what is refused in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,24 +11,12 @@ from torch._dynamo.exc import Unsupported
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.api import (
-    AttentionTakeover,
-    BlockMask,
-    ConfigError,
-    ContextAttention,
-    GatheredAttention,
-    SequenceParts,
-    StepError,
-    UlyssesAttention,
-    handlers,
-    packed_attention,
-    packed_attention_mask,
-)
+from tests import api
 
 LENGTH, RANKS = 24, 3
 
 
-class KnownParts(SequenceParts):
+class KnownParts(api.SequenceParts):
     """In place of a collective: what the ranks would send is known."""
 
     def __init__(self, rank: int, wholes: list[Tensor]) -> None:
@@ -47,16 +33,18 @@ def heads(seed: int, count: int) -> Tensor:
     return torch.randn(2, count, LENGTH, 5, dtype=torch.float64, generator=generator)
 
 
-def step(attention: ContextAttention, *lengths: int, warn: Callable[[str, str], None] = print) -> AttentionTakeover:
+def step(
+    attention: api.ContextAttention, *lengths: int, warn: Callable[[str, str], None] = print
+) -> api.AttentionTakeover:
     attention.lengths = set(lengths)
-    return AttentionTakeover(attention, handlers, warn)
+    return api.AttentionTakeover(attention, api.handlers, warn)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_each_position_is_one_ranks_and_balanced_ranks_see_as_many_keys(ranks: int) -> None:
     for is_balanced in (True, False):
         whole = torch.arange(4 * ranks)
-        parts = [SequenceParts(rank, ranks, None, is_balanced=is_balanced).cut(whole, 0) for rank in range(ranks)]
+        parts = [api.SequenceParts(rank, ranks, None, is_balanced=is_balanced).cut(whole, 0) for rank in range(ranks)]
         assert torch.cat(parts).sort().values.equal(whole)
         if is_balanced:
             assert len({int((part + 1).sum()) for part in parts}) == 1
@@ -74,8 +62,8 @@ def test_each_ranks_queries_see_what_they_would_in_the_whole(rank: int, kind: st
     options: dict[str, Any] = {"enable_gqa": True, "scale": 0.3}
     whole_mask = None
     if kind in ("documents", "flex"):
-        whole_mask = packed_attention_mask(documents)
-        expected = packed_attention(query, key, value, whole_mask)
+        whole_mask = api.packed_attention_mask(documents)
+        expected = api.packed_attention(query, key, value, whole_mask)
     else:
         if kind == "mask":
             whole_mask = torch.rand(1, 1, LENGTH, LENGTH) < 0.7
@@ -83,11 +71,11 @@ def test_each_ranks_queries_see_what_they_would_in_the_whole(rank: int, kind: st
             whole_mask = torch.randn(4, LENGTH, LENGTH, dtype=torch.float64)
         options["is_causal"] = kind == "causal"
         expected = F.scaled_dot_product_attention(query, key, value, whole_mask, **options)
-    with step(GatheredAttention(parts), q.shape[-2]):
+    with step(api.GatheredAttention(parts), q.shape[-2]):
         if kind in ("documents", "flex"):
-            mask = packed_attention_mask(own, "flex" if kind == "flex" else "auto")
-            assert isinstance(mask, BlockMask) == (kind == "flex")
-            found = packed_attention(q, k, v, mask)
+            mask = api.packed_attention_mask(own, "flex" if kind == "flex" else "auto")
+            assert isinstance(mask, api.BlockMask) == (kind == "flex")
+            found = api.packed_attention(q, k, v, mask)
         else:
             own_mask = None if whole_mask is None else parts.cut(whole_mask, -2)
             found = F.scaled_dot_product_attention(q, k, v, own_mask, **options)
@@ -96,7 +84,7 @@ def test_each_ranks_queries_see_what_they_would_in_the_whole(rank: int, kind: st
 
 def test_keys_that_every_rank_has_whole_are_attended_to_as_they_are() -> None:
     query, key = heads(0, 4)[..., :8, :], heads(1, 4)
-    with step(GatheredAttention(KnownParts(0, [])), 8):
+    with step(api.GatheredAttention(KnownParts(0, [])), 8):
         found = F.scaled_dot_product_attention(query, key, key)
     assert torch.equal(found, F.scaled_dot_product_attention(query, key, key))
 
@@ -115,14 +103,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(attn_mask=torch.ones(8, 24, dtype=torch.bool), is_causal=True),
         "is_causal=True and attn_mask. Use one of them",
     ),
-    "bias": (
-        lambda: attend(attn_mask=causal_lower_right(8, 8)),
-        "CausalBias, which knows nothing .* is_causal=True",
-    ),
+    "bias": (lambda: attend(attn_mask=causal_lower_right(8, 8)), "CausalBias, which knows nothing .* is_causal=True"),
     "queries of none": (lambda: attend(queries=5), "attention of 5 queries to 8 keys, which are .* the queries are no"),
     "keys of none": (lambda: attend(keys=5, is_causal=True), "causal attention of 8 queries, this .* to 5 keys, which"),
     "varlen": (
-        lambda: packed_attention_mask(torch.zeros(2, 8, dtype=torch.long), "varlen"),
+        lambda: api.packed_attention_mask(torch.zeros(2, 8, dtype=torch.long), "varlen"),
         'kind="varlen"\\) has the queries and keys of one rank',
     ),
 }
@@ -131,29 +116,26 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_would_see_one_ranks_positions_alone_is_refused(mistake: str) -> None:
     run, told = MISTAKES[mistake]
-    with step(GatheredAttention(KnownParts(0, [])), 8), pytest.raises(StepError, match=told):
+    with step(api.GatheredAttention(KnownParts(0, [])), 8), pytest.raises(api.StepError, match=told):
         run()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_is_compiled_is_refused_by_the_compiler_with_our_words() -> None:
-    with (
-        step(GatheredAttention(KnownParts(0, [])), 8),
-        pytest.raises(Unsupported, match="torch.compile, or flex_"),
-    ):
+    with step(api.GatheredAttention(KnownParts(0, [])), 8), pytest.raises(Unsupported, match="torch.compile, or flex_"):
         flex_attention(*[torch.zeros(1, 2, 8, 16)] * 3)
 
 
 def test_heads_that_ranks_cannot_divide_are_named() -> None:
-    attention = UlyssesAttention(SequenceParts(0, RANKS, None, is_balanced=False))
+    attention = api.UlyssesAttention(api.SequenceParts(0, RANKS, None, is_balanced=False))
     with (
         step(attention, 8),
-        pytest.raises(ConfigError, match="context_parallel=3 gives .* 4 heads of queries and 4"),
+        pytest.raises(api.ConfigError, match="context_parallel=3 gives .* 4 heads of queries and 4"),
     ):
         attend(is_causal=True)
     for shape in ((8, 3), (2, 1, 3, 8, 3)):
-        with step(attention, 8), pytest.raises(StepError, match="whose heads it does not know"):
+        with step(attention, 8), pytest.raises(api.StepError, match="whose heads it does not know"):
             F.scaled_dot_product_attention(*[torch.zeros(shape)] * 3)
     mask = torch.ones(4, 8, 24, dtype=torch.bool)
-    with step(attention, 8), pytest.raises(StepError, match="one for each head, and ranks have different heads"):
+    with step(attention, 8), pytest.raises(api.StepError, match="one for each head, and ranks have different heads"):
         attend(attn_mask=mask)

@@ -1,7 +1,5 @@
 """Attention in each way that models call it, on ranks that share sequences, gives what one process does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The mixture of experts: against each token through its experts, one by one, and what keeps their loads even."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

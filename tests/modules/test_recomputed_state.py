@@ -1,7 +1,5 @@
 """Whatever a block's forward changes, a second run of it in backward starts where the first one did, and is unseen."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
@@ -160,9 +158,6 @@ def test_what_a_forward_changes_moves_once_and_gradients_are_the_plain_models(na
     expected, found = train(plain, twice), train(again, twice)
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
-
-
-# -- what blocks are given, and what is outside of them
 
 
 class Encodes(nn.Module):

@@ -1,7 +1,5 @@
 """What `frozen` and the default blocks do to models under `fully_shard`; a world of one process is enough."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """In a step whose sequences are shared by ranks, numbers are alike on these ranks unless they are of positions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,18 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.api import (
-    AttentionTakeover,
-    GatheredAttention,
-    SequenceParts,
-    StepError,
-    declare_random_layer,
-    handlers,
-    is_draw,
-    preserved_random_state,
-    recompute,
-    seed_for_sequence,
-)
+from tests import api
 
 ROWS, PART, WIDTH = 8, 4, 6
 ops = torch.ops.aten
@@ -72,15 +59,15 @@ class InAStep:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        attention = GatheredAttention(SequenceParts(rank, 2, None, is_balanced=True))
+        attention = api.GatheredAttention(api.SequenceParts(rank, 2, None, is_balanced=True))
         attention.lengths = {PART}
         attention.shapes.add(torch.empty(ROWS, PART), 1, PART, PART // 2)
-        self.takeover = AttentionTakeover(attention, handlers, lambda _, text: pytest.fail(text))
+        self.takeover = api.AttentionTakeover(attention, api.handlers, lambda _, text: pytest.fail(text))
 
     def run(self, draw: Callable[[], Any]) -> Any:
-        with preserved_random_state():
+        with api.preserved_random_state():
             torch.manual_seed(self.rank)
-            seed_for_sequence(5)
+            api.seed_for_sequence(5)
             with self.takeover:
                 return draw()
 
@@ -131,7 +118,7 @@ def test_a_block_that_is_computed_again_draws_what_it_drew(of_python: bool) -> N
         blocks = nn.Sequential(*(Skipping(of_python) for _ in range(6)))
         for block in blocks:
             if keep is not None:
-                recompute(block, keep)
+                api.recompute(block, keep)
         x = torch.randn(ROWS, PART, WIDTH, dtype=torch.double, requires_grad=True)
         blocks(x).square().sum().backward()
         return torch.cat([x.grad.flatten(), torch.tensor([random.random()])]), [block.skipped[0] for block in blocks]
@@ -152,7 +139,7 @@ def test_pythons_numbers_are_drawn_again_where_no_ranks_share_sequences(first: i
             torch.manual_seed(seed)
             block.linear.reset_parameters()
             if is_recomputed:
-                recompute(block)
+                api.recompute(block)
         x = torch.ones(2, WIDTH, dtype=torch.double, requires_grad=True)
         random.seed(first)
         torch.manual_seed(9)
@@ -160,14 +147,16 @@ def test_pythons_numbers_are_drawn_again_where_no_ranks_share_sequences(first: i
         assert x.grad is not None
         return x.grad
 
-    with preserved_random_state():
+    with api.preserved_random_state():
         assert torch.equal(gradient(False), gradient(True))
 
 
 def test_inside_a_checkpoint_of_ones_own_what_is_alike_is_refused_and_dropout_of_positions_is_right() -> None:
     step = InAStep(0)
     x = torch.ones(ROWS, PART, WIDTH, requires_grad=True)
-    with pytest.raises(StepError, match=r"rand draws random numbers that are of no positions.*activation_checkpoint"):
+    with pytest.raises(
+        api.StepError, match=r"rand draws random numbers that are of no positions.*activation_checkpoint"
+    ):
         step.run(lambda: checkpoint(lambda x: x * torch.rand(()), x, use_reentrant=False))
 
     def dropped() -> tuple[Tensor, Tensor]:
@@ -192,7 +181,7 @@ def test_a_layer_whose_input_is_cut_has_dropout_of_its_own_and_skips_like_the_ot
                 return F.dropout(x), torch.tensor([random.random(), float(torch.rand(())), np.random.rand()])
 
         layer = Layer()
-        declare_random_layer(layer, Mesh(), Shard(-1))  # type: ignore[arg-type]
+        api.declare_random_layer(layer, Mesh(), Shard(-1))  # type: ignore[arg-type]
         return layer(torch.ones(ROWS, PART, WIDTH))
 
     (kept, skips), (other_kept, other_skips) = (InAStep(rank).run(drawn) for rank in range(2))
@@ -213,6 +202,6 @@ def test_all_operations_that_draw_are_known() -> None:
         takes = any(argument.name == "generator" for one in overloads for argument in one._schema.arguments)
         marked = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
         bare = name.strip("_")
-        if (takes or marked) and not is_draw(bare) and not any(k in bare for k in of_kernels):
+        if (takes or marked) and not api.is_draw(bare) and not any(k in bare for k in of_kernels):
             unknown.add(bare)
     assert unknown == {"gru", "lstm", "rnn_relu", "rnn_tanh", "fused_dropout"}  # refused; and CUDA's, inside dropout

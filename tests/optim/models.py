@@ -1,7 +1,5 @@
 """A small transformer-like model with everything that parameter groups tell apart, and hand-written training."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

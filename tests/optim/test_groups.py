@@ -1,7 +1,5 @@
 """Parameter groups: every parameter once, with the rate and decay that its name, kind and depth ask for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers and schedules from config inside a trainer: built, clipped together, saved, resumed."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,34 +13,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import (
-    GroupParameters,
-    OptimizerParameters,
-    ScheduleParameters,
-    build_optimizers,
-    build_schedules,
-    freeze,
-)
 from tests.late_norms import norms_are_read_late
 from tests.optim.models import N_TOKENS, Transformer, loss
 from tests.trainer.small import fit, run_config
 from tests.worlds import run_world
 
 TOKENS = list(torch.randint(0, N_TOKENS, (64, 4), generator=torch.Generator().manual_seed(2)))
-MUON = OptimizerParameters(
-    name="muon", lr=0.02, layer_decay=0.8, groups=(GroupParameters(pattern="^head", lr_scale=2.0),)
+MUON = dt.OptimizerParameters(
+    name="muon", lr=0.02, layer_decay=0.8, groups=(dt.GroupParameters(pattern="^head", lr_scale=2.0),)
 )
 SAVED = {
     "logger_parameters": dt.LoggerParameters(loggers=("jsonl",)),
     "checkpoint_parameters": dt.CheckpointParameters(),
 }
-COSINE = ScheduleParameters(name="cosine", warmup_steps=0.25, min_lr_ratio=0.1)
+COSINE = dt.ScheduleParameters(name="cosine", warmup_steps=0.25, min_lr_ratio=0.1)
 
 
 @dataclass(kw_only=True)
 class Config(dt.DreamTrainerConfig):
-    optimizer: OptimizerParameters = MUON
-    schedule: ScheduleParameters = COSINE
+    optimizer: dt.OptimizerParameters = MUON
+    schedule: dt.ScheduleParameters = COSINE
     frozen: tuple[str, ...] = ()
     stop_at: int | None = None
 
@@ -56,16 +46,16 @@ class Trainer(dt.DreamTrainer):
 
     def configure_models(self) -> None:
         self.model = Transformer()
-        freeze(self.model, self.config.frozen)
+        dt.freeze(self.model, self.config.frozen)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return DataLoader(TOKENS, 8 // self.world.dp_size), None  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> None:
-        self.optimizers = build_optimizers(self.config.optimizer, self.model)
+        self.optimizers = dt.build_optimizers(self.config.optimizer, self.model)
 
     def configure_schedulers(self) -> None:
-        self.schedulers = build_schedules(self.config.schedule, self.optimizers, total_steps=self.total_steps)
+        self.schedulers = dt.build_schedules(self.config.schedule, self.optimizers, total_steps=self.total_steps)
 
     def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
         self.before = self.norm_by_hand()
@@ -128,7 +118,7 @@ def test_a_run_stopped_and_resumed_has_the_same_weights_and_rates(config: Config
 
 
 def test_a_frozen_base_trains_its_head_alone(config: Config) -> None:
-    frozen = replace(config, optimizer=OptimizerParameters(lr=0.1), frozen=(r"^(?!head\.)",))
+    frozen = replace(config, optimizer=dt.OptimizerParameters(lr=0.1), frozen=(r"^(?!head\.)",))
     trainer = run(frozen)
     (optimizer,) = trainer.optimizers
     assert sorted(n for g in optimizer.param_groups for n in g["param_names"]) == ["head.bias", "head.weight"]

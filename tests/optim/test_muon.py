@@ -1,7 +1,5 @@
 """Our Muon steps as PyTorch's in one process, bit for bit, however its matrices lie on ranks, and each on one rank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -147,9 +145,7 @@ def world() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_and_momentum_are_bit_equal_to_pytorchs_in_one_process(
-    layout: str, world: list[dict[str, Any]]
-) -> None:
+def test_weights_and_momentum_are_pytorchs_bits_in_one_process(layout: str, world: list[dict[str, Any]]) -> None:
     for results in world:
         for found, expected in zip(results[layout][0], by_pytorch(), strict=True):
             assert torch.equal(found, expected)

@@ -1,7 +1,5 @@
 """Optimizers by name step exactly as PyTorch's own, built by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +33,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("cls", "values", "how"), BY_HAND, ids=lambda value: str(value))
-def test_a_named_optimizer_steps_bit_for_bit_as_pytorchs(
-    cls: type[Optimizer], values: dict[str, Any], how: dict[str, Any]
-) -> None:
+def test_a_named_optimizer_steps_as_pytorchs(cls: type[Optimizer], values: dict[str, Any], how: dict[str, Any]) -> None:
     by_name, by_hand = model(), model()
     optimizer = build_optimizer(OptimizerParameters(lr=0.01, decay_vectors=True, **values), by_name)
     assert isinstance(optimizer, cls)
@@ -85,9 +81,7 @@ def split(module: Transformer) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     ],
     ids=["as it comes", "the original rule"],
 )
-def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(
-    values: dict[str, Any], of_muon: dict[str, Any], of_adamw: dict[str, Any]
-) -> None:
+def test_muon_takes_hidden_matrices(values: dict[str, Any], of_muon: dict[str, Any], of_adamw: dict[str, Any]) -> None:
     by_name, by_hand = model(), model()
     parameters = OptimizerParameters(name="muon", lr=0.01, decay_vectors=True, **values)
     optimizers = build_optimizers(parameters, by_name)

@@ -1,7 +1,5 @@
 """OptimizerParameters: what it refuses, and its ways to a dict and a command line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +8,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import (
-    ConfigError,
-    GroupParameters,
-    OptimizerParameters,
-    ScheduleParameters,
-    from_dict,
-    parse,
-    to_dict,
-)
+from tests.api import ConfigError, GroupParameters, OptimizerParameters, ScheduleParameters, from_dict, parse, to_dict
 
 CLASSES = {
     "adamw": torch.optim.AdamW,

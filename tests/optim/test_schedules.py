@@ -1,7 +1,5 @@
 """Schedules against their closed forms, at every step, through a resume, and beyond the end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -74,9 +72,7 @@ FORMS: list[tuple[dict[str, Any], Callable[[int], float]]] = [
 
 
 @pytest.mark.parametrize(("values", "form"), FORMS, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_every_step_has_the_closed_forms_rate_in_every_group(
-    values: dict[str, Any], form: Callable[[int], float]
-) -> None:
+def test_steps_have_the_closed_forms_rate_in_each_group(values: dict[str, Any], form: Callable[[int], float]) -> None:
     schedule = build_schedule(ScheduleParameters(warmup_steps=WARMUP, **values), optimizer(), total_steps=TOTAL)
     assert isinstance(schedule, LambdaLR)
     for step, found in enumerate(rates(schedule, TOTAL + 5)):
@@ -100,9 +96,7 @@ def warmed_up(caplog: pytest.LogCaptureFixture, warmup_steps: float, **options: 
     return found, [record.getMessage() for record in caplog.records]
 
 
-def test_a_warmup_that_the_run_does_not_outlast_is_said_once_with_both_numbers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_warmup_the_run_does_not_outlast_is_said_once_with_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("constant", "cosine", "inverse_sqrt"):
         found, said = warmed_up(caplog, 9, name=name)
         assert max(found) == 1.0

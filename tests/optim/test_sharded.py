@@ -1,7 +1,5 @@
 """Optimizers over sharded parameters, in real worlds: they step as in one process, or are refused by name."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,14 +8,7 @@ import torch
 import torch.nn as nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop
 
-from tests.api import (
-    ConfigError,
-    Muon,
-    OptimizerParameters,
-    build_optimizer,
-    build_optimizers,
-    refuse_unshardable,
-)
+from tests.api import ConfigError, Muon, OptimizerParameters, build_optimizer, build_optimizers, refuse_unshardable
 from tests.optim.models import N_TOKENS, batch, loss, model, train
 from tests.worlds import run_world
 

@@ -1,7 +1,5 @@
 """Each recipe against a loop by hand, bit for bit, and as users start it: from YAML, or by overriding one method."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json
@@ -133,11 +131,6 @@ def language_config(files: Path, **fields: Any) -> recipes.LanguageModelConfig:
         optimizer=dt.OptimizerParameters(lr=0.01, weight_decay=0.0),
         schedule=dt.ScheduleParameters(),
     )
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_a_language_model_learns_as_by_hand(files: Path) -> None:

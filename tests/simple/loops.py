@@ -1,7 +1,5 @@
 """A small regression and a small classification, and the same training as a plain loop: what these tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Labels that the loss ignores count nowhere."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

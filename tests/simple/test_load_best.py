@@ -1,7 +1,5 @@
 """`load_best` loads the best validation, and what is validated, such as an average, is predicted with and saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -109,9 +107,7 @@ def test_training_goes_on_from_the_best_averages() -> None:
 
 
 @pytest.mark.parametrize("later", [[], [dt.EMA(0.9, validate=False)]])
-def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
-    later: list[dt.Callback], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_best_of_a_lost_average_is_another(later: list[dt.Callback], caplog: pytest.LogCaptureFixture) -> None:
     with overfitting([dt.EMA(0.9, warm_up=False)]) as trainer:
         trainer.fit()
         trainer.load_best()
@@ -124,9 +120,7 @@ def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
 
 @pytest.mark.parametrize("val_every", [3, 45])
 @pytest.mark.parametrize("averages", [False, True])
-def test_the_best_is_saved_wherever_its_validation_falls(
-    val_every: int, averages: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_best_is_saved_wherever_it_falls(val_every: int, averages: bool, caplog: pytest.LogCaptureFixture) -> None:
     ema = [dt.EMA(0.3)] if averages else []
     with overfitting(ema, val_every=val_every) as trainer:
         trainer.fit()
@@ -155,9 +149,7 @@ def test_another_checkpoint_than_that_of_the_best_is_named_with_both_values(capl
     assert "save_on_best=True" in caplog.text
 
 
-def test_a_branch_that_keeps_its_counters_is_told_that_the_best_is_not_its_own(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_branch_that_keeps_counters_is_told_that_the_best_is_not_its_own(caplog: pytest.LogCaptureFixture) -> None:
     with overfitting([], name="parent", lr=0.1) as parent:
         parent.fit()
     begins = dt.CheckpointParameters(

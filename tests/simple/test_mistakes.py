@@ -1,7 +1,5 @@
 """A mistake raises an error that says what to do, in words of the arguments; values that are converted stay exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run with a name says what it was made of, in its record and when it is found again."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

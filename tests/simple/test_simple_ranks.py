@@ -1,7 +1,5 @@
 """The same script under torchrun: on two ranks the weights, metrics and rows of one process, in float64."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import replace
@@ -124,9 +122,7 @@ def test_two_ranks_are_the_plain_loop_over_batches_of_both(ranks: list[dict[str,
 
 
 @pytest.mark.parametrize("case", SHORT)
-def test_at_an_end_that_ranks_cannot_share_evenly_each_sample_counts_the_same(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
+def test_at_an_uneven_end_each_sample_counts_the_same(ranks: list[dict[str, Any]], case: str) -> None:
     expected = classifier(torch.float64)
     x, y = samples(23, torch.float64).tensors  # windows of 8, 8 and 7 samples
     batches_of_both = list(zip(x.split(8), y.split(8), strict=True))

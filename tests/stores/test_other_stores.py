@@ -4,8 +4,6 @@ SeaweedFS speaks S3's protocol and keeps objects on the disk; fake-gcs-server sp
 server what adlfs says to Azure's. The last two are skipped where the packages that speak to them are not installed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -130,9 +128,7 @@ def test_a_run_has_one_owner_and_one_manifest_of_a_step(url: str, tmp_path: Path
 
 
 @pytest.mark.slow  # clients try again for a minute
-def test_the_run_goes_on_while_the_store_is_away(
-    url: str, server: OtherServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_goes_on_while_the_store_is_away(url: str, server: OtherServer, caplog: pytest.LogCaptureFixture) -> None:
     class Watched(Fit):
         def post_train_step(self) -> None:
             if self.global_step == 3:

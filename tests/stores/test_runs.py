@@ -55,9 +55,7 @@ def test_a_run_is_saved_there_kept_there_and_goes_on_from_there(url: str, s3: Se
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or b"not-to-be-seen" not in path.read_bytes()
 
-    again = train(url, 12, keep_last=2)
-    straight = train(None, 12, experiment="straight")
-    assert same(again, straight)
+    assert same(train(url, 12, keep_last=2), train(None, 12, experiment="straight"))
     assert stored_steps(url) == [10, 12]
 
 
@@ -90,8 +88,7 @@ def test_weights_and_branches_come_from_there(url: str) -> None:
     address = f"{url}/p/g/e"
     other = train(None, 1, experiment="other", init_from=f"{address}/checkpoints/step_00000004")
     assert other.global_step == 1
-    branch = train(None, 6, experiment="branch", resume=address)
-    assert same(branch, train(url, 6))
+    assert same(train(None, 6, experiment="branch", resume=address), train(url, 6))
     run = Fit(run.config)
     with run:
         run.load_checkpoint(f"{address}/checkpoints/step_00000002")
@@ -116,9 +113,7 @@ def test_the_run_goes_on_while_the_store_is_away(url: str, s3: Server, caplog: p
     assert SECRET not in caplog.text
 
 
-def test_what_could_not_be_sent_is_sent_first_by_the_next_start(
-    url: str, s3: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_sent_is_sent_first_by_the_next(url: str, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(Fit):
         def post_train_step(self) -> None:
             if self.global_step == 3:

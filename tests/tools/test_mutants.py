@@ -1,7 +1,5 @@
 """The faults that `tools/mutants.sh` makes are still to be made: each changes one place that is there."""
 
-from __future__ import annotations
-
 from tests.conftest import CI_ONLY
 from tests.examples.launch import ROOT, imported
 

@@ -1,7 +1,5 @@
 """The page says how much one has to read to follow the code, and it is little."""
 
-from __future__ import annotations
-
 from tests.examples.launch import imported
 
 

@@ -1,7 +1,5 @@
 """One small language-like model, trained by Dream Trainer and by a loop written by hand, to compare the two."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ A `Case` is all there is to a run: models, optimizers, data, accumulation, weigh
 trains it with Dream Trainer in parts, as the stops say; `by_hand` trains in one process what it should have seen.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A small model trained by Dream Trainer on any mesh: in stages of shared layers, sequences and experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,7 +63,7 @@ class Case:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
-    def alone(self) -> Case:
+    def alone(self) -> "Case":
         """The same training in one process."""
         assert not self.uneven  # which one process cannot do
         return Case(
@@ -160,12 +158,7 @@ def count(labels: Tensor) -> Tensor:
 def split(model: Model, mesh: Any, case: Case) -> None:
     """Splits layers, and by choice sequences between them; "dtensors" gives blocks DTensors and not rank's parts."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     is_local = case.plan != "dtensors"
     stream = Replicate() if case.plan == "layers" else Shard(1)

@@ -1,7 +1,5 @@
 """A run over a mixture of three sources that writes down the samples of each of its steps."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

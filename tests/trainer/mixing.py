@@ -1,7 +1,5 @@
 """Blocks that mix positions of a sequence `[batch, length, WIDTH]` by other means than attention, or seem to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

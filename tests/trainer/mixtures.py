@@ -1,7 +1,5 @@
 """A small model with mixtures of experts, trained by Dream Trainer on any mesh, and by a loop written by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers that keep state where PyTorch's own do not: beside `state`, in lists, and of one rank alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +139,4 @@ EXACT: dict[str, Build] = {
 }
 """Optimizers that compute the same on any mesh."""
 
-OF_EACH_RANK: dict[str, Build] = {
-    "of each rank": lambda model: OfEachRank(model.parameters()),
-}
+OF_EACH_RANK: dict[str, Build] = {"of each rank": lambda model: OfEachRank(model.parameters())}

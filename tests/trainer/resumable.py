@@ -5,8 +5,6 @@ accumulation with short and uneven last windows, two parameter groups of AdamW, 
 validation by epochs and by steps, a callback, the user's own state, and every line of the log.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -1,7 +1,5 @@
 """A run that saves and notes what it is told of checkpoints: what the tests of saving and resuming share."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

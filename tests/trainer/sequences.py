@@ -1,7 +1,5 @@
 """A small model of sequences, trained by Dream Trainer on ranks that share them, and by a loop written by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

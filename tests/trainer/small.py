@@ -1,7 +1,5 @@
 """A small regression, as a user would write it, and the same by hand: what the trainer's behaviour tests share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -200,9 +198,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def by_hand(
-    windows: Sequence[Sequence[tuple[Any, ...]]],
-    *,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    windows: Sequence[Sequence[tuple[Any, ...]]], *, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
 ) -> nn.Module:
     """The loop as one writes it: each window's loss is the mean over its micro-batches."""
     model = filled_network()

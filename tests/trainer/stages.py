@@ -1,7 +1,5 @@
 """A small model of blocks, trained by Dream Trainer as stages on several ranks, and by a loop written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

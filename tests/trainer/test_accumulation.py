@@ -1,7 +1,5 @@
 """`backward` and `step` in one process: exact arithmetic, and every misuse named. Over ranks: arithmetic.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -38,8 +36,7 @@ def train(step: Step, data: list[Batch], *, make_optimizer: Any = sgd, **trainin
             step(self, batch, batch_idx)
             return {}
 
-    trainer = fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
-    return trainer
+    return fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
 
 
 def loss_of(trainer: Alone, batch: Batch) -> torch.Tensor:
@@ -248,14 +245,7 @@ def test_forward_backward_is_forward_and_backward() -> None:
 # -- nothing to learn
 
 
-@pytest.mark.parametrize(
-    ("calls", "counted"),
-    [
-        ("none", [0, 2]),
-        ("none none", [0, 2]),
-        ("none loss none", [0, 1, 2]),
-    ],
-)
+@pytest.mark.parametrize(("calls", "counted"), [("none", [0, 2]), ("none none", [0, 2]), ("none loss none", [0, 1, 2])])
 def test_a_batch_counts_once_or_not_at_all_however_often_none_is_said_of_it(calls: str, counted: list[int]) -> None:
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
         for call in calls.split() if batch_idx == 1 else ["loss"]:
@@ -281,9 +271,7 @@ def test_a_window_of_none_alone_steps_nothing_and_does_not_count() -> None:
 @pytest.mark.usefixtures("late_norms")
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
-def test_a_total_weight_of_zero_skips_the_step_and_leaves_the_optimizers_state(
-    as_tensor: bool, make_optimizer: Any
-) -> None:
+def test_a_total_weight_of_zero_skips_the_step_and_leaves_its_state(as_tensor: bool, make_optimizer: Any) -> None:
     def weight(batch_idx: int) -> Any:
         number = 0.0 if batch_idx in (2, 3) else 2.0
         return torch.tensor(number) if as_tensor else number
@@ -383,8 +371,7 @@ def test_a_loss_that_has_no_gradient_to_compute_is_refused_with_what_to_do() -> 
     each = refused(lambda t, b: (t.model(b[0]) - b[1]).square())
     assert "given a tensor of shape [2, 1], and needs a scalar: its mean()" in each
     assert "a loss that needs no gradient. It was computed under" in refused(lambda t, b: loss_of(t, b).detach())
-    whole = refused(lambda t, b: (t.model(b[0]) > 0).sum())
-    assert "a loss that needs no gradient" in whole
+    assert "a loss that needs no gradient" in refused(lambda t, b: (t.model(b[0]) > 0).sum())
 
 
 # -- what callbacks see of a window
@@ -502,9 +489,7 @@ def steps_twice(trainer: Alone, batch: Batch, batch_idx: int) -> None:
         (steps_twice, "twice for an optimizer"),
     ],
 )
-def test_habits_of_a_plain_loop_that_lose_micro_batches_are_errors_while_gradients_are_accumulated(
-    step: Step, told: str
-) -> None:
+def test_habits_of_a_plain_loop_that_lose_micro_batches_are_errors(step: Step, told: str) -> None:
     train(step, batches(4))  # harmless without
     with pytest.raises(StepError, match=told):
         train(step, batches(4), gradient_accumulation_steps=2)

@@ -1,7 +1,5 @@
 """Activation checkpointing computes again what it did not keep: the same bits, names and copies, with less kept."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections import Counter
@@ -15,14 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from tests.api import (
-    ActivationCheckpointingParameters,
-    ConfigError,
-    DistributedDataLoader,
-    Recomputed,
-    fsdp_modules,
-    repeated_blocks,
-)
+from tests.api import ConfigError, DistributedDataLoader, Recomputed, fsdp_modules, repeated_blocks
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_config
 from tests.worlds import run_world
@@ -80,7 +71,7 @@ def config_of(mode: Mode, **parameters: Any) -> dt.DreamTrainerConfig:
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
         device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode),
         training_parameters=dt.TrainingParameters(max_steps=3, gradient_accumulation_steps=2),
-        activation_checkpointing_parameters=ActivationCheckpointingParameters(**parameters),
+        activation_checkpointing_parameters=dt.ActivationCheckpointingParameters(**parameters),
     )
 
 
@@ -197,9 +188,6 @@ def test_a_copied_model_computes_with_its_own_weights(mode: Mode) -> None:
         assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-# -- what cannot be
-
-
 class Normed(nn.Module):
     """Blocks with batch norm, whose statistics a forward moves."""
 
@@ -237,9 +225,7 @@ def test_statistics_of_batch_norm_move_once_in_a_step_that_is_computed_again(kin
         assert torch.equal(one.grad, other.grad)
 
 
-def test_a_model_without_blocks_keeps_its_activations_beside_one_with_some_and_alone_is_an_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_without_blocks_keeps_activations_and_alone_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trained(config_of("full"))
     trainer.model, trainer.critic = Net(), nn.Linear(WIDTH, 1)
     trainer.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)

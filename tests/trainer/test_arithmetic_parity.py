@@ -1,7 +1,5 @@
 """Weights, losses and gradient norms equal a loop written by hand, to 1e-10 in float64, over modes and ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Products that run in pieces beside the collectives of sequence parallelism train as whole ones do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

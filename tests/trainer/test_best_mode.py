@@ -1,7 +1,5 @@
 """Whether the lowest or the highest value of a metric is best, where the config leaves that to the metric."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,9 +62,7 @@ def config(metric: str, **options: Any) -> Any:
         (Collected, "val/of_quality", {}, 2),
     ],
 )
-def test_the_best_checkpoint_is_that_of_the_better_value(
-    trainer_class: type[Scored], metric: str, options: dict[str, Any], best: int
-) -> None:
+def test_the_best_is_the_better(trainer_class: type[Scored], metric: str, options: dict[str, Any], best: int) -> None:
     trainer = fit(trainer_class(config(metric, **options)))
     assert steps_of(trainer) == [best, 4]
     record = read_record(trainer.run_dir)

@@ -1,7 +1,5 @@
 """What callbacks, schedules by tokens and the history keep of another run whose checkpoint a run begins from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +39,7 @@ class Worse(Told):
 
 @pytest.mark.parametrize(
     ("kind", "words", "epochs", "best"),
-    [
-        (Told, BranchParameters(), 5, 1.0),
-        (Told, BranchParameters(counters="new"), 3, 1.0),
-        (Worse, ANEW, 5, 3.0),
-    ],
+    [(Told, BranchParameters(), 5, 1.0), (Told, BranchParameters(counters="new"), 3, 1.0), (Worse, ANEW, 5, 3.0)],
     ids=["all kept", "new counters", "new counters and data"],
 )
 def test_a_branch_of_a_run_that_early_stopping_ended_trains_with_all_its_patience(
@@ -58,9 +52,7 @@ def test_a_branch_of_a_run_that_early_stopping_ended_trains_with_all_its_patienc
     assert (branch.current_epoch, stopping.best) == (epochs, best)
 
 
-def test_a_plain_resume_of_a_run_that_early_stopping_ended_says_so_and_what_to_change(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plain_resume_of_a_run_that_stopped_early_says_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
     fit(make_config("run", EarlyStopping(patience=2)))
     caplog.clear()
     assert fit(make_config("run", EarlyStopping(patience=2))).current_epoch == 3
@@ -166,9 +158,7 @@ def rates_by_tokens(total: int, tokens: range) -> list[float]:
     ],
     ids=str,
 )
-def test_a_schedule_by_tokens_has_its_word_and_the_counters_theirs(
-    words: dict[str, Any], before: int, after: range
-) -> None:
+def test_a_schedule_by_tokens_has_its_word_and_counters(words: dict[str, Any], before: int, after: range) -> None:
     """It begins at token 8; of its `before` tokens the run takes those from there, or 12."""
     assert by_tokens("parent", 20) == pytest.approx(rates_by_tokens(20, range(0, 20, 2)))
     path = "runs/tests/checkpoint/parent/checkpoints/step_00000004"

@@ -1,7 +1,5 @@
 """Going back to an earlier checkpoint, on to other ranks, and loading and saving by hand."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -59,9 +57,6 @@ def by_hand(rates: list[float], seen: list[list[int]]) -> nn.Module:
     return model
 
 
-# -- back to an earlier step
-
-
 def test_a_run_taken_back_to_an_earlier_step_goes_on_from_its_own_later_ones_and_keeps_the_others_aside() -> None:
     first = fit(make_config(max_steps=10))
     assert_same_weights(weights(first.model), by_hand([0.1] * 10, first.seen))
@@ -78,9 +73,6 @@ def test_a_run_taken_back_to_an_earlier_step_goes_on_from_its_own_later_ones_and
     (third.checkpoint_dir / aside).rename(Path("step_00000010"))
     old = fit(make_config(experiment="other", max_steps=10, resume="step_00000010"))
     assert_same_weights(weights(old.model), first.model)
-
-
-# -- by hand
 
 
 def test_a_checkpoint_can_be_loaded_before_the_first_fit() -> None:
@@ -139,9 +131,6 @@ def test_a_save_right_after_a_resume_keeps_where_a_stateful_loader_was() -> None
     assert [entry["step"] for entry in found["record"]] == [4, 5, 6]
     found |= {"record": first["record"] + found["record"], "log": first["log"] + found["log"]}
     assert resumable.differences(found, straight) == []
-
-
-# -- to another number of ranks
 
 
 class Draws(small.Spread, dt.CheckpointMixin):

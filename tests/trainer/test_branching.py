@@ -1,7 +1,5 @@
 """Runs that begin from another one's checkpoint: each word against the loop as one writes it by hand, in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -85,8 +83,7 @@ def make_config(experiment: str, rate: float, steps: int, **checkpoint: Any) -> 
 
 def parent() -> str:
     """The path of the checkpoint that runs begin from."""
-    trainer = fit(Branches(make_config("parent", OLD, STEPS)))
-    return str(trainer.checkpoint_dir / f"step_{AT:08d}")
+    return str(fit(Branches(make_config("parent", OLD, STEPS))).checkpoint_dir / f"step_{AT:08d}")
 
 
 def branch(experiment: str, path: str, *, rate: float = NEW, steps: int = LONGER, **words: Any) -> Branches:
@@ -180,16 +177,14 @@ def test_each_word_is_the_loop_by_hand_on_two_ranks() -> None:
 def test_an_extended_cosine_never_climbs_and_ends_where_the_longer_one_does() -> None:
     path = str(Path(parent()).with_name(f"step_{STEPS:08d}"))
     assert max(branch("climbs", path).rates[1:]) > 3 * OLD * 0.1
-    held = branch("held", path, schedule="extend")
-    assert held.rates == pytest.approx([OLD * 0.1] * (LONGER - STEPS))
+    assert branch("held", path, schedule="extend").rates == pytest.approx([OLD * 0.1] * (LONGER - STEPS))
     rates = branch("early", str(Path(path).with_name("step_00000002")), schedule="extend").rates
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
 
 
 def test_a_run_directory_means_its_newest_checkpoint() -> None:
     parent()
-    trainer = branch("whole", "runs/tests/checkpoint/parent")
-    assert trainer.loaded == [f"step_{STEPS:08d}"]
+    assert branch("whole", "runs/tests/checkpoint/parent").loaded == [f"step_{STEPS:08d}"]
     assert branch("whole", "runs/tests/checkpoint/parent", steps=LONGER + 2).loaded == [f"step_{LONGER:08d}"]
 
 
@@ -274,5 +269,4 @@ def test_the_cap_of_an_extended_schedule_stays_where_it_goes_on_below_it() -> No
         trainer.set_limits(max_steps=20)
         trainer.fit()
         assert trainer.rates == pytest.approx(straight, rel=1e-12, abs=1e-12)
-    again = fit(swing("limits", 26)).rates
-    assert max(again) == pytest.approx(cap)
+    assert max(fit(swing("limits", 26)).rates) == pytest.approx(cap)

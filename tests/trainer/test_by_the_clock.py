@@ -1,7 +1,5 @@
 """What goes by the clock: validations, and how long ranks wait for one another before and after the first step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any

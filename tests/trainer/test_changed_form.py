@@ -1,7 +1,5 @@
 """What training changes of a model beside its values comes back on a resume, against a loop by hand in float64."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable
@@ -156,9 +154,6 @@ def test_one_process_goes_on_with_the_models_form(kind: type[Any], caplog: pytes
     assert len(told) == (0 if kind.has_queue else 1)
 
 
-# -- several ranks
-
-
 class TwoRanks(NamedTuple):
     """What a rank of two found, by the trainer's name: the run that was not stopped, and the one that was."""
 
@@ -202,9 +197,6 @@ def test_two_ranks_go_on_with_the_models_form(two_ranks: list[TwoRanks], kind: s
 def test_one_process_goes_on_with_the_form_that_two_ranks_had(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory)
     assert_close(train(Sharded, "to one", LAST, resume="latest"), by_hand(has_queue=False))
-
-
-# -- whose form holds
 
 
 class Edited(Sharded):

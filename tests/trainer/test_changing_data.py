@@ -1,7 +1,5 @@
 """Data that change between epochs, or between two processes of a run: followed exactly, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,8 +151,7 @@ def test_data_with_which_a_run_cannot_go_on_is_refused(kind: type[Records], data
 @pytest.mark.pitfall(77)
 def test_another_length_at_the_end_of_an_epoch_is_said(caplog: pytest.LogCaptureFixture) -> None:
     train(Records, plain(Samples(8)), n_epochs=1)
-    trainer = train(Records, plain(Samples(12)), n_epochs=2)
-    assert len(trainer.seen) == 6
+    assert len(train(Records, plain(Samples(12)), n_epochs=2).seen) == 6
     assert "the training dataset has 12 samples, and had 8" in caplog.text
 
 

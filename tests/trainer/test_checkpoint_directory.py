@@ -1,7 +1,5 @@
 """Checkpoints on another disk: the run has a link to them, which a restart, every command and a second run follow."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -38,8 +36,7 @@ def test_checkpoints_lie_on_the_other_disk_and_the_run_goes_on_from_them_and_kee
 
 def test_a_restart_that_does_not_name_the_disk_follows_the_link() -> None:
     run(directory="disk")
-    again = run(training={"n_epochs": 2})
-    assert again.loaded == ["step_00000006"]
+    assert run(training={"n_epochs": 2}).loaded == ["step_00000006"]
     assert steps_in("disk" / PLACE) == ["step_00000006", "step_00000012"]
     shutil.rmtree("runs")  # the disk outlives the run's own directory
     assert run(directory="disk", training={"n_epochs": 2}).global_step == 2 * STEPS

@@ -1,7 +1,5 @@
 """CheckpointMixin: when it saves, what it resumes, what it refuses, and what it says."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -52,9 +50,6 @@ def test_fast_dev_run_writes_no_checkpoint_and_reads_none() -> None:
     assert steps_of(trainer) == [6]
     fresh = run(experiment="other", training={"n_epochs": 1, "fast_dev_run": True})
     assert not fresh.checkpoint_dir.exists()
-
-
-# -- what is saved
 
 
 @pytest.mark.pitfall(6)
@@ -131,9 +126,7 @@ class Loses(Counts):
 
 
 @pytest.mark.pitfall(50)
-def test_callbacks_of_one_class_get_their_own_state_and_lost_or_new_ones_are_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_callbacks_of_one_class_get_their_own_state_and_lost_ones_are_named(caplog: pytest.LogCaptureFixture) -> None:
     run(callbacks=[Counts(), Loses(), Counts(100)])
     one, two = Counts(), Counts()
     with caplog.at_level(logging.WARNING, "dream_trainer"):
@@ -145,9 +138,6 @@ def test_callbacks_of_one_class_get_their_own_state_and_lost_or_new_ones_are_nam
 
 class NewComer(Counts):
     pass
-
-
-# -- what is resumed
 
 
 @pytest.mark.parametrize("form", ["step", "relative", "absolute"])
@@ -196,9 +186,6 @@ def test_a_finished_run_goes_on_under_a_larger_limit(limit: dict[str, int]) -> N
     assert_same_weights(weights(longer.model), weights(straight.model))
 
 
-# -- other configs
-
-
 def test_another_seed_is_refused() -> None:
     run()
     with pytest.raises(CheckpointError, match=r"seed=42, and this run has 43.*Set seed=42"):
@@ -227,9 +214,6 @@ def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: py
     assert "config differs" not in caplog.text
 
 
-# -- signals
-
-
 class Interrupted(Saves):
     """Sends itself a signal in the middle of step 3."""
 
@@ -242,9 +226,7 @@ class Interrupted(Saves):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_saves_its_step_and_it_goes_on(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     expected = run(experiment="straight")
     stopped = Interrupted(make_config())
@@ -257,9 +239,6 @@ def test_a_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
     trainer = run()
     assert stopped.seen + trainer.seen == expected.seen
     assert_same_weights(weights(trainer.model), weights(expected.model))
-
-
-# -- ranks
 
 
 class AsksOnRank1(Saves):
@@ -313,8 +292,7 @@ def best_and_last(directory: str) -> tuple[bool, bool, bool]:
             trainer.load_best()
         trainer.fit()
         best, last = vars(trainer)["validated"][0.0], weights(trainer.model)
-        path = trainer.load_best()
-        assert path == trainer.best_checkpoint().path
+        assert trainer.load_best() == trainer.best_checkpoint().path
         found = weights(trainer.model)
         trainer.fit_epoch()
         moved = weights(trainer.model)

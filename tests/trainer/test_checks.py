@@ -1,7 +1,5 @@
 """What a trainer's constructor refuses of its class and callbacks before anything runs: hooks that cannot be called."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -31,9 +29,7 @@ def step_without_index(self: Any, batch: Batch) -> dict[str, Any]:
         ("on_log", lambda self, metrics: None, "on_log(self, metrics)"),
     ],
 )
-def test_a_hook_of_the_trainer_that_cannot_take_its_arguments_is_refused_when_the_trainer_is_built(
-    name: str, written: Any, message: str
-) -> None:
+def test_a_hook_that_cannot_take_its_arguments_is_refused_when_built(name: str, written: Any, message: str) -> None:
     arguments = {"post_val_epoch": "metrics", "on_log": "metrics, step"}.get(name, "batch, batch_idx")
     mine = type("Mine", (Evaluates,), {name: written})
     with pytest.raises(HookError) as caught:
@@ -53,9 +49,7 @@ def test_a_hook_of_the_trainer_that_cannot_take_its_arguments_is_refused_when_th
         ("load_state_dict", lambda self: None, "self, state"),
     ],
 )
-def test_an_event_of_a_callback_that_cannot_take_its_arguments_is_refused_when_the_trainer_is_built(
-    name: str, written: Any, right: str
-) -> None:
+def test_an_event_that_cannot_take_its_arguments_is_refused_when_built(name: str, written: Any, right: str) -> None:
     base = type("Watches", (dt.Callback,), {name: written})
     derived = type("WatchesToo", (base,), {})
     with pytest.raises(HookError, match=rf"Watches\.{name}\(.* cannot ") as caught:

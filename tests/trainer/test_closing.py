@@ -1,7 +1,5 @@
 """The end of a trainer: everything is let go although a part fails, and the user's own exception is what is shown."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import time

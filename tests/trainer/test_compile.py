@@ -1,7 +1,5 @@
 """Compilation changes speed alone: the same losses and names, equal blocks compiled once, nothing compiled again."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any
@@ -192,9 +190,6 @@ def test_inductor_learns_what_the_eager_model_does() -> None:
 def observe_inductor() -> dict[str, Any]:
     ways = {"eager": None, "compiled": "inductor"}
     return {way: run(Trained, config_of(way, backend=backend, n_ranks=2)) for way, backend in ways.items()}
-
-
-# -- what cannot be
 
 
 @pytest.mark.pitfall(26)

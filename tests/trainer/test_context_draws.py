@@ -1,7 +1,5 @@
 """Ranks that share a sequence draw alike what is of the whole of it; a loop by hand with it trains the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What context parallelism cannot do is named, on all ranks, before a step ends wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +8,15 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import (
-    ConfigError,
-    DataError,
-    GatheredAttention,
-    HookError,
-    MeshShape,
-    Ranks,
-    RanksDifferError,
-    SequenceCut,
-    SequenceParts,
-    own_class,
-)
+from tests import api
 from tests.trainer.sequences import Block, Case, Model, Trained, config_of
 from tests.trainer.small import Spread, make_config, run_ranks
 
 
-class RanksOfTwo(Ranks):
+class RanksOfTwo(api.Ranks):
     """Two ranks that share sequences, the other of which has another batch."""
 
-    mesh_shape = MeshShape(pp=1, dp_replicate=1, dp_shard=1, cp=2, tp=1)
+    mesh_shape = api.MeshShape(pp=1, dp_replicate=1, dp_shard=1, cp=2, tp=1)
 
     def all_gather(self, values: Tensor) -> Tensor:
         return torch.stack((values, values + 1))
@@ -43,23 +30,27 @@ TOKENS = torch.zeros(3, 30)
     [
         (
             lambda cut: cut.cut(TOKENS),
-            DataError,
+            api.DataError,
             r"batch\['text'\]\['tokens'\] has 30 positions .* multiple of 4.* Use sequences of 28 or 32 positions",
         ),
-        (lambda cut: cut.cut(torch.zeros(3, 5), dim=-1), DataError, "a tensor made in cut_batch has 5 positions along"),
-        (lambda cut: cut.cut(3), HookError, r"with int\. Only cut tensors along the sequence"),
-        (lambda cut: cut.cut(torch.zeros(4)), HookError, r"with a tensor of shape \(4,\). Only cut tensors"),
-        (lambda cut: None, HookError, "cut_batch cut nothing, and each of the 2 ranks would do the whole work"),
+        (
+            lambda cut: cut.cut(torch.zeros(3, 5), dim=-1),
+            api.DataError,
+            "a tensor made in cut_batch has 5 positions along",
+        ),
+        (lambda cut: cut.cut(3), api.HookError, r"with int\. Only cut tensors along the sequence"),
+        (lambda cut: cut.cut(torch.zeros(4)), api.HookError, r"with a tensor of shape \(4,\). Only cut tensors"),
+        (lambda cut: None, api.HookError, "cut_batch cut nothing, and each of the 2 ranks would do the whole work"),
         (
             lambda cut: cut.cut(torch.zeros(3, 8)),
-            RanksDifferError,
+            api.RanksDifferError,
             r"that share sequences \(context_parallel\) have different batches",
         ),
     ],
 )
 def test_a_batch_that_ranks_cannot_share_is_named_with_what_fits(mistake: Any, error: Any, told: str) -> None:
     world: Any = RanksOfTwo(0, 2, None, sample_copies=2)
-    cut = SequenceCut(GatheredAttention(SequenceParts(0, 2, None, is_balanced=True)), world)
+    cut = api.SequenceCut(api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True)), world)
     cut.begin({"text": {"tokens": TOKENS}})
     with pytest.raises(error, match=told):
         cut.end(mistake(cut), is_training=True)
@@ -72,13 +63,15 @@ def test_what_the_trainer_or_its_config_lacks_is_named_when_it_is_built() -> Non
         configure_dataloaders = Trained.configure_dataloaders
         training_step = Trained.training_step
 
-    with pytest.raises(ConfigError, match="context_parallel=2, but Uncut does not override cut_batch. Cut each batch"):
+    with pytest.raises(
+        api.ConfigError, match="context_parallel=2, but Uncut does not override cut_batch. Cut each batch"
+    ):
         Uncut(config_of(Case(2)))
 
     class Cuts(Spread):
         cut_batch = Trained.cut_batch
 
-    with pytest.raises(HookError, match="Cuts overrides cut_batch, which only ContextParallelMixin calls. Add it"):
+    with pytest.raises(api.HookError, match="Cuts overrides cut_batch, which only ContextParallelMixin calls. Add it"):
         Cuts(make_config())
 
 
@@ -89,7 +82,7 @@ def test_a_compiled_block_within_another_is_named() -> None:
 
     trainer = Nested(config_of(Case(2, backend="eager")))
     trainer.model = Model(Case())
-    with pytest.raises(ConfigError, match=r"model_blocks gives 'blocks.1' and 'blocks.1.mlp', which is within it"):
+    with pytest.raises(api.ConfigError, match=r"model_blocks gives 'blocks.1' and 'blocks.1.mlp', which is within it"):
         trainer.apply_compile()
 
 
@@ -99,7 +92,7 @@ def test_blocks_that_two_models_have_are_compiled_once() -> None:
     trainer.other.blocks = trainer.model.blocks
     trainer.apply_activation_checkpointing()
     trainer.apply_compile()
-    assert {own_class(block) for block in trainer.model.blocks} == {Block}
+    assert {api.own_class(block) for block in trainer.model.blocks} == {Block}
     assert len(type(trainer.model.blocks[0]).__mro__) == len(type(trainer.other.blocks[1]).__mro__)
 
 
@@ -117,7 +110,7 @@ def test_a_batch_is_prepared_in_one_process_too_and_what_is_no_batch_is_named() 
         def cut_batch(self, batch: Any, cut: Any) -> Any:
             cut(batch["tokens"])
 
-    with pytest.raises(HookError, match="Forgotten.cut_batch returned None. Return the batch"):
+    with pytest.raises(api.HookError, match="Forgotten.cut_batch returned None. Return the batch"):
         Forgotten(config_of(Case())).fit()
 
 

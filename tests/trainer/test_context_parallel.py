@@ -1,7 +1,5 @@
 """Context parallelism changes who has which positions and nothing else: weights, losses, metrics and checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -56,10 +54,7 @@ COMPILED_4 = [
     Case(2, tp=2, backend="aot_eager", shard="auto"),
     Case(2, tp=2, backend="aot_eager", recompute="selective"),
 ]
-WORLD_4 = [
-    Case(2, dp=2, shard=2, attention="ulysses", packed=True, accumulation=2),
-    Case(2, tp=2, shard="auto"),
-]
+WORLD_4 = [Case(2, dp=2, shard=2, attention="ulysses", packed=True, accumulation=2), Case(2, tp=2, shard="auto")]
 FURTHER_4 = [
     Case(2, dp=2, packed=True, accumulation=2),
     Case(2, dp=2, shard=2, attention="ulysses"),
@@ -163,9 +158,6 @@ def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: lis
                 torch.testing.assert_close(
                     result["weights"][name], weight, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}"
                 )
-
-
-# -- a model that knows nothing of it
 
 
 class Foreign(Trained):

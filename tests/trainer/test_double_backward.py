@@ -1,7 +1,5 @@
 """Gradients that are differentiated again: penalties on the gradient of a critic, against a loop by hand."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,8 +30,7 @@ def penalty(critic: nn.Module, x: Tensor) -> Tensor:
 
 def loss_of(kind: str, critic: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if kind == "before":
-        first = penalty(critic, x)
-        return first + mse_loss(critic(x), y)
+        return penalty(critic, x) + mse_loss(critic(x), y)
     if kind == "after":
         return mse_loss(critic(x), y) + penalty(critic, x)
     if kind == "of the same output":

@@ -4,8 +4,6 @@
 once fails again, and hypothesis prints the smallest case it finds.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Random layers drop the same where ranks compute the same, and not where they have other samples or positions."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a trainer promises at its edges: a step that is refused, a save before setup, a closed trainer's files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

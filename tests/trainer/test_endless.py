@@ -1,7 +1,5 @@
 """Runs that would never end: their limit is never reached, or their data end before their window does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock

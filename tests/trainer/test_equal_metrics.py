@@ -1,7 +1,5 @@
 """Values that a validation ends with are the same on all ranks, or named before anyone goes by them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """EvalMixin: named loaders, torchmetrics, best values, `evaluate()` and `predict()`."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any
@@ -41,9 +39,6 @@ def mean_loss(model: nn.Module, data: list[Batch]) -> float:
         return mse_loss(model(torch.cat([x for x, _, _ in data])), torch.cat([y for _, y, _ in data])).item()
 
 
-# -- named loaders
-
-
 def test_named_loaders_are_validated_under_their_names() -> None:
     class Named(Checked):
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -64,9 +59,6 @@ def test_named_loaders_are_validated_under_their_names() -> None:
     with Checked(make_config(), batches(2)) as trainer:
         found = trainer.evaluate({"long": DataLoader(Samples(10), 4)})
         assert found == {"val/long/loss": pytest.approx(mean_loss(trainer.model, batches(5)), rel=1e-12)}
-
-
-# -- best values
 
 
 class Scripted(Checked):
@@ -99,18 +91,13 @@ def test_the_best_value_is_kept_and_zero_is_one_and_nan_is_none(mode: Any, value
     assert fit(Scripted(config, values)).best == {"val/loss": best}
 
 
-def test_a_metric_that_is_missing_or_only_nan_has_no_best_value_and_the_missing_one_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_missing_or_nan_metric_has_no_best_value_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(n_epochs=2)
     config.eval_parameters = EvalParameters(best_metrics={"val/accuracy": "max", "val/loss": "min"})
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         assert fit(Scripted(config, [float("nan")] * 2)).best == {}
     (said,) = [record.getMessage() for record in caplog.records if "best_metrics" in record.getMessage()]
     assert said == "best_metrics names ['val/accuracy'], which the validation did not give. It gave ['val/loss']."
-
-
-# -- evaluate
 
 
 def test_evaluate_works_before_fit_and_alone_and_changes_nothing() -> None:
@@ -154,9 +141,6 @@ def test_a_loader_without_a_batch_is_said_once(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("the loader to predict gave no batch on any rank") == 1
 
 
-# -- predict
-
-
 class Predicts(Checked):
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         assert not torch.is_grad_enabled()
@@ -182,9 +166,6 @@ def test_predict_takes_validation_loaders_by_name() -> None:
             trainer.predict("val/far")
     with Predicts(make_config(), batches(1), {"far": DataLoader(Samples(3), 2)}) as trainer:
         assert trainer.predict("val/far")["number"].tolist() == [0, 1, 2]
-
-
-# -- torchmetrics, over ranks and with padding batches
 
 
 def sum_of_entries() -> Any:

@@ -1,7 +1,5 @@
 """Events: who hears what, in which order, with which arguments; and `describe()`, which tells it beforehand."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -11,15 +9,7 @@ import torch
 import dream_trainer as dt
 from tests.api import EVENTS
 from tests.callbacks.factories import FACTORIES
-from tests.trainer.small import (
-    Alone,
-    Spread,
-    Validates,
-    batches,
-    fit,
-    make_config,
-    weights,
-)
+from tests.trainer.small import Alone, Spread, Validates, batches, fit, make_config, weights
 
 
 class Hears(dt.Callback):
@@ -157,9 +147,6 @@ def test_something_that_is_no_callback_is_refused() -> None:
     for given in ([dt.callbacks.Progress], dt.callbacks.Progress):
         with pytest.raises(TypeError, match=r"Progress is a class, not a callback\. Write Progress\("):
             dt.CallbackCollection(given)  # type: ignore[arg-type]
-
-
-# -- describe
 
 
 def test_describe_shows_setup_order_and_listeners_before_launch(capsys: pytest.CaptureFixture[str]) -> None:

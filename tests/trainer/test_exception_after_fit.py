@@ -1,7 +1,5 @@
 """An exception in a trainer's `with`, outside of fit, that the program catches and goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What expert parallelism cannot do is named, on all ranks, before the first step."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -81,12 +79,9 @@ def test_it_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "experts", "expected"),
-    [(4, 1, 2, (2, 1, 2)), (1, 8, 2, (1, 4, 2)), (2, 4, 4, (2, 1, 4))],
+    ("replicate", "shard", "experts", "expected"), [(4, 1, 2, (2, 1, 2)), (1, 8, 2, (1, 4, 2)), (2, 4, 4, (2, 1, 4))]
 )
-def test_experts_are_shared_by_ranks_that_share_shards(
-    replicate: int, shard: int, experts: int, expected: tuple[int, int, int]
-) -> None:
+def test_experts_share_with_shards(replicate: int, shard: int, experts: int, expected: tuple[int, int, int]) -> None:
     assert shape_among_data(replicate, shard, experts) == expected
     devices = dt.DeviceParameters(dp_replicate=replicate, dp_shard=shard, expert_parallel=experts)
     resolve_mesh(devices, replicate * shard, shard_by_default=True)

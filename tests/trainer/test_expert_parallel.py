@@ -1,7 +1,5 @@
 """Ranks that share experts train as one process does: weights, norms, biases and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.api import DistributedDataLoader, ExpertExchange, split_experts
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.mixtures import (
-    BATCH,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    Case,
-    Rows,
-    Trained,
-    config_of,
-    everything,
-)
+from tests.trainer.mixtures import BATCH, LENGTH, VOCABULARY, WIDTH, Case, Rows, Trained, config_of, everything
 from tests.trainer.test_experts import assert_as_by_hand, stop_and_go_on
 from tests.worlds import run_world
 
@@ -77,9 +65,6 @@ def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Ca
     assert_as_by_hand(cases)
 
 
-# -- what crosses ranks
-
-
 class Sent(TorchDispatchMode):
     """Counts the bytes of rows that this rank gives to be exchanged, those for itself too."""
 
@@ -120,9 +105,6 @@ def test_a_step_sends_what_the_page_says() -> None:
         even = cases[case] * layers * chosen * WIDTH * 8 / 2
         assert all(f"| {even / 2**10:.2f} KiB for each of its tokens, if loads are even |" in text for _, text in ranks)
         assert all("| ep |\n| --- | --- | --- |\n| 0 | 0 | 0 |\n| 1 | 1 | 1 |" in text for _, text in ranks)
-
-
-# -- layers of others
 
 
 class Stacked(nn.Module):
@@ -175,9 +157,6 @@ def test_layers_of_others_share_their_experts_by_a_hook() -> None:
             torch.testing.assert_close(there[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
-# -- what is done with the weights
-
-
 def use(cases: Sequence[Case]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
@@ -207,9 +186,6 @@ def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path
         torch.testing.assert_close(ranks[0][0]["alone"], expected["alone"], rtol=1e-10, atol=1e-10)
         found = load_file(tmp_path / f"{case.world_size}-{case.shard}.safetensors")
         torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-10)
-
-
-# -- checkpoints
 
 
 def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:

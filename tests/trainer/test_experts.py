@@ -1,7 +1,5 @@
 """Mixtures of experts under the trainer: as a loop by hand, with biases that are the same bits on every mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,19 +83,12 @@ def test_training_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
     assert_as_by_hand(cases)
 
 
-# -- checkpoints
-
-
 def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
     checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
     results = []
     for experiment, steps in (("unbroken", 4), ("broken", 2), ("broken", 4)):
         config = config_of(
-            case,
-            experiment,
-            training={"max_steps": steps},
-            checkpoints=checkpoints,
-            callbacks=[EMA(decay=0.5)],
+            case, experiment, training={"max_steps": steps}, checkpoints=checkpoints, callbacks=[EMA(decay=0.5)]
         )
         with Trained(config) as trainer:
             trainer.fit()
@@ -113,9 +104,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit() -> None:
     assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
     assert same_bits(resumed["state"], unbroken["state"])
     assert not any("loads" in name for name in unbroken["state"])
-
-
-# -- a window that runs again
 
 
 class Unsteady(Trained):
@@ -140,9 +128,6 @@ def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
             trainer.fit()
             states.append(everything(trainer))
     assert same_bits(*states)
-
-
-# -- in a pipeline
 
 
 class Stages(Model):

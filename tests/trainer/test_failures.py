@@ -1,7 +1,5 @@
 """What a user sees when something is wrong at several ranks: the cause, the fix, a non-zero exit, in seconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

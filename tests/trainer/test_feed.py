@@ -1,7 +1,5 @@
 """Ranks whose loaders end at different times train what all of them have, and nobody hangs."""
 
-from __future__ import annotations
-
 import os
 import resource
 from typing import Any

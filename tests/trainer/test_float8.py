@@ -1,7 +1,5 @@
 """Float8 is torchao's, on every mesh, and leaves nothing behind: parameters, names and checkpoints are plain ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable
@@ -185,9 +183,6 @@ def by_hand(
         optimizer.zero_grad()
         losses.append(sum(loss.item() for loss in parts))
     return losses
-
-
-# -- one process
 
 
 @pytest.mark.parametrize(
@@ -375,9 +370,6 @@ def test_whole_copies_and_averages_are_in_the_weights_own_precision(ranks: list[
         assert same_bits(averaged["gathered"], averaged["weights"])
         assert averaged["validated"] > 0
         assert rank["sharded"]["validated"] > 0
-
-
-# -- wrong input
 
 
 def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Frozen weights left out of checkpoints: runs that go on from such are, bit for bit, those never interrupted."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

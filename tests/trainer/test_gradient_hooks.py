@@ -1,7 +1,5 @@
 """Hooks on the gradients of parameters act as if gradients were changed between backward and step, or are refused."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

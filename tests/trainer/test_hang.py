@@ -1,7 +1,5 @@
 """A training that hangs ends with every rank's stacks, and goes on under torchrun from its newest checkpoint."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Initial weights, buffers and ties are the same bits through the trainer on every world size and layout."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Buffers that forwards change are joined as their policies say: validations and exports then speak of one model."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

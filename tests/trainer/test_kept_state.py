@@ -1,7 +1,5 @@
 """Where a run goes on in the middle of an epoch, `pre_epoch` is called again and the state of then holds."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Limits that are raised between two calls of `fit` on one trainer: the run is the one that had them from the start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Training from several loaders: against a plain loop in float64, on ranks, interrupted at each step."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -17,17 +15,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import AlternatingLoaders, DataError, DistributedDataLoader, LoaderGroup, PerRankLoader, Throughput
-from tests.trainer.small import (
-    Config,
-    Samples,
-    Sharded,
-    assert_same_weights,
-    filled_network,
-    run_config,
-    run_ranks,
-    sgd,
-    weights,
-)
+from tests.trainer import small
 from tests.worlds import run_world
 
 FEW, MANY = 4, 8
@@ -40,8 +28,8 @@ LAYOUTS = [(1, 2), (2, 1)]
 def build(kind: str, parts: int) -> Any:
     """Three steps of one loader, and five of the other."""
     loaders = {
-        "few": DistributedDataLoader(Samples(12), FEW // parts),
-        "many": DistributedDataLoader(Samples(40), MANY // parts),
+        "few": DistributedDataLoader(small.Samples(12), FEW // parts),
+        "many": DistributedDataLoader(small.Samples(40), MANY // parts),
     }
     if kind == "turns":
         return AlternatingLoaders(loaders, {"few": 1, "many": 2})
@@ -52,11 +40,11 @@ def by_hand(kind: str) -> torch.nn.Module:
     """The loop as one writes it."""
 
     def batches(length: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        data = Samples(length)
+        data = small.Samples(length)
         return cycle(zip(data.x.split(size), data.y.split(size), strict=True))
 
-    model = filled_network()
-    optimizer = sgd(model)
+    model = small.filled_network()
+    optimizer = small.sgd(model)
     data = {"few": batches(12, FEW), "many": batches(40, MANY)}
     # Many has five steps, so none is left at its sixth turn, the ninth of all; few, at its fourth, which is the tenth
     # (turns are many, few, many). A pass with turns has nine steps, then.
@@ -69,7 +57,7 @@ def by_hand(kind: str) -> torch.nn.Module:
     return model
 
 
-class Several(Sharded, dt.CheckpointMixin, dt.LoggerMixin):
+class Several(small.Sharded, dt.CheckpointMixin, dt.LoggerMixin):
     """Adds the losses of what is in the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -91,8 +79,8 @@ def train(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
     os.chdir(directory)
-    config = run_config(
-        cls=Config,
+    config = small.run_config(
+        cls=small.Config,
         callbacks=dt.CallbackCollection(list(callbacks)),
         training_parameters=dt.TrainingParameters(
             max_steps=steps, gradient_accumulation_steps=accumulation, **training
@@ -106,7 +94,7 @@ def train(
             name: getattr(trainer, name)
             for name in ("global_step", "current_epoch", "samples_seen", "steps_per_epoch", "total_steps", "seen")
         }
-        return weights(trainer.model), counted | {"lines": [dict(line) for line in trainer.history]}
+        return small.weights(trainer.model), counted | {"lines": [dict(line) for line in trainer.history]}
 
 
 def train_built(kind: str, directory: str, steps: int, parts: int, accumulation: int) -> Any:
@@ -119,7 +107,7 @@ def test_two_loaders_train_as_a_plain_loop_would(kind: str, ranks: int, accumula
     results = run_world(train_built, ranks, kind, str(tmp_path), STEPS, ranks * accumulation, accumulation)
     samples = {"dict": 12 * STEPS, "cycle": 12 * STEPS, "turns": 6 * MANY + 3 * FEW}[kind]
     for found, counted in results:
-        assert_same_weights(found, by_hand(kind))
+        small.assert_same_weights(found, by_hand(kind))
         assert counted["samples_seen"] == samples
         assert counted["steps_per_epoch"] == {"dict": 5, "cycle": None, "turns": 10}[kind]
         assert counted["current_epoch"] == {"dict": 1, "cycle": 0, "turns": 0}[kind]
@@ -133,19 +121,19 @@ def test_stopped_anywhere_and_resumed_twice_in_a_row(kind: str, tmp_path: Path) 
         directory.mkdir()
         for until in (first, first + 1, STEPS):
             found, counted = train(build(kind, 1), directory, until)
-        assert_same_weights(found, expected)
+        small.assert_same_weights(found, expected)
         assert counted["global_step"] == STEPS
 
 
 def test_the_ranks_may_change_on_the_way(tmp_path: Path) -> None:
     for ranks, accumulation, until in [(2, 1, 3), (1, 4, 5), (4, 1, 7), (1, 1, STEPS)]:
         results = run_world(train_built, ranks, "turns", str(tmp_path), until, ranks * accumulation, accumulation)
-    assert_same_weights(results[0][0], by_hand("turns"))
+    small.assert_same_weights(results[0][0], by_hand("turns"))
 
 
 def batches(lengths: list[int], first: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Batches of the given numbers of samples."""
-    data, ends = Samples(first + sum(lengths)), [first + sum(lengths[:at]) for at in range(len(lengths) + 1)]
+    data, ends = small.Samples(first + sum(lengths)), [first + sum(lengths[:at]) for at in range(len(lengths) + 1)]
     return [(data.x[a:b], data.y[a:b], torch.arange(a, b)) for a, b in pairwise(ends)]
 
 
@@ -154,7 +142,7 @@ def train_uneven(directory: str, steps: int) -> Any:
     rank = int(os.environ["RANK"])
     loaders = {
         "own": PerRankLoader(batches([2, 1, 3][: 3 - rank], 10 * rank)),
-        "dealt": DistributedDataLoader(Samples(8), 2),
+        "dealt": DistributedDataLoader(small.Samples(8), 2),
     }
     return train(LoaderGroup(loaders, end="cycle"), directory, steps)
 
@@ -170,7 +158,7 @@ def test_ranks_with_loaders_of_their_own_go_round_by_themselves(tmp_path: Path) 
     for until in (2, 5, 7):
         resumed = run_world(train_uneven, 2, str(tmp_path / "resumed"), until)
     for (found, counted), (expected, counted_straight) in zip(resumed, straight, strict=True):
-        assert_same_weights(found, expected)
+        small.assert_same_weights(found, expected)
         assert counted["samples_seen"] == counted_straight["samples_seen"]
 
 
@@ -181,14 +169,14 @@ def test_epochs_and_planned_steps_follow_the_group(tmp_path: Path) -> None:
     assert [batch["few"][0] for batch in counted["seen"]] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
 
 
-class Slow(Samples):
+class Slow(small.Samples):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.005)
         return super().__getitem__(index)
 
 
 def test_waits_are_logged_by_loader(tmp_path: Path) -> None:
-    loaders = {"quick": DistributedDataLoader(Samples(40), 4), "slow": DistributedDataLoader(Slow(40), 4)}
+    loaders = {"quick": DistributedDataLoader(small.Samples(40), 4), "slow": DistributedDataLoader(Slow(40), 4)}
     _, counted = train(loaders, tmp_path, 8, callbacks=(Throughput(every_n_steps=4, warm_up_steps=1),))
     line = next(line for line in counted["lines"] if "throughput/data_wait" in line)
     quick, slow = line["throughput/data_wait/quick"], line["throughput/data_wait/slow"]
@@ -208,12 +196,11 @@ def test_a_global_batch_of_turns_with_other_sizes_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
-    [("empty", "DataError: rank 0: the training loader 'own': .*0 batches"), ("ratio", "ratio")],
+    ("kind", "says"), [("empty", "DataError: rank 0: the training loader 'own': .*0 batches"), ("ratio", "ratio")]
 )
 def test_what_one_rank_cannot_read_or_has_otherwise_is_named_on_all(kind: str, says: str, tmp_path: Path) -> None:
     code = f"from tests.trainer.test_loader_groups import train_refused; train_refused({kind!r})"
-    for status, error in run_ranks(code, 2, tmp_path):
+    for status, error in small.run_ranks(code, 2, tmp_path):
         assert status == 1
         assert re.search(says, error)
 

@@ -1,7 +1,5 @@
 """When the state of a loader that has one is taken, and what follows where it is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,9 +34,7 @@ class Saving(Alone, dt.CheckpointMixin):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Alone, 0), (Saving, 6)])
-def test_a_loaders_state_is_taken_for_each_window_where_one_can_be_saved_and_never_elsewhere(
-    kind: type[Alone], expected: int
-) -> None:
+def test_a_loaders_state_is_taken_for_windows_that_can_be_saved_alone(kind: type[Alone], expected: int) -> None:
     loader = WithState()
     trainer = kind(make_config(n_epochs=1), loader)
     trainer.fit()

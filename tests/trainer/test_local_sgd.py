@@ -1,7 +1,5 @@
 """Local SGD and DiLoCo are the loops one writes by hand, and a run stopped anywhere ends as the undisturbed one."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -20,16 +18,7 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader, mesh_lines
 from tests.trainer.arithmetic import full
-from tests.trainer.small import (
-    WIDTH,
-    Batch,
-    Samples,
-    batches,
-    fill,
-    fit,
-    run_config,
-    run_ranks,
-)
+from tests.trainer.small import WIDTH, Batch, Samples, batches, fill, fit, run_config, run_ranks
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -291,9 +280,7 @@ def test_describe_says_what_crosses_workers(trained: dict[str, list[dict[str, An
     assert re.search(f"2 workers: {of_weights}", of_shards)
 
 
-def test_workers_go_apart_within_a_round_and_frozen_weights_stay_to_the_bit(
-    trained: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_workers_go_apart_in_a_round_and_frozen_weights_stay(trained: dict[str, list[dict[str, Any]]]) -> None:
     one, two = trained["two workers of one rank"]
     assert not torch.equal(one["own"]["head.weight"], two["own"]["head.weight"])
     assert torch.equal(one["average"]["head.weight"], two["average"]["head.weight"])
@@ -386,9 +373,7 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "devices", "names"), [(2, CPU, list(STOPS)), (4, SHARDED, ["twice"])], ids=["2", "sharded"]
 )
-def test_a_run_that_lost_its_last_steps_ends_bit_for_bit_as_the_undisturbed_one(
-    ranks: int, devices: dt.DeviceParameters, names: list[str]
-) -> None:
+def test_a_run_that_lost_steps_ends_as_without(ranks: int, devices: dt.DeviceParameters, names: list[str]) -> None:
     for found in run_world(stop_and_go_on, ranks, devices, names):
         for name in names:
             assert found[name].keys() == found["straight"].keys()
@@ -472,9 +457,7 @@ def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None
         (CPU, {"on_nonfinite": "retry"}, "retry"),
     ],
 )
-def test_what_needs_all_ranks_in_a_step_is_refused_by_name(
-    devices: dt.DeviceParameters, training: dict[str, Any], message: str
-) -> None:
+def test_what_needs_all_ranks_is_refused(devices: dt.DeviceParameters, training: dict[str, Any], message: str) -> None:
     config = make_config("refused", PLAIN, devices=devices)
     config.training_parameters = dt.TrainingParameters(max_steps=1, **training)
     with pytest.raises(ConfigError, match=f"LocalSGDMixin with.*{message}.* is not supported"):
@@ -559,9 +542,7 @@ def test_a_run_goes_on_with_other_ranks_in_each_worker() -> None:
     run_world(train_parts, 2, [("replicas", 6, saves), ("shards", 6, saves)])
     later = {"save_every_n_steps": 11}
     run_world(
-        train_parts,
-        4,
-        [("replicas", 11, later | {"devices": REPLICAS}), ("shards", 11, later | {"devices": SHARDED})],
+        train_parts, 4, [("replicas", 11, later | {"devices": REPLICAS}), ("shards", 11, later | {"devices": SHARDED})]
     )
     found = run_world(train_parts, 2, [("replicas", 14, {}), ("shards", 14, {}), ("straight", 14, {})])
     for worker, expected in zip(found, by_hand(2, DILOCO, steps=14, make=Unnormed)["states"], strict=True):

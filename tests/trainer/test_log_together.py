@@ -1,7 +1,5 @@
 """What is logged together: dicts of values, and images in one grid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy
@@ -41,9 +39,7 @@ def test_a_dict_is_logged_as_its_values_one_by_one(method: str) -> None:
         (({"loss": 1.0},), {"step": 4}, "no option 'step': the step is the optimizer step"),
     ],
 )
-def test_what_is_neither_a_name_with_a_value_nor_a_dict_is_refused(
-    arguments: tuple[Any, ...], options: dict[str, Any], said: str
-) -> None:
+def test_neither_a_name_with_a_value_nor_a_dict(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         Algorithm(make_config()).log(*arguments, **options)
 

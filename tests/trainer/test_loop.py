@@ -1,7 +1,5 @@
 """The loop: when it ends, which batches it takes, what it counts; alone in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -34,8 +32,7 @@ from tests.trainer.small import (
 
 
 def train(data: Any, **training: Any) -> Alone:
-    trainer = Alone(make_config(**training), data)
-    return fit(trainer)
+    return fit(Alone(make_config(**training), data))
 
 
 def firsts(trainer: Alone) -> list[int]:
@@ -72,9 +69,7 @@ class Learns(Alone):
         (".grad", []),
     ],
 )
-def test_training_that_never_steps_or_has_a_gradient_is_said_once(
-    how: str, said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_step_or_no_gradient_is_said_once(how: str, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
     trainer = Learns(make_config(n_epochs=3), batches(5))
     trainer.how = how
     fit(trainer)
@@ -173,9 +168,7 @@ def test_no_batch_is_pulled_beyond_the_end_of_an_epoch() -> None:
     assert loader.pulled == len(trainer.seen) == 12
 
 
-def test_a_batch_size_that_somebody_chose_and_the_loader_does_not_have_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_chosen_batch_size_that_the_loader_does_not_have_is_said(caplog: pytest.LogCaptureFixture) -> None:
     loader = DataLoader(Samples(4), batch_size=2)
     for chosen in ({}, {"train_batch_size": 2}):
         train(loader, n_epochs=1, **chosen)
@@ -393,9 +386,7 @@ def test_fit_of_a_finished_run_says_once_which_limit_is_reached_and_how_to_go_on
     assert text.endswith("or use another experiment name.")
 
 
-def test_a_stop_request_ends_training_after_the_running_window_and_fit_again_goes_on_to_the_limit(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_stop_request_ends_training_after_the_window_and_fit_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     class StopsOnce(Alone):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             if self.global_step == 2:
@@ -489,11 +480,7 @@ def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_ste
         save_every_n_steps=2, save_every_n_epochs=None, async_save=False
     )
     fit(Idles(config, batches(12), batches(1)))
-    assert done == [
-        *(("validates", 2, 4), ("saves", 2, 4)),
-        *(("validates", 4, 8), ("saves", 4, 8)),
-        ("saves", 5, 10),
-    ]
+    assert done == [*(("validates", 2, 4), ("saves", 2, 4)), *(("validates", 4, 8), ("saves", 4, 8)), ("saves", 5, 10)]
 
 
 # -- the end
@@ -557,7 +544,7 @@ def test_deterministic_holds_during_fit_and_not_after(breaks: bool) -> None:
 class Encoding(UserDict):
     """As Hugging Face's BatchEncoding: a mapping with a `.to` that changes it in place."""
 
-    def to(self, device: Any) -> Encoding:
+    def to(self, device: Any) -> "Encoding":
         raise AssertionError("moving the caller's batch in place")
 
 
@@ -567,7 +554,7 @@ class Graph:
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y, self.device = x, y, None
 
-    def to(self, device: torch.device) -> Graph:
+    def to(self, device: torch.device) -> "Graph":
         moved = Graph(self.x.to(device), self.y.to(device))
         moved.device = device
         return moved
@@ -632,5 +619,4 @@ def test_a_hook_that_returns_something_else_is_an_error_that_says_so(hook: str, 
 @pytest.mark.pitfall(33)
 def test_a_distributed_loader_and_the_plain_one_give_the_same_batches_in_one_process() -> None:
     plain = train(DataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
-    own = train(DistributedDataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
-    assert plain.seen == own.seen
+    assert plain.seen == train(DistributedDataLoader(Samples(12), 2, shuffle=True), n_epochs=2).seen

@@ -1,7 +1,5 @@
 """fp16's loss scale against `torch.amp.GradScaler` in a loop written by hand, and what an overflow does."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Mistakes in a mixin of one's own are found before the first step, and named."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

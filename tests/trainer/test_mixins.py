@@ -1,7 +1,5 @@
 """Mixins compose in any order, every subset works, and what is missing is named when the trainer is built."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math
@@ -13,18 +11,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import (
-    EMA,
-    EVENTS,
-    AbstractTrainer,
-    BaseTrainer,
-    ConfigError,
-    HookError,
-    Hooks,
-    LearningRate,
-    MixinHooks,
-    Progress,
-)
+from tests.api import EVENTS, ConfigError, HookError, Hooks, LearningRate, MixinHooks
 from tests.trainer import small
 from tests.trainer.small import Validates, batches, by_hand, fill, filled_network, network, sgd, weights
 
@@ -78,7 +65,7 @@ def make_config(subset: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "+".join(MIXINS[i].__name__ for i in s) or "alone")
 def test_every_subset_of_mixins_trains_like_the_loop_by_hand(subset: tuple[int, ...]) -> None:
-    trainer = type("T", (Algorithm, BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset))
+    trainer = type("T", (Algorithm, dt.BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset))
     with trainer:
         trainer.fit()
     assert_as_by_hand(trainer)
@@ -89,9 +76,8 @@ def test_bases_in_every_order_build_the_same_trainer() -> None:
     count = 0
     for subset in SUBSETS:
         config = make_config(subset)
-        for order in itertools.permutations([BaseTrainer, *(MIXINS[i] for i in subset)]):
-            trainer = type("T", (Algorithm, *order), {})(config)
-            assert trainer.global_step == 0
+        for order in itertools.permutations([dt.BaseTrainer, *(MIXINS[i] for i in subset)]):
+            assert type("T", (Algorithm, *order), {})(config).global_step == 0
             count += 1
     assert count == sum(math.factorial(len(subset) + 1) for subset in SUBSETS)
 
@@ -103,7 +89,9 @@ def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -
         device_parameters=dt.DeviceParameters(device="cpu"),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
     )
-    trainers = [type("T", (Algorithm, BaseTrainer, *order), {})(config) for order in itertools.permutations(PARALLEL)]
+    trainers = [
+        type("T", (Algorithm, dt.BaseTrainer, *order), {})(config) for order in itertools.permutations(PARALLEL)
+    ]
     assert len({trainer.describe() for trainer in trainers}) == 1
     with trainers[-1] as trainer:
         trainer.fit()
@@ -111,13 +99,13 @@ def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -
 
 
 def test_base_trainer_defines_no_hook_and_every_mixin_hands_cooperative_hooks_on_and_has_no_public_event() -> None:
-    hooks = {name for part in (AbstractTrainer, Hooks, MixinHooks) for name in vars(part) if name[:2] != "__"}
+    hooks = {name for part in (dt.AbstractTrainer, Hooks, MixinHooks) for name in vars(part) if name[:2] != "__"}
     mixed = {"__init__", "__doc__", "_required_hooks", "_config_class"}
-    assert hooks & set(vars(BaseTrainer)) - mixed == set()
+    assert hooks & set(vars(dt.BaseTrainer)) - mixed == set()
     for mixin in [*MIXINS, *PARALLEL, dt.LocalSGDMixin]:
         assert not set(EVENTS) & set(vars(mixin))
         for name, member in vars(mixin).items():
-            declared = inspect.getattr_static(AbstractTrainer, name, None)
+            declared = inspect.getattr_static(dt.AbstractTrainer, name, None)
             if inspect.isfunction(member) and inspect.isfunction(declared) and not name.startswith("log"):
                 assert f"super().{name}" in inspect.getsource(member), f"{mixin.__name__}.{name}"
 
@@ -125,7 +113,7 @@ def test_base_trainer_defines_no_hook_and_every_mixin_hands_cooperative_hooks_on
 @pytest.mark.parametrize("mixin", [*MIXINS[1:], *PARALLEL[2:], dt.LocalSGDMixin], ids=lambda mixin: mixin.__name__)
 def test_a_config_without_a_mixins_field_is_named_when_the_trainer_is_built(mixin: type) -> None:
     with pytest.raises(ConfigError, match=mixin.__name__.replace("Mixin", "ConfigMixin")):
-        type("T", (Algorithm, BaseTrainer, mixin), {})(make_config(()))
+        type("T", (Algorithm, dt.BaseTrainer, mixin), {})(make_config(()))
 
 
 DATA, STEP, MODELS = "configure_dataloaders", "training_step", "configure_models"
@@ -134,19 +122,17 @@ DATA, STEP, MODELS = "configure_dataloaders", "training_step", "configure_models
 @pytest.mark.parametrize(
     ("bases", "defined", "told"),
     [
-        ((BaseTrainer,), (DATA,), STEP),
-        ((BaseTrainer, dt.SetupMixin), (DATA, STEP), MODELS),
-        ((BaseTrainer, dt.SetupMixin), (DATA, STEP, MODELS), "assign your optimizers to self there.$"),
+        ((dt.BaseTrainer,), (DATA,), STEP),
+        ((dt.BaseTrainer, dt.SetupMixin), (DATA, STEP), MODELS),
+        ((dt.BaseTrainer, dt.SetupMixin), (DATA, STEP, MODELS), "assign your optimizers to self there.$"),
         (
-            (BaseTrainer, dt.SetupMixin),
+            (dt.BaseTrainer, dt.SetupMixin),
             (DATA, STEP, MODELS, "configure_optimisers"),
             "override configure_optimizers, .* defines configure_optimisers: rename that",
         ),
     ],
 )
-def test_a_missing_hook_is_named_when_the_trainer_is_built(
-    bases: tuple[type, ...], defined: tuple[str, ...], told: str
-) -> None:
+def test_a_missing_hook_is_named_at_once(bases: tuple[type, ...], defined: tuple[str, ...], told: str) -> None:
     hooks = {name: getattr(Algorithm, name, lambda self: None) for name in defined}
     with pytest.raises(HookError, match=told):
         type("T", bases, hooks)(make_config((0,)))
@@ -155,7 +141,7 @@ def test_a_missing_hook_is_named_when_the_trainer_is_built(
 @pytest.mark.pitfall(51)
 def test_building_a_trainer_has_no_side_effects(tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    type("T", (Algorithm, BaseTrainer, *MIXINS), {})(make_config((0, 1, 2, 3, 4)))
+    type("T", (Algorithm, dt.BaseTrainer, *MIXINS), {})(make_config((0, 1, 2, 3, 4)))
     assert not torch.distributed.is_initialized()
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.get_rng_state(), before)
@@ -179,7 +165,7 @@ def test_importing_one_mixin_imports_no_other_and_no_optional_package() -> None:
 
 
 def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(caplog: pytest.LogCaptureFixture) -> None:
-    with type("Overrides", (Algorithm, BaseTrainer), {})(make_config(())) as trainer:
+    with type("Overrides", (Algorithm, dt.BaseTrainer), {})(make_config(())) as trainer:
         trainer.fit()
         trainer.fit()
     said = [text.split()[0] for text in caplog.messages if "is never called: only SetupMixin does" in text]
@@ -187,10 +173,8 @@ def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(cap
     assert sorted(said) == [f"Overrides.{hook}" for hook in hooks]
 
 
-def test_a_method_named_like_a_hook_that_nothing_calls_is_said_once_with_the_nearest_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Misspelt(Algorithm, BaseTrainer):
+def test_a_method_like_a_hook_that_nothing_calls_is_said_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    class Misspelt(Algorithm, dt.BaseTrainer):
         def setup(self) -> None:
             super().setup()
             self.on_my_own()
@@ -211,7 +195,7 @@ def test_a_method_named_like_a_hook_that_nothing_calls_is_said_once_with_the_nea
         def post_process(self) -> None: ...
 
     config = make_config(())
-    config.callbacks = dt.CallbackCollection([Lightning(), Lightning(), EMA(), LearningRate(), Progress()])
+    config.callbacks = dt.CallbackCollection([Lightning(), Lightning(), dt.EMA(), LearningRate(), dt.Progress()])
     with Misspelt(config) as trainer:
         trainer.fit()
     said = [line for line in caplog.messages if "nothing calls" in line]

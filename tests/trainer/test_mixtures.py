@@ -1,7 +1,5 @@
 """Runs over a mixture, alone and on ranks: their samples, logs and checkpoints."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, set[i
     return steps_in(directory, 1), history
 
 
-def test_a_run_draws_what_the_mixture_says_and_logs_it(
-    reference: tuple[dict[int, set[int]], list[dict[str, float]]],
-) -> None:
+def test_a_run_draws_and_logs_what_it_says(reference: tuple[dict[int, set[int]], list[dict[str, float]]]) -> None:
     steps, history = reference
     mixture = Mixture(SOURCES, {"code": 4, "docs": 2, "talk": 1})
     mixture.begin(5, None)
@@ -46,10 +42,7 @@ def test_a_run_draws_what_the_mixture_says_and_logs_it(
 
 @pytest.mark.parametrize(
     ("parts", "workers"),
-    [
-        ([(1, 2, 7), (2, 1, 8), (4, 2, STEPS)], 0),
-        ([(2, 4, 14), (1, 1, 15), (1, 4, STEPS)], 2),
-    ],
+    [([(1, 2, 7), (2, 1, 8), (4, 2, STEPS)], 0), ([(2, 4, 14), (1, 1, 15), (1, 4, STEPS)], 2)],
     ids=["1-2-4", "2-1-1 with workers"],
 )
 def test_stopped_and_resumed_on_other_ranks_each_step_has_the_same_samples(
@@ -60,9 +53,7 @@ def test_stopped_and_resumed_on_other_ranks_each_step_has_the_same_samples(
     assert steps_in(tmp_path, max(ranks for ranks, _, _ in parts)) == reference[0]
 
 
-def test_after_a_kill_the_steps_since_the_last_checkpoint_have_the_same_samples_again(
-    tmp_path: Path, reference: Any
-) -> None:
+def test_after_a_kill_the_steps_since_the_checkpoint_have_their_samples(tmp_path: Path, reference: Any) -> None:
     with pytest.raises(RuntimeError, match="ranks ended without a result|failed"):
         run_world(train, 2, str(tmp_path), STEPS, 1, {"workers": 0, "dies_after": 11})
     assert max(steps_in(tmp_path, 2)) < 12

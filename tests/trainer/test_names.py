@@ -1,8 +1,6 @@
 """A user's attribute or method with a name of the framework's is an error that names both, when it is assigned or
 built; names of other frameworks are answered with ours."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -119,9 +117,6 @@ def test_what_is_made_to_be_overridden_may_be() -> None:
     assert (trainer._own, trainer.rate, trainer.extra) == (1, 2, 3)
 
 
-# -- names of other frameworks
-
-
 @pytest.mark.parametrize(
     ("use", "answer"),
     [
@@ -156,9 +151,6 @@ def test_step_with_its_arguments_the_wrong_way_round_says_the_right_way() -> Non
 
     with pytest.raises(StepError, match=r"self\.step\(model, optimizer\)"), Mine(make_config(), batches(2)) as trainer:
         trainer.fit()
-
-
-# -- configs
 
 
 @pytest.mark.pitfall(81)

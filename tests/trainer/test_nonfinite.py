@@ -1,7 +1,5 @@
 """NaN and infinite gradients: raise, skip and retry, with norms read late as on an accelerator, except on_a_cpu."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -16,29 +14,12 @@ from torch.nn.functional import mse_loss
 from dream_trainer.trainer.step import nonfinite
 from tests.api import DistributedDataLoader, NonFiniteError, PerRankLoader, StepError
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import (
-    Alone,
-    Batch,
-    Samples,
-    Sharded,
-    Spread,
-    assert_same_weights,
-    batches,
-    by_hand,
-    fill,
-    fit,
-    fused_adamw,
-    make_config,
-    network,
-    run_ranks,
-    sgd,
-    weights,
-)
+from tests.trainer import small
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
 READING_WAITS = nonfinite.reading_waits
-OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [fused_adamw, sgd], ids=["fused AdamW", "SGD"])
+OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [small.fused_adamw, small.sgd], ids=["fused AdamW", "SGD"])
 
 
 class Poisoned:
@@ -47,7 +28,7 @@ class Poisoned:
     poison: dict[int, tuple[float, int]] = {}
     poisoned_rank = 0
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         loss = mse_loss(self.model(batch[0]), batch[1])
         value, times = self.poison.get(self.local_batches, (1.0, 0))
         if times and self.world.rank == self.poisoned_rank:
@@ -59,62 +40,65 @@ class Poisoned:
         return {}
 
 
-class Bad(Poisoned, Alone):
+class Bad(Poisoned, small.Alone):
     pass
 
 
 def train(make_optimizer: Any, poison: dict[int, tuple[float, int]], count: int = 6, **training: Any) -> Bad:
-    trainer = Bad(make_config(n_epochs=1, **training), batches(count), make_optimizer=make_optimizer)
+    trainer = Bad(small.make_config(n_epochs=1, **training), small.batches(count), make_optimizer=make_optimizer)
     trainer.poison = poison
-    return fit(trainer)
+    return small.fit(trainer)
 
 
 @pytest.mark.pitfall(14)
 @pytest.mark.parametrize(
-    ("make_optimizer", "is_late", "ended_at"), [(fused_adamw, True, 6), (fused_adamw, False, 3), (sgd, True, 3)]
+    ("make_optimizer", "is_late", "ended_at"),
+    [(small.fused_adamw, True, 6), (small.fused_adamw, False, 3), (small.sgd, True, 3)],
 )
 def test_raise_names_the_step_and_leaves_the_weights_of_before_it_whatever_runs_after(
     make_optimizer: Any, is_late: bool, ended_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_late:
         monkeypatch.setattr(nonfinite, "reading_waits", READING_WAITS)
-    trainer = Bad(make_config(n_epochs=1), batches(6), make_optimizer=make_optimizer)
+    trainer = Bad(small.make_config(n_epochs=1), small.batches(6), make_optimizer=make_optimizer)
     trainer.poison = {3: (float("nan"), 1)}
     with pytest.raises(NonFiniteError, match=r"optimizer step 4 .*on_nonfinite=\"skip\""):
         trainer.fit()
     assert trainer.global_step == ended_at
-    assert_same_weights(weights(trainer.model), by_hand([[b] for b in batches(6)[:3]], make_optimizer=make_optimizer))
+    small.assert_same_weights(
+        small.weights(trainer.model), small.by_hand([[b] for b in small.batches(6)[:3]], make_optimizer=make_optimizer)
+    )
 
 
 @pytest.mark.parametrize("policy", ["skip", "retry"])
 def test_on_a_cpu_fused_optimizers_skip_and_retry_by_the_host(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "reading_waits", READING_WAITS)
-    trainer = train(fused_adamw, {1: (float("nan"), 1), 4: (float("inf"), 1)}, on_nonfinite=policy)
-    data = batches(6)
+    trainer = train(small.fused_adamw, {1: (float("nan"), 1), 4: (float("inf"), 1)}, on_nonfinite=policy)
+    data = small.batches(6)
     trained = [0, 2, 3, 5] if policy == "skip" else range(6)
-    assert_same_weights(weights(trainer.model), by_hand([[data[i]] for i in trained], make_optimizer=fused_adamw))
+    small.assert_same_weights(
+        small.weights(trainer.model), small.by_hand([[data[i]] for i in trained], make_optimizer=small.fused_adamw)
+    )
     assert (trainer.global_step, trainer.skipped_steps) == (6, 6 - len(trained))
 
 
 @pytest.mark.parametrize("limit", [1e-7, 0.1, 1e4])
-def test_clipping_is_bit_for_bit_the_same_whether_the_norm_is_read_at_once_or_late(
-    limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipping_is_the_same_with_the_norm_read_at_once_or_late(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     for reads in (READING_WAITS, lambda device: True):
         monkeypatch.setattr(nonfinite, "reading_waits", reads)
-        trainer = train(fused_adamw, {}, gradient_clip_norm=limit, gradient_accumulation_steps=2)
-        trained.append(weights(trainer.model))
+        trainer = train(small.fused_adamw, {}, gradient_clip_norm=limit, gradient_accumulation_steps=2)
+        trained.append(small.weights(trainer.model))
     assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
 
 def test_raise_is_seen_before_a_validation() -> None:
     class Checked(Bad):
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             raise AssertionError("validated after a bad step")
 
-    config = make_config(n_epochs=1, val_every_n_steps=3)
-    trainer = Checked(config, batches(6), batches(1), make_optimizer=fused_adamw)
+    config = small.make_config(n_epochs=1, val_every_n_steps=3)
+    trainer = Checked(config, small.batches(6), small.batches(1), make_optimizer=small.fused_adamw)
     trainer.poison = {1: (float("nan"), 1)}
     with pytest.raises(NonFiniteError, match="optimizer step 2 "):
         trainer.fit()
@@ -124,9 +108,9 @@ def test_raise_is_seen_before_a_validation() -> None:
 @OPTIMIZERS
 def test_skip_leaves_weights_and_state_untouched_and_counts(make_optimizer: Any) -> None:
     trainer = train(make_optimizer, {1: (float("nan"), 1), 4: (float("inf"), 1)}, on_nonfinite="skip")
-    data = batches(6)
-    expected = by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=make_optimizer)
-    assert_same_weights(weights(trainer.model), expected)
+    data = small.batches(6)
+    expected = small.by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=make_optimizer)
+    small.assert_same_weights(small.weights(trainer.model), expected)
     assert trainer.global_step == 6
     assert trainer.skipped_steps == 2
     assert [bool(torch.isfinite(norm)) for norm in trainer.kept] == [True, False, True, True, False, True]
@@ -134,10 +118,10 @@ def test_skip_leaves_weights_and_state_untouched_and_counts(make_optimizer: Any)
 
 def test_skip_works_on_whole_windows() -> None:
     poison = {2: (float("nan"), 1)}
-    trainer = train(fused_adamw, poison, count=7, on_nonfinite="skip", gradient_accumulation_steps=2)
-    data = batches(7)
-    expected = by_hand([data[0:2], data[4:6], data[6:7]], make_optimizer=fused_adamw)
-    assert_same_weights(weights(trainer.model), expected)
+    trainer = train(small.fused_adamw, poison, count=7, on_nonfinite="skip", gradient_accumulation_steps=2)
+    data = small.batches(7)
+    expected = small.by_hand([data[0:2], data[4:6], data[6:7]], make_optimizer=small.fused_adamw)
+    small.assert_same_weights(small.weights(trainer.model), expected)
     assert (trainer.global_step, trainer.skipped_steps) == (4, 1)
 
 
@@ -145,25 +129,25 @@ def test_skip_and_retry_give_up_after_too_many_in_a_row() -> None:
     nan = float("nan")
     in_a_row = dict.fromkeys((1, 2, 3), (nan, 1))
     with pytest.raises(NonFiniteError, match="max_nonfinite=2"):
-        train(fused_adamw, in_a_row, on_nonfinite="skip", max_nonfinite=2)
+        train(small.fused_adamw, in_a_row, on_nonfinite="skip", max_nonfinite=2)
     apart = dict.fromkeys((0, 1, 3, 4), (nan, 1))
-    assert train(fused_adamw, apart, on_nonfinite="skip", max_nonfinite=2).skipped_steps == 4
+    assert train(small.fused_adamw, apart, on_nonfinite="skip", max_nonfinite=2).skipped_steps == 4
     with pytest.raises(NonFiniteError, match="max_nonfinite=3"):
-        train(fused_adamw, {2: (nan, 99)}, on_nonfinite="retry", max_nonfinite=3)
-    assert train(fused_adamw, {2: (nan, 3)}, on_nonfinite="retry", max_nonfinite=3).global_step == 6
+        train(small.fused_adamw, {2: (nan, 99)}, on_nonfinite="retry", max_nonfinite=3)
+    assert train(small.fused_adamw, {2: (nan, 3)}, on_nonfinite="retry", max_nonfinite=3).global_step == 6
 
 
 @OPTIMIZERS
 def test_retry_runs_the_window_again(make_optimizer: Any) -> None:
     trainer = train(make_optimizer, {3: (float("nan"), 2)}, on_nonfinite="retry", gradient_accumulation_steps=2)
-    data = batches(6)
-    expected = by_hand([data[0:2], data[2:4], data[4:6]], make_optimizer=make_optimizer)
-    assert_same_weights(weights(trainer.model), expected)
+    data = small.batches(6)
+    expected = small.by_hand([data[0:2], data[2:4], data[4:6]], make_optimizer=make_optimizer)
+    small.assert_same_weights(small.weights(trainer.model), expected)
     assert (trainer.global_step, trainer.local_batches, trainer.samples_seen) == (3, 6, 12)
 
 
 def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
-    class Two(Alone):
+    class Two(small.Alone):
         tries = 0
 
         def setup(self) -> None:
@@ -171,7 +155,7 @@ def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
             self.head = torch.optim.SGD(self.model[1].parameters(), lr=0.1)
             self.body = torch.optim.SGD(self.model[0].parameters(), lr=0.1)
 
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             self.backward(mse_loss(self.model(batch[0]), batch[1]))
             self.step(self.model, self.head)
             Two.tries += 1
@@ -181,11 +165,13 @@ def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
             self.step(self.model, self.body)
             return {}
 
-    trainer = Two(make_config(n_epochs=1, on_nonfinite="retry"), batches(1))
+    trainer = Two(small.make_config(n_epochs=1, on_nonfinite="retry"), small.batches(1))
     with contextlib.suppress(StepError, NonFiniteError), trainer:
         trainer.fit()
-    expected = by_hand([batches(1)], make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-    assert_same_weights(weights(trainer.model[1]), weights(expected[1]))
+    expected = small.by_hand(
+        [small.batches(1)], make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    small.assert_same_weights(small.weights(trainer.model[1]), small.weights(expected[1]))
 
 
 @pytest.mark.pitfall(14)
@@ -201,8 +187,8 @@ def test_a_gradient_of_zero_is_no_error(make_optimizer: Any, policy: str) -> Non
 def test_a_window_that_weighs_nothing_is_left_out_though_its_gradients_are_nan_and_later_ones_train() -> None:
     """A batch whose tokens are all masked: 0 / 0, weighted by 0."""
 
-    class Masked(Alone):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    class Masked(small.Alone):
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             x, y, _ = batch
             mask = torch.full_like(y, 0.0 if batch_idx in (1, 4) else 1.0)
             loss = ((self.model(x) - y).square() * mask).sum() / mask.sum()
@@ -210,77 +196,79 @@ def test_a_window_that_weighs_nothing_is_left_out_though_its_gradients_are_nan_a
             self.step(self.model, self.optimizer)
             return {}
 
-    data = batches(6)
-    with Masked(make_config(n_epochs=1), data, make_optimizer=fused_adamw) as trainer:
+    data = small.batches(6)
+    with Masked(small.make_config(n_epochs=1), data, make_optimizer=small.fused_adamw) as trainer:
         trainer.fit()
         assert (trainer.global_step, trainer.skipped_steps) == (6, 2)
-    expected = by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=fused_adamw)
-    assert_same_weights(weights(trainer.model), expected)
+    expected = small.by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=small.fused_adamw)
+    small.assert_same_weights(small.weights(trainer.model), expected)
 
 
 @pytest.mark.pitfall(14)
-@pytest.mark.parametrize(("first", "bad_step"), [(fused_adamw, 0), (sgd, 4)], ids=["fused AdamW first", "SGD first"])
+@pytest.mark.parametrize(
+    ("first", "bad_step"), [(small.fused_adamw, 0), (small.sgd, 4)], ids=["fused AdamW first", "SGD first"]
+)
 def test_raise_lets_no_optimizer_train_on_after_a_bad_step_if_one_of_two_cannot_skip(first: Any, bad_step: int) -> None:
-    class Pair(Alone):
+    class Pair(small.Alone):
         def setup(self) -> None:
-            self.one, self.two = network(), network()
-            fill(self.one)
-            fill(self.two)
-            self.optimizers = [first(self.one), (sgd if first is fused_adamw else fused_adamw)(self.two)]
+            self.one, self.two = small.network(), small.network()
+            small.fill(self.one)
+            small.fill(self.two)
+            self.optimizers = [
+                first(self.one),
+                (small.sgd if first is small.fused_adamw else small.fused_adamw)(self.two),
+            ]
 
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             for model, optimizer in zip((self.one, self.two), self.optimizers, strict=True):
                 factor = float("nan") if model is self.one and self.global_step == bad_step else 1.0
                 self.backward(mse_loss(model(batch[0]), batch[1]) * factor)
                 self.step(model, optimizer)
             return {}
 
-    trainer = Pair(make_config(n_epochs=1), batches(8))
+    trainer = Pair(small.make_config(n_epochs=1), small.batches(8))
     with pytest.raises(NonFiniteError, match=f"optimizer step {bad_step + 1} "):
         trainer.fit()
-    before = [[batch] for batch in batches(8)[:bad_step]]
-    second = sgd if first is fused_adamw else fused_adamw
-    assert_same_weights(weights(trainer.one), by_hand(before, make_optimizer=first))
-    assert_same_weights(weights(trainer.two), by_hand(before, make_optimizer=second))
+    before = [[batch] for batch in small.batches(8)[:bad_step]]
+    second = small.sgd if first is small.fused_adamw else small.fused_adamw
+    small.assert_same_weights(small.weights(trainer.one), small.by_hand(before, make_optimizer=first))
+    small.assert_same_weights(small.weights(trainer.two), small.by_hand(before, make_optimizer=second))
 
 
-# -- over ranks
-
-
-class BadSpread(Poisoned, Spread):
+class BadSpread(Poisoned, small.Spread):
     poisoned_rank = 1
 
 
-class BadSharded(Poisoned, Sharded):
+class BadSharded(Poisoned, small.Sharded):
     poisoned_rank = 1
 
 
-ON_RANKS: list[tuple[Any, Any, str]] = [(BadSpread, fused_adamw, "skip"), (BadSpread, sgd, "retry")]
-ON_RANKS += [(BadSharded, sgd, "skip"), (BadSharded, fused_adamw, "retry")]
+ON_RANKS: list[tuple[Any, Any, str]] = [(BadSpread, small.fused_adamw, "skip"), (BadSpread, small.sgd, "retry")]
+ON_RANKS += [(BadSharded, small.sgd, "skip"), (BadSharded, small.fused_adamw, "retry")]
 
 
 @norms_are_read_late()
 def skip_and_retry() -> list[Any]:
     found: list[Any] = []
     for cls, make_optimizer, policy in ON_RANKS:
-        loader = DistributedDataLoader(Samples(16), 2)
-        trainer = cls(make_config(n_epochs=1, on_nonfinite=policy), loader, make_optimizer=make_optimizer)
+        loader = DistributedDataLoader(small.Samples(16), 2)
+        trainer = cls(small.make_config(n_epochs=1, on_nonfinite=policy), loader, make_optimizer=make_optimizer)
         trainer.poison = {1: (float("nan"), 1)}
         with trainer:
             trainer.fit()
-            found.append((weights(trainer.model), trainer.global_step, trainer.skipped_steps))
+            found.append((small.weights(trainer.model), trainer.global_step, trainer.skipped_steps))
     return found
 
 
 @pytest.mark.pitfall(14)
 def test_nan_on_one_rank_alone_is_decided_alike_on_all() -> None:
-    data = batches(4, size=4)
+    data = small.batches(4, size=4)
     for (_, make_optimizer, policy), *ranks in zip(ON_RANKS, *run_world(skip_and_retry, 2), strict=True):
         steps = [0, 2, 3] if policy == "skip" else [0, 1, 2, 3]
-        expected = by_hand([[data[i]] for i in steps], make_optimizer=make_optimizer)
+        expected = small.by_hand([[data[i]] for i in steps], make_optimizer=make_optimizer)
         for found, step, skipped in ranks:
             assert (step, skipped) == (4, 4 - len(steps))
-            assert_same_weights(found, expected)
+            small.assert_same_weights(found, expected)
 
 
 @norms_are_read_late()
@@ -290,24 +278,24 @@ def raises_on_both() -> None:
     class Tells(BadSharded):
         def on_exception(self, exc: BaseException) -> None:
             # Both ranks raise at the same step, so here a collective is safe, as it is not in general.
-            found = weights(self.model).values()
-            data = batches(4, size=4)
-            expected = by_hand([[data[0]]], make_optimizer=fused_adamw).parameters()
+            found = small.weights(self.model).values()
+            data = small.batches(4, size=4)
+            expected = small.by_hand([[data[0]]], make_optimizer=small.fused_adamw).parameters()
             print(max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)), file=sys.stderr)
 
-    trainer = Tells(make_config(n_epochs=1), PerRankLoader(halves()), make_optimizer=fused_adamw)
+    trainer = Tells(small.make_config(n_epochs=1), PerRankLoader(halves()), make_optimizer=small.fused_adamw)
     trainer.poison = {1: (float("nan"), 1)}
     trainer.fit()
 
 
-def halves() -> list[Batch]:
+def halves() -> list[small.Batch]:
     rows = slice(2, 4) if os.environ["RANK"] == "1" else slice(0, 2)
-    return [(x[rows], y[rows], n[rows]) for x, y, n in batches(4, size=4)]
+    return [(x[rows], y[rows], n[rows]) for x, y, n in small.batches(4, size=4)]
 
 
 @pytest.mark.pitfall(14)
 def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(tmp_path: Path) -> None:
-    ranks = run_ranks("from tests.trainer.test_nonfinite import raises_on_both; raises_on_both()", 2, tmp_path)
+    ranks = small.run_ranks("from tests.trainer.test_nonfinite import raises_on_both; raises_on_both()", 2, tmp_path)
     text = "".join(error for _, error in ranks)
     assert [status for status, _ in ranks] == [1, 1], text
     assert "optimizer step 2 is nan" in text
@@ -334,7 +322,7 @@ class Halves(torch.nn.Module):
 def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_statistics() -> None:
     from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-    class Counts(Alone):
+    class Counts(small.Alone):
         poison = 1
 
         def setup(self) -> None:
@@ -367,7 +355,7 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
 
     found = []
     for poison in (0, 1):
-        with Counts(make_config(n_epochs=3, on_nonfinite="retry"), batches(4), batches(2)) as trainer:
+        with Counts(small.make_config(n_epochs=3, on_nonfinite="retry"), small.batches(4), small.batches(2)) as trainer:
             trainer.poison = poison
             trainer.fit()
         assert float(trainer.seen_samples.compute()) == 24

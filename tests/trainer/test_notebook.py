@@ -1,8 +1,6 @@
 """A trainer that an exception or Ctrl-C interrupted, in a program that goes on: a notebook, a prompt, a script that
 catches it. And signal handlers of the user's own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,23 +14,10 @@ import torch
 
 import dream_trainer as dt
 from tests.api import CheckpointError, NonFiniteError, StepError
-from tests.trainer.small import (
-    ROOT,
-    Alone,
-    Batch,
-    Samples,
-    Spread,
-    Validates,
-    assert_same_weights,
-    batches,
-    by_hand,
-    fit,
-    make_config,
-    weights,
-)
+from tests.trainer import small
 
 
-class Evaluates(Validates, Spread, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin):
+class Evaluates(small.Validates, small.Spread, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin):
     fails_in = "nothing"
     fails_at = 2
 
@@ -41,7 +26,7 @@ class Evaluates(Validates, Spread, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMi
             self.fails_in = "nothing"
             raise KeyError("the cause")
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         self.fail("step")
         result = super().training_step(batch, batch_idx)
         self.fail("end of step")
@@ -50,36 +35,34 @@ class Evaluates(Validates, Spread, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMi
     def post_train_step(self) -> None:
         self.fail("event")
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         self.fail("validation")
         return super().validation_step(batch, batch_idx)
 
 
 @pytest.mark.pitfall(87)
 @pytest.mark.parametrize(("place", "at", "accumulation"), [("step", 2, 2), ("event", 3, 1), ("validation", 4, 1)])
-def test_after_an_exception_evaluate_works_and_fit_goes_on_with_the_same_samples(
-    place: str, at: int, accumulation: int
-) -> None:
-    config = make_config(n_epochs=2, gradient_accumulation_steps=accumulation)
-    data = torch.utils.data.DataLoader(Samples(8), batch_size=2)
-    with Evaluates(config, data, batches(1)) as trainer:
+def test_after_an_exception_evaluate_works_and_fit_goes_on(place: str, at: int, accumulation: int) -> None:
+    config = small.make_config(n_epochs=2, gradient_accumulation_steps=accumulation)
+    data = torch.utils.data.DataLoader(small.Samples(8), batch_size=2)
+    with Evaluates(config, data, small.batches(1)) as trainer:
         trainer.fails_in, trainer.fails_at = place, at
         with pytest.raises(KeyError, match="the cause"):
             trainer.fit()
         if place == "step":
-            before = weights(trainer.model)
+            before = small.weights(trainer.model)
             assert trainer.evaluate().keys() == {"val/loss"}
-            assert_same_weights(weights(trainer.model), before)
+            small.assert_same_weights(small.weights(trainer.model), before)
         trainer.fit()
         assert trainer.current_epoch == 2
-        windows = [batches(4)[i : i + accumulation] for i in range(0, 4, accumulation)] * 2
-        assert_same_weights(weights(trainer.model), by_hand(windows))
+        windows = [small.batches(4)[i : i + accumulation] for i in range(0, 4, accumulation)] * 2
+        small.assert_same_weights(small.weights(trainer.model), small.by_hand(windows))
         assert len(trainer.history_of("val/loss")) == 2
 
 
 @pytest.mark.pitfall(87)
 def test_after_an_exception_between_a_step_and_its_count_fit_says_what_to_do_and_evaluate_works() -> None:
-    trainer = Evaluates(make_config(n_epochs=1), batches(4), batches(1))
+    trainer = Evaluates(small.make_config(n_epochs=1), small.batches(4), small.batches(1))
     trainer.fails_in = "end of step"
     with pytest.raises(KeyError):
         trainer.fit()
@@ -91,9 +74,9 @@ def test_after_an_exception_between_a_step_and_its_count_fit_says_what_to_do_and
 
 
 def test_after_gradients_that_were_not_finite_fit_does_not_go_on() -> None:
-    train = batches(4)
+    train = small.batches(4)
     train[1][0].fill_(float("nan"))
-    with Evaluates(make_config(n_epochs=1), train, batches(1)) as trainer:
+    with Evaluates(small.make_config(n_epochs=1), train, small.batches(1)) as trainer:
         with pytest.raises(NonFiniteError):
             trainer.fit()
         trainer.evaluate()
@@ -104,9 +87,9 @@ def test_after_gradients_that_were_not_finite_fit_does_not_go_on() -> None:
 def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes_nothing() -> None:
 
     def built(n_epochs: int) -> Evaluates:
-        config = make_config(n_epochs=n_epochs)
+        config = small.make_config(n_epochs=n_epochs)
         config.checkpoint_parameters = dt.CheckpointParameters(save_at_end=True)
-        return Evaluates(config, batches(4), batches(1))
+        return Evaluates(config, small.batches(4), small.batches(1))
 
     def files() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
@@ -118,7 +101,7 @@ def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes
         first.fit()
         with pytest.raises(CheckpointError, match="another trainer of this process has trained .* this one again"):
             second.fit()
-        fit(built(3))
+        small.fit(built(3))
         written, message = files(), "has trained runs/.* since this one did, whose state is older"
         first.set_limits(n_epochs=4)
         for call in (first.save_checkpoint, first.fit):
@@ -128,11 +111,14 @@ def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes
         assert files() == written
         first.load_checkpoint(first.checkpoints()[-1].path)
         first.fit()
-        assert_same_weights(weights(first.model), by_hand([[batch] for batch in batches(4)] * 4))
+        small.assert_same_weights(
+            small.weights(first.model), small.by_hand([[batch] for batch in small.batches(4)] * 4)
+        )
 
 
 PROMPT = """
 import os, signal, sys
+from tests.trainer.small import *
 from tests.trainer.test_notebook import *
 class Presses(Evaluates):
     def training_step(self, batch, batch_idx):
@@ -165,7 +151,7 @@ def test_ctrl_c_at_a_prompt_returns_from_fit_with_everything_saved_and_fit_goes_
         [sys.executable, "-i", "-c", ""],
         input=text,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -179,12 +165,9 @@ def test_ctrl_c_at_a_prompt_returns_from_fit_with_everything_saved_and_fit_goes_
 
 
 def saving_config() -> Any:
-    config = make_config(n_epochs=2)
+    config = small.make_config(n_epochs=2)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
     return config
-
-
-# -- signal handlers of the user's own
 
 
 @pytest.mark.pitfall(87)
@@ -193,14 +176,14 @@ def test_a_handler_of_the_users_that_was_there_before_fit_is_called_too(number: 
     called: list[int] = []
     before = signal.signal(number, lambda received, frame: called.append(received))
 
-    class Signalled(Alone):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    class Signalled(small.Alone):
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             if self.global_step == 1:
                 os.kill(os.getpid(), number)
                 time.sleep(0.01)
             return super().training_step(batch, batch_idx)
 
-    trainer = Signalled(make_config(n_epochs=1), batches(3))
+    trainer = Signalled(small.make_config(n_epochs=1), small.batches(3))
     try:
         if number == signal.SIGTERM:
             with pytest.raises(SystemExit) as ended:
@@ -220,17 +203,17 @@ def test_a_step_that_was_written_anew_is_the_one_that_runs() -> None:
     class Mended(Evaluates):
         pass
 
-    trainer = Mended(make_config(n_epochs=1), batches(4), batches(1))
+    trainer = Mended(small.make_config(n_epochs=1), small.batches(4), small.batches(1))
     trainer.fails_in = "step"
     with pytest.raises(KeyError):
         trainer.fit()
     calls: list[str] = []
 
-    def anew(self: Any, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def anew(self: Any, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         calls.append("step")
         return Evaluates.training_step(self, batch, batch_idx)
 
-    def looks_anew(self: Any, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def looks_anew(self: Any, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         calls.append("validation")
         return Evaluates.validation_step(self, batch, batch_idx)
 

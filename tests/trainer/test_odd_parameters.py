@@ -1,7 +1,5 @@
 """Parameters that cannot be treated like the others: scalars train on any number of ranks, the rest is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers resume with all that they keep, wherever they keep it, as a loop by hand goes on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,9 +77,6 @@ def test_one_process_goes_on_with_all_that_its_optimizer_keeps(name: str) -> Non
     assert_equal(resumed, straight)
 
 
-# -- several ranks
-
-
 class TwoRanks(NamedTuple):
     straight: dict[str, dict[str, Weights]]
     resumed: dict[str, dict[str, Weights]]
@@ -156,9 +151,6 @@ def test_state_of_each_rank_is_refused_on_another_mesh(directory: Path, monkeypa
         match=r"each rank has separate state in optimizer 'optimizer' \(model\.0\.0\.0\..*optimizer=\"new\"",
     ):
         resume(Sharded, name, f"{name} to one")
-
-
-# -- what cannot be saved
 
 
 class Unsavable(torch.optim.SGD):

@@ -1,7 +1,5 @@
 """Definitions of a user's classes are heard wherever the class stands, once each, or refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -111,8 +109,7 @@ class Logs(Alone, dt.LoggerMixin): ...
 
 @pytest.mark.pitfall(79)
 @pytest.mark.parametrize(
-    ("base", "mixin", "hook"),
-    [(Bare, MovesMixin, "move_batch"), (Logs, LogsMixin, "configure_loggers")],
+    ("base", "mixin", "hook"), [(Bare, MovesMixin, "move_batch"), (Logs, LogsMixin, "configure_loggers")]
 )
 def test_a_hook_of_a_mixin_behind_the_trainer_is_refused_with_the_order_that_calls_it(
     base: type, mixin: type, hook: str

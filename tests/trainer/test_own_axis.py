@@ -1,7 +1,5 @@
 """A parallelism of a third party (rows_axis.py) trains, saves, resumes and exports as one process does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a model says of its parameters by attributes is there for `configure_optimizers`, however it was cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

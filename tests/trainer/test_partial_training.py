@@ -3,8 +3,6 @@
 tests/trainer/test_frozen_weights.py resumes such runs.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -125,9 +123,7 @@ def train(case: str) -> dict[str, Any]:
             max_steps=STEPS, train_batch_size=GLOBAL_BATCH // 4, gradient_accumulation_steps=2, gradient_clip_norm=CLIP
         ),
         checkpoint_parameters=dt.CheckpointParameters(
-            save_every_n_epochs=None,
-            init_renames={r"^0\.(\d)\.0\.": r"0.\1.0.layer."},
-            **initial,
+            save_every_n_epochs=None, init_renames={r"^0\.(\d)\.0\.": r"0.\1.0.layer."}, **initial
         ),
     )
     with CASES[case](config) as trainer:
@@ -194,9 +190,7 @@ def test_a_part_is_trained_as_by_hand(case: str, ranks: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("case", TRAINED)
-def test_what_is_frozen_keeps_its_bits_and_costs_no_state(
-    case: str, ranks: list[dict[str, Any]], directory: Path
-) -> None:
+def test_frozen_it_keeps_its_bits_and_has_no_state(case: str, ranks: list[dict[str, Any]], directory: Path) -> None:
     for rank in ranks:
         found = rank[case]
         moved = {name for name, value in found["weights"].items() if not torch.equal(value, found["first"][name])}

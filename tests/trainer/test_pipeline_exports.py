@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 import dream_trainer as dt
 from tests.api import EMA, export_checkpoint, load_weights
 from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.stages import Case, Model, Trained, config_of, state_of, weights_of
-from tests.trainer.test_pipeline_parallel import united
+from tests.trainer.stages import Case, Model, Trained, config_of, state_of, united, weights_of
 from tests.worlds import run_world
 
 CASE = Case(2, frozen=True)

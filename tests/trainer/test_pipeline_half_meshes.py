@@ -1,7 +1,5 @@
 """Half precision in stages whose ranks share layers, sequences or experts is that of one process, but for rounding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages whose ranks share layers, sequences or experts train as one process does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -75,9 +73,6 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
     case = Case(2, dp=2, ep=2, experts=True, uneven=True, steps=2)
     for (rank,) in run_world(train, 4, [case]):
         assert len(rank["norms"]) == case.steps
-
-
-# -- checkpoints
 
 
 @pytest.mark.parametrize(
@@ -158,9 +153,6 @@ def test_a_run_goes_on_to_the_bit(cases: list[Case]) -> None:
         for straight, (broken, resumed) in of_rank:
             assert same_bits(resumed["loaded"], broken["state"])
             assert same_bits(resumed["state"], straight["state"])
-
-
-# -- what crosses ranks
 
 
 CASES = [Case(dp=2, shard=2, tp=2, steps=2), Case(dp=2, shard=1, cp=2, steps=2)]

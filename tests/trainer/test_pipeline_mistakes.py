@@ -1,7 +1,5 @@
 """What a pipeline cannot do is named, on all ranks, before a step ends wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,28 +9,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from tests.api import (
-    ConfigError,
-    DataError,
-    DistributedDataLoader,
-    HookError,
-    RanksDifferError,
-    StepError,
-    check_stages,
-    cut,
-    even_stages,
-    keep_only,
-    refuse_short_batches,
-    shapes_of,
-    train_stream,
-)
+from tests import api
 from tests.trainer.small import run_ranks
 from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Rows, Trained, config_of, count, mean_loss
 from tests.worlds import run_world
 
 
 def stages_of(model: Model, n_stages: int = 2) -> list[list[str]]:
-    return even_stages(model, list(model.blocks), n_stages)
+    return api.even_stages(model, list(model.blocks), n_stages)
 
 
 def test_blocks_are_dealt_evenly_with_what_comes_before_and_after_them() -> None:
@@ -42,11 +26,11 @@ def test_blocks_are_dealt_evenly_with_what_comes_before_and_after_them() -> None
         ["blocks.2", "blocks.3", "blocks.4", "norm", "head"],
     ]
     inner = nn.ModuleDict({"inner": model, "end": nn.Linear(2, 2)})
-    assert even_stages(inner, list(model.blocks), 5)[4] == ["inner.blocks.4", "inner.norm", "inner.head", "end"]
+    assert api.even_stages(inner, list(model.blocks), 5)[4] == ["inner.blocks.4", "inner.norm", "inner.head", "end"]
     whole = dict(model.named_parameters())
     for names in stages_of(Model(Case()), 3):
         part = Model(Case())
-        keep_only(part, names)
+        api.keep_only(part, names)
         assert part.scale is not None  # buffers of what is around the layers
         for name, _ in part.named_parameters():
             del whole[name]
@@ -55,40 +39,40 @@ def test_blocks_are_dealt_evenly_with_what_comes_before_and_after_them() -> None
 
 def test_a_model_that_cannot_be_cut_is_named_with_what_to_do() -> None:
     model = Model(Case())
-    with pytest.raises(ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use at most {BLOCKS} stages, w"):
+    with pytest.raises(api.ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use at most {BLOCKS} stages, w"):
         stages_of(model, 6)
-    with pytest.raises(ConfigError, match=r"has no repeated blocks, .*Sequential \(it has neither\)"):
-        even_stages(nn.Linear(2, 2), [], 2)
+    with pytest.raises(api.ConfigError, match=r"has no repeated blocks, .*Sequential \(it has neither\)"):
+        api.even_stages(nn.Linear(2, 2), [], 2)
     first, last = stages_of(model)
-    with pytest.raises(HookError, match=r"gave 2 stages \(4, 5 names\), and 3 are needed"):
-        check_stages(model, [first, last], 3)
-    with pytest.raises(HookError, match="names 'layers.0', which Model does not have"):
-        check_stages(model, [[*first, "layers.0"], last], 2)
-    with pytest.raises(HookError, match="has the parameter 'position' in no stage"):
-        check_stages(model, [first[1:], last], 2)
-    with pytest.raises(HookError, match=r"has the parameter 'blocks.2.norm.weight' in stages 0 or 1"):
-        check_stages(model, [[*first, "blocks.2"], last], 2)
+    with pytest.raises(api.HookError, match=r"gave 2 stages \(4, 5 names\), and 3 are needed"):
+        api.check_stages(model, [first, last], 3)
+    with pytest.raises(api.HookError, match="names 'layers.0', which Model does not have"):
+        api.check_stages(model, [[*first, "layers.0"], last], 2)
+    with pytest.raises(api.HookError, match="has the parameter 'position' in no stage"):
+        api.check_stages(model, [first[1:], last], 2)
+    with pytest.raises(api.HookError, match=r"has the parameter 'blocks.2.norm.weight' in stages 0 or 1"):
+        api.check_stages(model, [[*first, "blocks.2"], last], 2)
     frozen = Model(Case())
     for name in first:
         frozen.get_submodule(name).requires_grad_(False) if name != "position" else frozen.position.requires_grad_(
             False
         )
-    with pytest.raises(ConfigError, match="stage 0 of the pipeline has no parameter that is trained"):
-        check_stages(frozen, [first, last], 2)
+    with pytest.raises(api.ConfigError, match="stage 0 of the pipeline has no parameter that is trained"):
+        api.check_stages(frozen, [first, last], 2)
 
 
 def test_a_batch_is_cut_along_first_dimensions_alone() -> None:
-    parts = cut({"x": torch.arange(5), "n": torch.tensor(3), "name": "a"}, 2, 5)
+    parts = api.cut({"x": torch.arange(5), "n": torch.tensor(3), "name": "a"}, 2, 5)
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4]]
     assert all(part["n"] == 3 and part["name"] == "a" for part in parts)
     words, sizes = list("abcde"), (3, 3)
-    parts = cut((torch.zeros(5), {"words": words, "n": [1, 2, 3, 4, 5], "sizes": sizes, "few": [1, 2]}), 2, 5)
+    parts = api.cut((torch.zeros(5), {"words": words, "n": [1, 2, 3, 4, 5], "sizes": sizes, "few": [1, 2]}), 2, 5)
     assert [part[1]["words"] for part in parts] == [["a", "b", "c"], ["d", "e"]]
     assert [part[1]["n"] for part in parts] == [[1, 2, 3], [4, 5]]
     assert all(part[1]["sizes"] == sizes and part[1]["few"] == [1, 2] for part in parts)
-    assert shapes_of((torch.zeros(5), words)) == shapes_of((torch.zeros(5), list("fghij")))
-    with pytest.raises(DataError, match=r"5 samples and a tensor of shape \[7, 5\], and cuts each"):
-        cut((torch.zeros(5, 2), torch.zeros(7, 5)), 2, 5)
+    assert api.shapes_of((torch.zeros(5), words)) == api.shapes_of((torch.zeros(5), list("fghij")))
+    with pytest.raises(api.DataError, match=r"5 samples and a tensor of shape \[7, 5\], and cuts each"):
+        api.cut((torch.zeros(5, 2), torch.zeros(7, 5)), 2, 5)
 
 
 def test_batches_look_alike_by_shapes_counts_and_words_and_not_by_rates_or_addresses() -> None:
@@ -96,12 +80,14 @@ def test_batches_look_alike_by_shapes_counts_and_words_and_not_by_rates_or_addre
         pass
 
     x, kept = torch.zeros(2, 3), [Options() for _ in range(3)]
-    like = shapes_of({"x": x, "rate": 0.5, "length": 3, "mode": "a", "options": kept[0], "mask": None})
-    assert like == shapes_of({"x": x + 1, "rate": 0.6, "length": 3, "mode": "a", "options": Options(), "mask": None})
+    like = api.shapes_of({"x": x, "rate": 0.5, "length": 3, "mode": "a", "options": kept[0], "mask": None})
+    assert like == api.shapes_of(
+        {"x": x + 1, "rate": 0.6, "length": 3, "mode": "a", "options": Options(), "mask": None}
+    )
     assert len({like, like}) == 1
     for other in ({"x": x[:1]}, {"x": x.double()}, {"length": 4}, {"mode": "b"}, {"options": 1}, {"mask": x}):
         changed = {"x": x, "rate": 0.5, "length": 3, "mode": "a", "options": kept[1], "mask": None} | other
-        assert shapes_of(changed) != like
+        assert api.shapes_of(changed) != like
 
 
 class Careless(Trained):
@@ -122,7 +108,7 @@ class Careless(Trained):
             "targets": lambda: self.forward_backward(model, inputs, labels[:8], mean_loss, weight=count),
             "rows": lambda: self.world.all_gather_with_gradient(tokens.double()),
         }.items():
-            with pytest.raises((StepError, DataError, ConfigError, RanksDifferError)) as raised:
+            with pytest.raises((api.StepError, api.DataError, api.ConfigError, api.RanksDifferError)) as raised:
                 mistake()
             self.told[name] = str(raised.value)
         self.forward_backward(model, inputs, labels, mean_loss, weight=count)
@@ -149,12 +135,12 @@ def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks() -> None:
 
 
 def last_batch_refused(loader: Any, dp_size: int = 1, total_steps: int | None = None) -> str:
-    stream = train_stream(loader, accumulation=1, dp_rank=0, dp_size=dp_size, seed=0)
+    stream = api.train_stream(loader, accumulation=1, dp_rank=0, dp_size=dp_size, seed=0)
     state = SimpleNamespace(total_steps=total_steps, accumulation_steps=1)
     runtime: Any = SimpleNamespace(data=SimpleNamespace(stream=stream), state=state)
     try:
-        refuse_short_batches(runtime, 4)
-    except DataError as error:
+        api.refuse_short_batches(runtime, 4)
+    except api.DataError as error:
         return str(error)
     return ""
 
@@ -167,7 +153,7 @@ def test_a_last_batch_is_refused_only_where_it_is_trained_as_it_is() -> None:
     assert last_batch_refused(plain(rows, 8, collate_fn=list)) == ""
     assert last_batch_refused(plain(rows, 8), total_steps=2) == ""
     assert last_batch_refused(plain(rows, 8), dp_size=2) == ""  # what is left of a plain loader is dropped there
-    uneven = DistributedDataLoader(rows, 8, drop_last=False)
+    uneven = api.DistributedDataLoader(rows, 8, drop_last=False)
     assert "the last batch of an epoch, of 3 samples" in last_batch_refused(uneven, dp_size=2)
 
 

@@ -1,7 +1,5 @@
 """Several trained models in one pipeline: those with blocks in stages of their own, small ones whole on each rank."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from functools import partial

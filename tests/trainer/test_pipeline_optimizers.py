@@ -1,7 +1,5 @@
 """Optimizers of parts of a model in stages: a rank without such a part has one of nothing."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -87,9 +85,7 @@ def train(case: Case, experiment: str, directory: str, *steps: int) -> list[tupl
 
 
 @pytest.mark.parametrize("clip", [0.05, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_rank_without_an_optimizers_part_steps_nothing_and_checkpoints_have_all(
-    clip: float | None, tmp_path: Path
-) -> None:
+def test_a_rank_without_a_part_steps_nothing_and_checkpoints_have_all(clip: float | None, tmp_path: Path) -> None:
     case, directory = Case(clip=clip), str(tmp_path)
     ((norms, weights),) = run_world(train, 1, replace(case, pp=1), "alone", directory, 4)[0]
     ranks = run_world(train, 2, replace(case, pp=2), "hops", directory, 2, 3)

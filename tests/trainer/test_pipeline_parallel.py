@@ -1,7 +1,5 @@
 """A pipeline changes where layers are and nothing else: weights, losses, metrics and checkpoints are one process's."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -11,56 +9,43 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.api import DistributedDataLoader, ranks_of_stages, step_traffic
-from tests.trainer.stages import (
-    BATCH,
-    LENGTH,
-    STEPS,
-    VOCABULARY,
-    WIDTH,
-    Case,
-    Rows,
-    Trained,
-    config_of,
-    reference,
-    united,
-    weights_of,
-)
+from tests.trainer import stages
 from tests.worlds import run_world
 
 WORLD_2 = [
-    Case(2),
-    Case(2, schedule="GPipe", accumulation=2, microbatches=2, clip=None),
-    Case(2, weighted=False, recompute="full", microbatches=8),
-    Case(2, frozen=True, changing=True),
-    Case(2, schedule="Interleaved1F1B", accumulation=2, microbatches=4),
-    Case(2, schedule="InterleavedZeroBubble", weighted=False, recompute="selective"),
-    Case(2, schedule="ZBVZeroBubble"),
+    stages.Case(2),
+    stages.Case(2, schedule="GPipe", accumulation=2, microbatches=2, clip=None),
+    stages.Case(2, weighted=False, recompute="full", microbatches=8),
+    stages.Case(2, frozen=True, changing=True),
+    stages.Case(2, schedule="Interleaved1F1B", accumulation=2, microbatches=4),
+    stages.Case(2, schedule="InterleavedZeroBubble", weighted=False, recompute="selective"),
+    stages.Case(2, schedule="ZBVZeroBubble"),
 ]
 WORLD_4 = [
-    Case(2, dp=2, shard="auto", accumulation=2, microbatches=2),
-    Case(4, microbatches=4),
-    Case(2, dp=2, schedule="DualPipeV"),
+    stages.Case(2, dp=2, shard="auto", accumulation=2, microbatches=2),
+    stages.Case(4, microbatches=4),
+    stages.Case(2, dp=2, schedule="DualPipeV"),
 ]
 FURTHER_4 = [
-    Case(2, dp=2, shard="auto"),
-    Case(2, dp=2, accumulation=2, microbatches=2),
-    Case(
+    stages.Case(2, dp=2, shard="auto"),
+    stages.Case(2, dp=2, accumulation=2, microbatches=2),
+    stages.Case(
         2, dp=2, shard="auto", schedule="GPipe", accumulation=2, weighted=False, microbatches=2, recompute="selective"
     ),
-    Case(2, dp=2, shard="auto", schedule="InterleavedZeroBubble", accumulation=2, microbatches=2),
+    stages.Case(2, dp=2, shard="auto", schedule="InterleavedZeroBubble", accumulation=2, microbatches=2),
 ]
 SHARDED_4 = [
-    Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", changing=True),
-    Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", compile=True),
-    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", recompute="full", changing=True),
-    Case(2, dp=2, shard="auto", schedule="DualPipeV", recompute="selective", accumulation=2, microbatches=4),
+    stages.Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", changing=True),
+    stages.Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", compile=True),
+    stages.Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", recompute="full", changing=True),
+    stages.Case(2, dp=2, shard="auto", schedule="DualPipeV", recompute="selective", accumulation=2, microbatches=4),
 ]
 
 COMPILED = [
-    Case(2, compile=True, changing=True),
-    Case(2, compile=True, schedule="ZBVZeroBubble", recompute="full", accumulation=2, microbatches=4),
-    Case(2, compile=True, schedule="InterleavedZeroBubble", weighted=False),
-    Case(2, compile=True, schedule="DualPipeV", changing=True),
+    stages.Case(2, compile=True, changing=True),
+    stages.Case(2, compile=True, schedule="ZBVZeroBubble", recompute="full", accumulation=2, microbatches=4),
+    stages.Case(2, compile=True, schedule="InterleavedZeroBubble", weighted=False),
+    stages.Case(2, compile=True, schedule="DualPipeV", changing=True),
 ]
 
 
@@ -73,7 +58,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Observed(Trained):
+class Observed(stages.Trained):
     """Notes what the second step sends; the first one finds out what stages have to expect."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
@@ -85,28 +70,28 @@ class Observed(Trained):
         return result
 
 
-def formula(case: Case, rank: int) -> int:
+def formula(case: stages.Case, rank: int) -> int:
     """What docs/pipeline-parallel.md says that a rank of a pipeline sends in a step, in bytes of float64."""
     ranks = ranks_of_stages(case.schedule, case.pp, 2 if case.schedule not in ("1F1B", "GPipe") else 1)
     ends = [(here, there) for one, other in pairwise(ranks) for here, there in ((one, other), (other, one))]
     microbatches = case.microbatches or 2 * case.pp
-    rows = BATCH // case.dp // microbatches
-    return 8 * microbatches * rows * LENGTH * WIDTH * sum(here == rank != there for here, there in ends)
+    rows = stages.BATCH // case.dp // microbatches
+    return 8 * microbatches * rows * stages.LENGTH * stages.WIDTH * sum(here == rank != there for here, there in ends)
 
 
-def train(cases: list[Case]) -> list[dict[str, Any]]:
+def train(cases: list[stages.Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
-        with Observed(config_of(case)) as trainer:
+        with Observed(stages.config_of(case)) as trainer:
             trainer.fit()
             results.append(
                 {
-                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
+                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, stages.STEPS + 1)],
                     "norms": trainer.norms,
-                    "val": trainer.logged[STEPS]["val/loss"],
+                    "val": trainer.logged[stages.STEPS]["val/loss"],
                     "start": trainer.initial,
-                    "weights": weights_of(trainer),
-                    "predicted": trainer.predict(DistributedDataLoader(Rows(13), 4, drop_last=False)),
+                    "weights": stages.weights_of(trainer),
+                    "predicted": trainer.predict(DistributedDataLoader(stages.Rows(13), 4, drop_last=False)),
                     "sent": vars(trainer).get("sent"),
                     "mesh": trainer.describe(),
                     "traffic": step_traffic(trainer._runtime),
@@ -125,16 +110,16 @@ def train(cases: list[Case]) -> list[dict[str, Any]]:
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
-    (alone,) = run_world(train, 1, [Case(frozen=frozen) for frozen in (False, True)])
+def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[stages.Case]) -> None:
+    (alone,) = run_world(train, 1, [stages.Case(frozen=frozen) for frozen in (False, True)])
     by_rank = run_world(train, cases[0].world_size, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         start = alone[case.frozen]["start"]
         assert all(0 < len(result["start"]) < len(start) for result in ranks)
-        found = united([result["start"] for result in ranks])
+        found = stages.united([result["start"] for result in ranks])
         assert found.keys() == start.keys()
         assert all(torch.equal(found[name], start[name]) for name in start), case
-        expected = reference(case, start)
+        expected = stages.reference(case, start)
         for rank, result in enumerate(ranks):
             if case.accumulation == 1 and not case.changing:
                 assert result["sent"] == formula(case, rank // case.dp)
@@ -148,12 +133,12 @@ def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case]) -> 
             stage = "| 0 | 0 | position, embedding, blocks.0"
             assert stage in result["mesh"]
             assert f"| {rank} | {rank // case.dp} |" in result["mesh"]
-        weights = united([result["weights"] for result in ranks])
+        weights = stages.united([result["weights"] for result in ranks])
         for name, value in expected["weights"].items():
             torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
 
 
-class Shifting(Trained):
+class Shifting(stages.Trained):
     def configure_models(self) -> None:
         super().configure_models()
         self.model.embedding.register_forward_pre_hook(shift)
@@ -162,14 +147,14 @@ class Shifting(Trained):
         self.shifted: list[bool] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        once = (batch[0] + 1) % VOCABULARY
+        once = (batch[0] + 1) % stages.VOCABULARY
         result = super().training_step(batch, batch_idx)
         self.shifted.append(torch.equal(batch[0], once))
         return result
 
 
 def shift(module: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    return (args[0].add_(1).remainder_(VOCABULARY).clone(),)
+    return (args[0].add_(1).remainder_(stages.VOCABULARY).clone(),)
 
 
 def stretch(module: torch.nn.Module, args: tuple[Tensor]) -> None:
@@ -177,18 +162,18 @@ def stretch(module: torch.nn.Module, args: tuple[Tensor]) -> None:
     args[0][:, 0] += 1
 
 
-def train_shifting(cases: list[Case]) -> list[dict[str, Any]]:
+def train_shifting(cases: list[stages.Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
-        with Shifting(config_of(case, max_steps=2)) as trainer:
+        with Shifting(stages.config_of(case, max_steps=2)) as trainer:
             trainer.fit()
-            results.append({"shifted": trainer.shifted, "norms": trainer.norms, "weights": weights_of(trainer)})
+            results.append({"shifted": trainer.shifted, "norms": trainer.norms, "weights": stages.weights_of(trainer)})
     return results
 
 
 def test_a_stage_may_change_its_inputs_in_place() -> None:
-    ((alone,),) = run_world(train_shifting, 1, [Case()])
-    cases = [Case(2), Case(2, schedule="ZBVZeroBubble")]  # where a rank hands on to itself
+    ((alone,),) = run_world(train_shifting, 1, [stages.Case()])
+    cases = [stages.Case(2), stages.Case(2, schedule="ZBVZeroBubble")]  # where a rank hands on to itself
     for ranks in zip(*run_world(train_shifting, 2, cases), strict=True):
         assert ranks[0]["shifted"] == [True, True]
         for rank in ranks:
@@ -197,7 +182,7 @@ def test_a_stage_may_change_its_inputs_in_place() -> None:
                 torch.testing.assert_close(value, alone["weights"][name], rtol=1e-10, atol=1e-10)
 
 
-class Drawing(Trained):
+class Drawing(stages.Trained):
     """Notes what was drawn: by each step, and for each micro-batch by the stage's first layer."""
 
     def pre_fit(self) -> None:
@@ -216,7 +201,7 @@ class Drawing(Trained):
 
 
 def draw() -> tuple[list[float], list[Tensor]]:
-    with Drawing(config_of(Case(2, dropout=0.3), max_steps=2)) as trainer:
+    with Drawing(stages.config_of(stages.Case(2, dropout=0.3), max_steps=2)) as trainer:
         trainer.fit()
         return trainer.drawn, trainer.dropped
 

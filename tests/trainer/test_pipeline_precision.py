@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from tests.api import INITIAL_SCALE, WEIGHT_DIVISOR
+from tests.trainer import stages
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.stages import BATCH, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, weights_of
-from tests.trainer.test_pipeline_parallel import Sent, formula, united
+from tests.trainer.test_pipeline_parallel import Sent, formula
 from tests.worlds import run_world
 
-OVERFLOWING = Case(2, precision="fp16")
+OVERFLOWING = stages.Case(2, precision="fp16")
 CASES = [
-    Case(2, precision="bf16", clip=None),
-    Case(2, precision="bf16", clip=None, schedule="GPipe", recompute="full", weighted=False, microbatches=8),
-    Case(2, precision="fp16", clip=None, schedule="ZBVZeroBubble", weighted=False),
+    stages.Case(2, precision="bf16", clip=None),
+    stages.Case(2, precision="bf16", clip=None, schedule="GPipe", recompute="full", weighted=False, microbatches=8),
+    stages.Case(2, precision="fp16", clip=None, schedule="ZBVZeroBubble", weighted=False),
     OVERFLOWING,
 ]
-SHARDED = Case(2, dp=2, shard="auto", precision="bf16", clip=None)
+SHARDED = stages.Case(2, dp=2, shard="auto", precision="bf16", clip=None)
 
 
-class Half(Trained):
+class Half(stages.Trained):
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
         if self.config.case == OVERFLOWING and self.model.embedding is not None:  # of one stage alone
@@ -32,11 +32,15 @@ class Half(Trained):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         factor = 2.0**40 if self.config.case == OVERFLOWING and self.global_step == 2 else 1.0
-        weight = count if self.config.case.weighted else None
+        weight = stages.count if self.config.case.weighted else None
         tokens, labels = batch
         with Sent() as sent:
             loss = self.forward_backward(
-                self.model, (tokens,), labels, lambda scores, labels: mean_loss(scores, labels) * factor, weight=weight
+                self.model,
+                (tokens,),
+                labels,
+                lambda scores, labels: stages.mean_loss(scores, labels) * factor,
+                weight=weight,
             )
         if not self.is_accumulating_gradients:
             self.sent = sent.n_bytes
@@ -44,31 +48,31 @@ class Half(Trained):
         return {"loss": loss}
 
 
-def train(cases: list[Case]) -> list[dict[str, Any]]:
+def train(cases: list[stages.Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
-        with Half(config_of(case, val_every_n_epochs=None)) as trainer:
+        with Half(stages.config_of(case, val_every_n_epochs=None)) as trainer:
             trainer.fit()
-            losses = [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)]
+            losses = [trainer.logged[step]["train/loss"] for step in range(1, stages.STEPS + 1)]
             results.append({"losses": losses, "norms": trainer.norms, "start": trainer.initial, "sent": trainer.sent})
-            results[-1] |= {"weights": weights_of(trainer), "skipped": trainer.skipped_steps}
+            results[-1] |= {"weights": stages.weights_of(trainer), "skipped": trainer.skipped_steps}
     return results
 
 
-def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
-    model, dtype = Model(case), torch.bfloat16 if case.precision == "bf16" else torch.float16
+def by_hand(case: stages.Case, start: dict[str, Tensor]) -> dict[str, Any]:
+    model, dtype = stages.Model(case), torch.bfloat16 if case.precision == "bf16" else torch.float16
     model.load_state_dict(start, strict=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data, n_parts = Rows(BATCH * STEPS), case.microbatches or 2 * case.pp
+    data, n_parts = stages.Rows(stages.BATCH * stages.STEPS), case.microbatches or 2 * case.pp
     scale = 1.0 if case.precision == "bf16" else INITIAL_SCALE / (WEIGHT_DIVISOR if case.weighted else 1)
     losses, norms, skipped = [], [], 0
-    for step in range(STEPS):
-        rows, total, loss_sum = slice(step * BATCH, (step + 1) * BATCH), 0.0, 0.0
+    for step in range(stages.STEPS):
+        rows, total, loss_sum = slice(step * stages.BATCH, (step + 1) * stages.BATCH), 0.0, 0.0
         factor = 2.0**40 if case == OVERFLOWING and step == 2 else 1.0
         for tokens, labels in zip(data.tokens[rows].chunk(n_parts), data.labels[rows].chunk(n_parts), strict=True):
-            weight = count(labels) if case.weighted else 1 / n_parts
+            weight = stages.count(labels) if case.weighted else 1 / n_parts
             with torch.autocast("cpu", dtype, cache_enabled=False):
-                loss = mean_loss(model(tokens), labels) * factor * weight
+                loss = stages.mean_loss(model(tokens), labels) * factor * weight
             (loss * scale).backward()
             loss_sum, total = loss_sum + loss.item(), total + float(weight)
         if case == OVERFLOWING and step == 1:
@@ -91,13 +95,13 @@ def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
 def test_half_precision_in_stages_is_that_of_one_process() -> None:
     by_rank = run_world(train, 2, CASES)
     for case, ranks in zip(CASES, zip(*by_rank, strict=True), strict=True):
-        expected = by_hand(case, united([result["start"] for result in ranks]))
+        expected = by_hand(case, stages.united([result["start"] for result in ranks]))
         for rank, result in enumerate(ranks):
             assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6), case
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-6, nan_ok=True), case
             assert result["skipped"] == expected["skipped"] == (2 if case == OVERFLOWING else 0)
             assert result["sent"] == formula(case, rank) // 2  # float32, as what autocast adds to is
-        weights = united([result["weights"] for result in ranks])
+        weights = stages.united([result["weights"] for result in ranks])
         if case.clip is None:
             assert same_bits(weights, expected["weights"]), case
         for name, value in expected["weights"].items():  # the clipping's norm is over stages, rounded in another order
@@ -106,12 +110,12 @@ def test_half_precision_in_stages_is_that_of_one_process() -> None:
 
 @pytest.mark.slow
 def test_shards_in_half_precision_are_those_without_stages() -> None:
-    (alone, *_) = run_world(train, 2, [Case(1, dp=2, shard="auto", precision="bf16", clip=None, accumulation=4)])
+    (alone, *_) = run_world(train, 2, [stages.Case(1, dp=2, shard="auto", precision="bf16", clip=None, accumulation=4)])
     ranks = run_world(train, 4, [SHARDED])
     for rank, (result,) in enumerate(ranks):
         assert result["losses"] == pytest.approx(alone[0]["losses"], rel=1e-6)
         assert result["norms"] == pytest.approx(alone[0]["norms"], rel=1e-6)
         assert result["sent"] == formula(SHARDED, rank // 2) // 4  # bfloat16, as blocks give it
-    weights = united([result["weights"] for (result,) in ranks])
+    weights = stages.united([result["weights"] for (result,) in ranks])
     for name, value in alone[0]["weights"].items():
         torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=name)

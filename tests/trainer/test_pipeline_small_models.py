@@ -1,7 +1,5 @@
 """A critic that each rank of a pipeline has whole: what its losses change is as in a loop written by hand."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A parameter of several stages is one parameter: its gradient, its share of the norm, and its name in checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models as users have them, cut into stages: what cannot be cut is named, down to the line, with what to do."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,15 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import (
-    ConfigError,
-    DistributedDataLoader,
-    GroupParameters,
-    even_stages,
-    keep_only,
-    parameter_groups,
-    remember_whole,
-)
+from tests.api import ConfigError, DistributedDataLoader, even_stages, keep_only, remember_whole
 from tests.trainer.stages import BATCH, BLOCKS, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, united
 from tests.worlds import run_world
 
@@ -73,9 +63,6 @@ def test_a_list_of_layers_is_empty_where_others_hold_all_of_it() -> None:
     keep_only(model, stages_of(model)[0])
     assert len(model.up) == 0
     assert model.head is None
-
-
-# -- trained on two ranks, and by hand
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -129,11 +116,8 @@ def test_skips_that_cross_are_trained_as_in_one_process(on_two_ranks: list[Any])
         torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-11, atol=1e-11, msg=name)
 
 
-# -- optimizers by name and by depth
-
-
-HEAD = GroupParameters(pattern=r"^head\.", lr=3e-3)
-LOWEST = GroupParameters(pattern=r"^blocks\.0\.up", lr_scale=0.5)
+HEAD = dt.GroupParameters(pattern=r"^head\.", lr=3e-3)
+LOWEST = dt.GroupParameters(pattern=r"^blocks\.0\.up", lr_scale=0.5)
 OPTIMIZER = dt.OptimizerParameters(lr=1e-2, weight_decay=0.1, layer_decay=0.5, groups=(HEAD, LOWEST), fused=False)
 
 
@@ -248,7 +232,7 @@ def test_layer_decay_and_groups_by_name_are_those_of_the_whole_model(on_two_rank
         for name, weight in united([stage["weights"] for stage in stages]).items():
             torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-10, atol=1e-10, msg=name)
         # A stage has the whole model's groups, and their rates, also of those that are empty there.
-        expected = parameter_groups(
+        expected = dt.parameter_groups(
             model, lr=1e-2, weight_decay=0.1, layer_decay=0.5, groups=(HEAD, LOWEST), decay_vectors=False
         )
         for stage in stages:
@@ -267,11 +251,13 @@ def cut(model: Model, stage: int) -> Model:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_matches_nothing_in_the_whole_model_is_refused_in_each_stage(stage: int) -> None:
     tied = cut(Model(Case(tied=True)), stage)
-    groups = parameter_groups(tied, lr=1.0, weight_decay=0.1, groups=(GroupParameters(pattern="^head.w", lr=2.0),))
+    groups = dt.parameter_groups(
+        tied, lr=1.0, weight_decay=0.1, groups=(dt.GroupParameters(pattern="^head.w", lr=2.0),)
+    )
     assert [group["name"] for group in groups] == ["decay", "no_decay", "^head.w decay"]
     assert [name for name, _ in groups[2]["params"]] == [["embedding.weight"], ["head.weight"]][stage]
     with pytest.raises(ConfigError, match=r"'heads' matches no parameter of the model. Near names: head"):
-        parameter_groups(tied, lr=1.0, weight_decay=0.1, groups=(GroupParameters(pattern="heads", lr=2.0),))
+        dt.parameter_groups(tied, lr=1.0, weight_decay=0.1, groups=(dt.GroupParameters(pattern="heads", lr=2.0),))
     muon, adamw = dt.build_optimizers(
         dt.OptimizerParameters(name="muon", lr=1e-2, hidden=(r"^blocks\.4\.up",)), cut(Model(Case()), stage)
     )
@@ -279,7 +265,7 @@ def test_what_matches_nothing_in_the_whole_model_is_refused_in_each_stage(stage:
     muon.step()
     adamw.step()
     with pytest.raises(ConfigError, match="other modules than the model was cut by, as the one of blocks"):
-        parameter_groups(tied, lr=1.0, weight_decay=0.1, layer_decay=0.5, blocks=[nn.Linear(1, 1)])
+        dt.parameter_groups(tied, lr=1.0, weight_decay=0.1, layer_decay=0.5, blocks=[nn.Linear(1, 1)])
     tied.more = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="more.bias was added after the model was cut into stages"):
-        parameter_groups(tied, lr=1.0, weight_decay=0.1)
+        dt.parameter_groups(tied, lr=1.0, weight_decay=0.1)

@@ -1,7 +1,5 @@
 """Code that treats a model as a plain module inside a step: on 2 shards and 2 replicas as in one process by hand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """bf16, fp16 and reductions against loops written by hand, and the models that mixed precision breaks elsewhere."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

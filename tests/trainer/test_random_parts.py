@@ -1,7 +1,5 @@
 """Random layers among split ones: each rank draws for its part, and all draw the same for what is whole."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -171,10 +169,7 @@ def by_hand(start: dict[str, Tensor], dropped: dict[str, list[Tensor]]) -> dict[
 
 
 CASES = [Case(in_sequence=False, recompute="full")]
-FURTHER = [
-    Case(in_sequence=True, recompute="full"),
-    Case(in_sequence=True, recompute="selective", backend="aot_eager"),
-]
+FURTHER = [Case(in_sequence=True, recompute="full"), Case(in_sequence=True, recompute="selective", backend="aot_eager")]
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER, marks=pytest.mark.slow)])

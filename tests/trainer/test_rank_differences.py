@@ -1,7 +1,5 @@
 """What differs by rank and must not is named on every rank before the first step; what may differ is not."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

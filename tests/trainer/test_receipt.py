@@ -1,7 +1,5 @@
 """Where a run's time went: the parts add up to its whole time, over kills too, and say what was trained twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Blocks whose forwards change state train under activation checkpointing as a plain loop does, on every mesh."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent modules, which keep their parameters a second time in a list: built, sharded, trained and saved."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -117,9 +115,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.pitfall(21)
-def test_recurrent_modules_train_as_by_hand_alone_replicated_and_sharded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_modules_train_as_by_hand_on_any_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directories = [tmp_path / name for name in ("alone", "replicated", "sharded")]
     for directory in directories:
         directory.mkdir()

@@ -1,7 +1,5 @@
 """Gradients between `backward` and `step`: those of the global batch after `reduce_gradients`, on every mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`register_state`: what a callback keeps beside the trainer goes on where it was, on other ranks too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

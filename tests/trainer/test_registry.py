@@ -1,7 +1,5 @@
 """Registries: models, optimizers, schedulers and metrics by the attributes that hold them."""
 
-from __future__ import annotations
-
 from types import FunctionType
 from typing import Any
 
@@ -140,9 +138,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step() ->
 
     with pytest.raises(ConfigError, match=r"self\.optimizer is LBFGS, whose step\(\) needs a closure.*plain"):
         Closes(make_config(max_steps=1), batches(1)).fit()
-
-
-# -- the surface
 
 
 MIXINS = {name for name in mixins.__all__ if name.endswith("Mixin") and not name.endswith("ConfigMixin")}

@@ -1,7 +1,5 @@
 """Replicas keep plain parameters: what is averaged, in which type and memory order, and what nobody touches."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any
@@ -146,9 +144,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_replicas_make_the_steps_of_one_process(
-    name: str, ranks: list[dict[str, Any]], alone: dict[str, Any]
-) -> None:
+def test_two_replicas_are_one_process(name: str, ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """To the bit, as far as the mean of two numbers is: under bf16 too, where both compute by autocast."""
     is_exact = not name.startswith("weighted")  # there the two processes round at other places
     tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-6, "atol": 1e-7}

@@ -1,8 +1,6 @@
 """A run that was stopped anywhere and started again is the run that was not: bit for bit at the same layout, and in its
 samples, weights and moments at any."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

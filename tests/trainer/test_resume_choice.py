@@ -1,7 +1,5 @@
 """From what a run goes on: which checkpoint, what if it is damaged or of another model, and what is made up for."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -15,22 +13,7 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import CheckpointError
-from tests.trainer.saves import (
-    NOTHING,
-    STEPS,
-    VALIDATING,
-    Config,
-    Saves,
-    Validated,
-    all_tensors,
-    assert_as,
-    damage,
-    fit,
-    fit_scripted,
-    make_config,
-    run,
-    steps_of,
-)
+from tests.trainer import saves
 from tests.trainer.small import WIDTH, Batch, Samples, assert_same_weights, weights
 
 
@@ -42,11 +25,8 @@ class Looks(dt.Callback):
         self._start = weights(trainer.model)
 
 
-# -- which one
-
-
 def test_evaluating_a_run_without_a_checkpoint_says_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    def said(trainer: Saves, *, fits: bool = False) -> int:
+    def said(trainer: saves.Saves, *, fits: bool = False) -> int:
         caplog.clear()
         with trainer:
             if fits:
@@ -55,12 +35,12 @@ def test_evaluating_a_run_without_a_checkpoint_says_where_there_is_none(caplog: 
                 trainer.evaluate()
         return caplog.text.count("runs/tests/checkpoint/run/checkpoints has no checkpoint")
 
-    assert said(Saves(make_config())) == 1
-    assert said(Saves(make_config(resume=None))) == 0
-    assert said(Saves(make_config(training={"n_epochs": 1, "num_sanity_val_steps": 1})), fits=True) == 0
-    assert said(Saves(make_config())) == 0
-    with Saves(
-        make_config(experiment="other", init_from="runs/tests/checkpoint/run/checkpoints/step_00000006")
+    assert said(saves.Saves(saves.make_config())) == 1
+    assert said(saves.Saves(saves.make_config(resume=None))) == 0
+    assert said(saves.Saves(saves.make_config(training={"n_epochs": 1, "num_sanity_val_steps": 1})), fits=True) == 0
+    assert said(saves.Saves(saves.make_config())) == 0
+    with saves.Saves(
+        saves.make_config(experiment="other", init_from="runs/tests/checkpoint/run/checkpoints/step_00000006")
     ) as other:
         other.evaluate()
     assert "has no checkpoint" not in caplog.text
@@ -68,52 +48,52 @@ def test_evaluating_a_run_without_a_checkpoint_says_where_there_is_none(caplog: 
 
 def test_latest_is_the_newest_and_an_error_where_there_is_none() -> None:
     with pytest.raises(CheckpointError, match=r'resume="latest".*run/checkpoints has no checkpoint.*"auto"'):
-        run(resume="latest")
-    run(save_every_n_steps=2)
-    trainer = run(resume="latest", training={"n_epochs": 2})
+        saves.run(resume="latest")
+    saves.run(save_every_n_steps=2)
+    trainer = saves.run(resume="latest", training={"n_epochs": 2})
     assert trainer.loaded == ["step_00000006"]
-    assert trainer.global_step == 2 * STEPS
+    assert trainer.global_step == 2 * saves.STEPS
 
 
 @pytest.mark.parametrize(("mode", "step"), [("min", 2), ("max", 4)])
 def test_best_is_the_one_whose_own_validation_was_best(mode: str, step: int, caplog: pytest.LogCaptureFixture) -> None:
     script = (0.5, -1.0, 0.5, 7.0, float("nan"), 0.0)
-    fit_scripted(script, save_every_n_steps=1)
+    saves.fit_scripted(script, save_every_n_steps=1)
     with caplog.at_level(logging.WARNING, "dream_trainer"):
-        trainer = fit_scripted((*script, 0.0), save_every_n_steps=2, resume="best", best_mode=mode)
+        trainer = saves.fit_scripted((*script, 0.0), save_every_n_steps=2, resume="best", best_mode=mode)
     assert trainer.loaded == [f"step_{step:08d}"]
     assert f"continuing from step {step}; set aside: " in caplog.text
     assert trainer.saved == [*range(step + 2, 8, 2), 7]
-    assert steps_of(trainer) == [*range(1, step + 1), *trainer.saved]
+    assert saves.steps_of(trainer) == [*range(1, step + 1), *trainer.saved]
 
 
 @pytest.mark.parametrize("way", ["resume", "load_checkpoint"])
 def test_an_evaluation_of_an_older_checkpoint_leaves_the_run_as_it_is(way: str) -> None:
-    def config(**checkpoint: Any) -> Config:
-        made = make_config(training={"n_epochs": 3}, **checkpoint)
+    def config(**checkpoint: Any) -> saves.Config:
+        made = saves.make_config(training={"n_epochs": 3}, **checkpoint)
         made.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1)
         return made
 
-    class Logs(dt.LoggerMixin, Saves):
+    class Logs(dt.LoggerMixin, saves.Saves):
         def predict_step(self, batch: Batch, batch_idx: int) -> Any:
             return self.model(batch[0])
 
     first = Logs(config())
-    fit(first)
+    saves.fit(first)
     before = files_of(first.run_dir)
-    with Logs(config(resume=STEPS) if way == "resume" else config()) as trainer:
+    with Logs(config(resume=saves.STEPS) if way == "resume" else config()) as trainer:
         if way == "load_checkpoint":
-            trainer.load_checkpoint(first.checkpoint_dir / f"step_{STEPS:08d}")
+            trainer.load_checkpoint(first.checkpoint_dir / f"step_{saves.STEPS:08d}")
         assert trainer.evaluate() == pytest.approx(dict.fromkeys(["val/loss"], first.history_of("val/loss")[0][1]))
         assert len(trainer.predict(DataLoader(Samples(4), 2))) == 4
-        assert trainer.global_step == STEPS
+        assert trainer.global_step == saves.STEPS
         assert files_of(first.run_dir) == before
     assert files_of(first.run_dir) == before
-    second = Logs(config(resume=STEPS))
+    second = Logs(config(resume=saves.STEPS))
     with second:
         second.evaluate()
         second.fit()
-    assert steps_of(second) == [STEPS, 2 * STEPS, 3 * STEPS]
+    assert saves.steps_of(second) == [saves.STEPS, 2 * saves.STEPS, 3 * saves.STEPS]
     assert len(list(second.checkpoint_dir.glob(".aside-*"))) == 2
 
 
@@ -124,18 +104,15 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def test_best_without_a_value_is_an_error_that_says_so() -> None:
-    fit_scripted((1.0, 2.0), save_every_n_steps=1, val_every=2, stop_after=1)
+    saves.fit_scripted((1.0, 2.0), save_every_n_steps=1, val_every=2, stop_after=1)
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* has a value of 'val/loss'"):
-        fit_scripted((1.0, 2.0), resume="best")
-
-
-# -- weights from elsewhere
+        saves.fit_scripted((1.0, 2.0), resume="best")
 
 
 def export_of_another_run() -> tuple[str, dict[str, torch.Tensor]]:
     """A file with weights that are not those a run of the tests starts from."""
-    trainer = run(experiment="elsewhere")
-    with Saves(make_config(experiment="elsewhere")) as again:
+    trainer = saves.run(experiment="elsewhere")
+    with saves.Saves(saves.make_config(experiment="elsewhere")) as again:
         (path,) = again.export("weights.safetensors")
     assert trainer.loaded == []
     return str(path), weights(trainer.model)
@@ -145,12 +122,12 @@ def export_of_another_run() -> tuple[str, dict[str, torch.Tensor]]:
 def test_init_from_gives_the_start_and_is_ignored_once_there_is_something_to_resume() -> None:
     path, given = export_of_another_run()
     first, later = Looks(), Looks()
-    straight = run(experiment="straight", init_from=path, training={"n_epochs": 2}, callbacks=[first])
+    straight = saves.run(experiment="straight", init_from=path, training={"n_epochs": 2}, callbacks=[first])
     assert_same_weights(first._start, given)
     assert straight.loaded == []
-    run(init_from=path, training={"max_steps": 4})
+    saves.run(init_from=path, training={"max_steps": 4})
     Path(path).unlink()  # nobody looks at it again
-    resumed = run(init_from=path, training={"n_epochs": 2}, callbacks=[later])
+    resumed = saves.run(init_from=path, training={"n_epochs": 2}, callbacks=[later])
     assert resumed.loaded == ["step_00000004"]
     assert not torch.equal(later._start["1.weight"], given["1.weight"])
     assert_same_weights(weights(resumed.model), weights(straight.model))
@@ -165,11 +142,13 @@ def test_a_name_in_init_from_that_does_not_fit_is_an_error_that_lists_it_unless_
     tensors["tail.weight"] = tensors.pop("1.weight")
     save_file(tensors, "renamed.safetensors")
     with pytest.raises(CheckpointError, match=r"(?s)1\.weight.*tail\.weight|tail\.weight.*1\.weight"):
-        run(init_from="renamed.safetensors")
+        saves.run(init_from="renamed.safetensors")
     renamed, lax = Looks(), Looks()
-    run(experiment="renamed", init_from="renamed.safetensors", init_renames={r"^tail\.": "1."}, callbacks=[renamed])
+    saves.run(
+        experiment="renamed", init_from="renamed.safetensors", init_renames={r"^tail\.": "1."}, callbacks=[renamed]
+    )
     assert_same_weights(renamed._start, given)
-    run(experiment="lax", init_from="renamed.safetensors", init_strict=False, callbacks=[lax])
+    saves.run(experiment="lax", init_from="renamed.safetensors", init_strict=False, callbacks=[lax])
     assert_same_weights(
         {n: t for n, t in lax._start.items() if n != "1.weight"}, {n: t for n, t in given.items() if n != "1.weight"}
     )
@@ -178,23 +157,20 @@ def test_a_name_in_init_from_that_does_not_fit_is_an_error_that_lists_it_unless_
 
 def test_init_from_a_file_that_is_not_there_names_it() -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.safetensors"):
-        run(init_from="nowhere.safetensors")
-
-
-# -- damage: of other kinds in tests/checkpoint/test_damage.py
+        saves.run(init_from="nowhere.safetensors")
 
 
 @pytest.mark.pitfall(29)
 def test_the_next_older_is_loaded_exactly_and_one_warning_names_the_file(caplog: pytest.LogCaptureFixture) -> None:
-    first = run(save_every_n_steps=2)
-    expected = all_tensors(first.checkpoint_dir / "step_00000004")
+    first = saves.run(save_every_n_steps=2)
+    expected = saves.all_tensors(first.checkpoint_dir / "step_00000004")
     newest = first.checkpoint_dir / "step_00000006"
-    name = damage(newest)
+    name = saves.damage(newest)
     with pytest.raises(CheckpointError, match=rf"step_00000006/{name}"):
-        run(resume=str(newest))  # asked for by name, it is an error though others are whole
+        saves.run(resume=str(newest))  # asked for by name, it is an error though others are whole
     look = Looks()
     with caplog.at_level(logging.WARNING, "dream_trainer"):
-        trainer = run(callbacks=[look])
+        trainer = saves.run(callbacks=[look])
     (message,) = [r.getMessage() for r in caplog.records if "skipping a damaged" in r.getMessage()]
     assert f"step_00000006/{name}" in message
     assert trainer.loaded == ["step_00000004"]
@@ -205,44 +181,38 @@ def test_the_next_older_is_loaded_exactly_and_one_warning_names_the_file(caplog:
 
 @pytest.mark.parametrize("resume", ["auto", "latest"])
 def test_if_none_is_whole_nothing_starts_anew(resume: str, caplog: pytest.LogCaptureFixture) -> None:
-    first = run(save_every_n_steps=2)
+    first = saves.run(save_every_n_steps=2)
     for step in (2, 4, 6):
-        damage(first.checkpoint_dir / f"step_{step:08d}")
+        saves.damage(first.checkpoint_dir / f"step_{step:08d}")
     before = {path: path.stat().st_mtime_ns for path in first.checkpoint_dir.rglob("*")}
-    trainer = Saves(make_config(resume=resume))
+    trainer = saves.Saves(saves.make_config(resume=resume))
     with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* is whole"):
-        fit(trainer)
+        saves.fit(trainer)
     assert trainer.losses == []
     assert caplog.text.count("skipping a damaged") == 3
     assert {path: path.stat().st_mtime_ns for path in first.checkpoint_dir.rglob("*")} == before
-
-
-# -- a finished run
 
 
 @pytest.mark.pitfall(40)
 @pytest.mark.pitfall(41)
 @pytest.mark.parametrize("place", ["model.safetensors", "checkpoints/step_00000099"])
 def test_an_export_beside_the_checkpoints_is_none_of_them_and_among_them_there_is_none(place: str) -> None:
-    straight = run(experiment="straight", training={"n_epochs": 2})
-    with Saves(make_config()) as trainer:
+    straight = saves.run(experiment="straight", training={"n_epochs": 2})
+    with saves.Saves(saves.make_config()) as trainer:
         trainer.fit()
         if place.startswith("checkpoints"):
             with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
                 trainer.export(trainer.run_dir / place)
         else:
             assert all(file.is_file() for file in trainer.export(trainer.run_dir / place))
-    again = run()
+    again = saves.run()
     assert (again.loaded, again.losses, again.saved) == (["step_00000006"], [], [])
-    longer = run(training={"n_epochs": 2})
+    longer = saves.run(training={"n_epochs": 2})
     assert longer.loaded == ["step_00000006"]
     assert_same_weights(weights(longer.model), weights(straight.model))
 
 
-# -- other models
-
-
-class Altered(Saves):
+class Altered(saves.Saves):
     change = ""
 
     def configure_models(self) -> None:
@@ -264,7 +234,7 @@ class Altered(Saves):
         self.optimizer = torch.optim.SGD(trained[::-1] if self.change == "reversed" else trained, lr=0.1, momentum=0.9)
 
 
-def altered(config: Config, change: str, **options: Any) -> Altered:
+def altered(config: saves.Config, change: str, **options: Any) -> Altered:
     trainer = Altered(config, **options)
     trainer.change = change
     return trainer
@@ -281,27 +251,24 @@ def altered(config: Config, change: str, **options: Any) -> Altered:
     ],
 )
 def test_another_model_is_an_error_that_names_what_does_not_fit(change: str, names: list[str]) -> None:
-    run(training={"max_steps": 3})
-    trainer = altered(make_config(), change)
+    saves.run(training={"max_steps": 3})
+    trainer = altered(saves.make_config(), change)
     with pytest.raises(CheckpointError, match=".*".join(names)):
-        fit(trainer)
+        saves.fit(trainer)
     assert trainer.losses == []
     assert trainer.saved == []
 
 
 @pytest.mark.pitfall(39)
 def test_optimizer_state_follows_names_and_not_positions() -> None:
-    straight = run(experiment="straight")
-    run(training={"max_steps": 3})
-    trainer = fit(altered(make_config(), "reversed"))
+    straight = saves.run(experiment="straight")
+    saves.run(training={"max_steps": 3})
+    trainer = saves.fit(altered(saves.make_config(), "reversed"))
     assert trainer.loaded == ["step_00000003"]
     assert_same_weights(weights(trainer.model), weights(straight.model))
 
 
-# -- what a signal left undone
-
-
-class Signalled(Saves):
+class Signalled(saves.Saves):
     """Gets SIGTERM in the validations after these steps, once each, or before the first step."""
 
     steps: tuple[int, ...] = ()
@@ -318,50 +285,48 @@ class Signalled(Saves):
 
 
 @pytest.fixture
-def straight() -> Saves:
-    return run(experiment="straight", training=VALIDATING, callbacks=[Validated()])
+def straight() -> saves.Saves:
+    return saves.run(experiment="straight", training=saves.VALIDATING, callbacks=[saves.Validated()])
 
 
 @pytest.mark.pitfall(42)
 @pytest.mark.parametrize(
     ("steps", "rules"),
-    [((3,), {"save_every_n_steps": 3}), ((6, 6, 9, 12), NOTHING | {"save_at_end": True})],
+    [((3,), {"save_every_n_steps": 3}), ((6, 6, 9, 12), saves.NOTHING | {"save_at_end": True})],
     ids=["by steps", "at the end"],
 )
 def test_a_validation_that_a_signal_ended_is_made_up_for(
-    steps: tuple[int, ...], rules: dict[str, Any], straight: Saves, monkeypatch: pytest.MonkeyPatch
+    steps: tuple[int, ...], rules: dict[str, Any], straight: saves.Saves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     for step in steps:
-        trainer = Signalled(make_config(training=VALIDATING, callbacks=[Validated()], **rules))
+        trainer = Signalled(saves.make_config(training=saves.VALIDATING, callbacks=[saves.Validated()], **rules))
         trainer.steps = (step,)
         with pytest.raises(SystemExit) as ended, trainer:
             trainer.fit()
         assert ended.value.code == 143
         assert trainer.global_step == step
-        assert [found for found, _ in trainer.get_callback(Validated)._found] == [
+        assert [found for found, _ in trainer.get_callback(saves.Validated)._found] == [
             validated for validated in (3, 6, 9, 12) if validated < step
         ]
         newest = trainer.checkpoints()[-1]
         assert (newest.step, newest.metrics) == (step, {})
-    resumed = run(training=VALIDATING, callbacks=[Validated()], **rules)
+    resumed = saves.run(training=saves.VALIDATING, callbacks=[saves.Validated()], **rules)
     assert resumed.loaded == [f"step_{steps[-1]:08d}"]
-    assert_as(straight, resumed)
+    saves.assert_as(straight, resumed)
 
 
 @pytest.mark.pitfall(42)
-def test_a_signal_before_the_first_step_leaves_a_checkpoint_of_step_0(
-    straight: Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_before_all_steps_leaves_step_0(straight: saves.Saves, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    trainer = Signalled(make_config(training=VALIDATING, callbacks=[Validated()]))
+    trainer = Signalled(saves.make_config(training=saves.VALIDATING, callbacks=[saves.Validated()]))
     trainer.at_start = True
     with pytest.raises(SystemExit) as ended:
         trainer.fit()
     assert ended.value.code == 143
     assert trainer.losses == []
-    assert trainer.saved == steps_of(trainer) == [0]
-    resumed = run(training=VALIDATING, callbacks=[Validated()])
+    assert trainer.saved == saves.steps_of(trainer) == [0]
+    resumed = saves.run(training=saves.VALIDATING, callbacks=[saves.Validated()])
     assert resumed.loaded == ["step_00000000"]
     assert resumed.seen == straight.seen
-    assert_as(straight, resumed)
+    saves.assert_as(straight, resumed)

@@ -1,7 +1,5 @@
 """PyTorch's schedulers where a run goes on, against PyTorch's own loop: the checkpoint's arguments go on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,9 +103,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_the_checkpoints_arguments_go_on_after_new_limits_a_resume_and_in_a_branch(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoints_arguments_go_on_after_limits_and_branches(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     make = KINDS[kind]
     trained = trainer_of(make)
     expected = by_hand(lambda optimizer, _: make(optimizer, SHORT), SHORT, SHORT + 1)  # one cycle ends there
@@ -131,9 +127,7 @@ def test_the_checkpoints_arguments_go_on_after_new_limits_a_resume_and_in_a_bran
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_the_arguments_it_had_a_run_goes_on_bit_for_bit_and_silently(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_with_its_arguments_a_run_goes_on_bit_for_bit(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     make = KINDS[kind]
     trained = trainer_of(make)
 
@@ -144,8 +138,7 @@ def test_with_the_arguments_it_had_a_run_goes_on_bit_for_bit_and_silently(
     config.callbacks = dt.CallbackCollection([Every(SHORT, "steps", stop_at_six)])
     first = fit(trained(config))
     assert first.global_step == SHORT
-    resumed = fit(trained(make_config("run", LONG)))
-    assert first.used + resumed.used == by_hand(make, LONG, LONG)
+    assert first.used + fit(trained(make_config("run", LONG))).used == by_hand(make, LONG, LONG)
     assert not [line for line in caplog.messages if line.startswith("scheduler")]
 
 
@@ -163,9 +156,6 @@ def test_another_kind_of_schedule_has_no_place_and_is_refused_by_name() -> None:
     fit(trainer_of(KINDS["step"])(make_config("run", SHORT)))
     with pytest.raises(CheckpointError, match=r'scheduler is of class \w+, and .* StepLR.*schedule="new"'):
         fit(trainer_of(KINDS["cosine"])(make_config("run", LONG)))
-
-
-# -- words of a branch
 
 
 def parent(make: Callable[[Optimizer, int], Any]) -> str:
@@ -209,11 +199,7 @@ def test_what_cannot_be_exact_is_refused_by_name_and_leaves_no_failed_run(words:
     path = parent(KINDS["cosine"])
     with pytest.raises(ConfigError, match=told):
         branch(path, KINDS["cosine"], OTHER, **words)
-    refused = Path(path).parent.parent.with_name("branch")
-    assert read_record(refused) is None
-
-
-# -- plateaus, several schedules, and parts of schedules
+    assert read_record(Path(path).parent.parent.with_name("branch")) is None
 
 
 class Plateau(Scheduled):
@@ -236,8 +222,7 @@ class Plateau(Scheduled):
 def test_a_plateau_keeps_what_it_has_waited(caplog: pytest.LogCaptureFixture) -> None:
     straight = fit(Plateau(make_config("straight", 15)))
     first = fit(Plateau(make_config("run", 5)))
-    resumed = fit(Plateau(make_config("run", 15)))
-    assert first.used + resumed.used == straight.used
+    assert first.used + fit(Plateau(make_config("run", 15))).used == straight.used
     assert straight.used[0] != straight.used[-1]
     assert "is now built" not in caplog.text
 

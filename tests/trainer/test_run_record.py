@@ -1,7 +1,5 @@
 """What every run writes down about itself, whatever its mixins and loggers: its config, how far it is, how it ended."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -43,9 +41,7 @@ def test_the_barest_trainer_keeps_its_config_and_its_record() -> None:
     assert {path.name for path in ALONE.iterdir()} == {"config.json", "run.json"}
 
 
-def test_nothing_is_written_by_a_trial_or_an_evaluation_or_where_nothing_can_be(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_is_written_by_a_trial_an_evaluation_or_without_a_disk(caplog: pytest.LogCaptureFixture) -> None:
     fit(Alone(small.make_config(fast_dev_run=True), batches(4)))
     assert not Path("runs").exists()
     with Saves(make_config()) as trainer:
@@ -81,8 +77,7 @@ def test_a_branch_that_keeps_its_counters_keeps_the_best_values_of_its_checkpoin
     kept = branch("kept", "keep", (9.0, 9.0, 2.5))
     assert kept.best == {"val/loss": 0.5}  # the one of step 3 was later
     assert record_of(RUN.with_name("kept")).best["val/loss"] == {"value": 0.5, "step": 2, "mode": "min"}
-    new = branch("new", "new", (2.5,))
-    assert new.best == {"val/loss": 2.5}
+    assert branch("new", "new", (2.5,)).best == {"val/loss": 2.5}
     assert record_of(RUN.with_name("new")).best["val/loss"] == {"value": 2.5, "step": 1, "mode": "min"}
 
 
@@ -157,9 +152,7 @@ def test_while_it_runs_it_is_alive_and_a_killed_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"best": {"a": 3}}'])
-def test_a_record_that_cannot_be_read_is_none_and_a_newer_one_is_read_as_far_as_it_goes(
-    text: str, tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_read_is_none_and_a_newer_one_is_read_in_part(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     assert read_record(tmp_path) is None
     (tmp_path / "run.json").write_text('{"state": "finished", "of the future": 1}')

@@ -1,7 +1,5 @@
 """Samples are counted as they were dealt, whatever the batches look like: in means, in counters, in gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,9 +155,6 @@ def test_means_and_counters_are_over_the_samples_that_were_dealt_to_two_ranks() 
             assert_counted(found)
 
 
-# -- what else is dealt
-
-
 class Shard:
     """Four images that are read in order, and can be gone on with."""
 
@@ -210,9 +205,7 @@ def test_streams_groups_and_repeated_batches_know_their_samples(given: str) -> N
 
 
 @pytest.mark.pitfall(100)
-def test_a_doubtful_guess_of_another_loaders_batch_warns_once_with_what_to_override(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_doubtful_guess_of_a_batch_warns_once_with_what_to_override(caplog: pytest.LogCaptureFixture) -> None:
     samples = list(Images(0, TRAIN))  # type: ignore[call-overload]
     batches = [as_lists(samples[first : first + 2]) for first in range(0, TRAIN, 2)]
     assert told(OneProcess(make_config(n_epochs=1), PerRankLoader(batches), batches))["warned"]

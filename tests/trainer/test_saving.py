@@ -1,7 +1,5 @@
 """How a run is saved: what a checkpoint holds while training goes on, and what a busy or a broken writer does."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -18,23 +16,8 @@ from torch import Tensor
 import dream_trainer as dt
 from dream_trainer.checkpoint import snapshot_writer, store
 from tests.api import CheckpointError, Snapshot, read_manifest, read_rank, read_shared
-from tests.trainer import resumable
+from tests.trainer import resumable, saves
 from tests.trainer.arithmetic import full
-from tests.trainer.saves import (
-    NOTHING,
-    STEPS,
-    Config,
-    Gate,
-    Saves,
-    all_tensors,
-    before_writing,
-    fit,
-    make_config,
-    replaced,
-    run,
-    steps_of,
-    wait_for_writer,
-)
 from tests.trainer.small import Batch, assert_same_weights, run_ranks, weights
 from tests.worlds import run_world
 
@@ -46,7 +29,7 @@ class Remembers(dt.Callback):
 
     order = 1000
 
-    def __init__(self, gate: Gate, at: int, open_at: int) -> None:
+    def __init__(self, gate: saves.Gate, at: int, open_at: int) -> None:
         self._gate, self._at, self._open_at = gate, at, open_at
         self._tensors: dict[str, Tensor] = {}
         self._shared: dict[str, Any] = {}
@@ -72,7 +55,7 @@ def tensors_of(trainer: resumable.Resumable) -> dict[str, Tensor]:
 def save_while_training(directory: str) -> dict[str, Any]:
     """Saves steps 4, 8 and 12; the writer of step 4 is held until step 7 is trained."""
     os.chdir(directory)
-    gate = Gate()
+    gate = saves.Gate()
     remembers = Remembers(gate, at=4, open_at=7)
     config = resumable.make_config(
         "held",
@@ -81,14 +64,14 @@ def save_while_training(directory: str) -> dict[str, Any]:
         own={"workers": 0, "samples": 92, "drop_last": True},
     )
     trainer = resumable.Resumable(config)
-    with before_writing(lambda snapshot: gate.wait() if snapshot.step == 4 else None), trainer:
+    with saves.before_writing(lambda snapshot: gate.wait() if snapshot.step == 4 else None), trainer:
         trainer.fit()
         later = tensors_of(trainer)
     path = trainer.checkpoint_dir / "step_00000004"
     return {
         "expected": remembers._tensors,
         "later": later,
-        "found": all_tensors(path),
+        "found": saves.all_tensors(path),
         "own": read_rank(path, trainer.world.rank)[1],
         "expected shared": remembers._shared,
         "shared": read_shared(path),
@@ -118,9 +101,6 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for_though_training_goes_on(
     assert_of_its_moment(found)
 
 
-# -- one save at a time
-
-
 def test_a_save_waits_for_the_one_before_it() -> None:
     running: set[int] = set()
     most: list[int] = []
@@ -134,16 +114,16 @@ def test_a_save_waits_for_the_one_before_it() -> None:
         running.remove(snapshot.step)
         return path
 
-    with replaced(snapshot_writer, "write_checkpoint", slow):
-        trainer = run(save_every_n_steps=1)
-    assert trainer.saved == steps_of(trainer) == list(range(1, STEPS + 1))
-    assert most == [1] * STEPS
+    with saves.replaced(snapshot_writer, "write_checkpoint", slow):
+        trainer = saves.run(save_every_n_steps=1)
+    assert trainer.saved == saves.steps_of(trainer) == list(range(1, saves.STEPS + 1))
+    assert most == [1] * saves.STEPS
 
 
-class Opens(Saves):
+class Opens(saves.Saves):
     """Opens a gate while it trains step 5; remembers when it was told of a checkpoint."""
 
-    def __init__(self, config: Config, gate: Gate, **options: Any) -> None:
+    def __init__(self, config: saves.Config, gate: saves.Gate, **options: Any) -> None:
         super().__init__(config, **options)
         self.gate = gate
         self.told_at: list[tuple[int, int]] = []
@@ -160,12 +140,12 @@ class Opens(Saves):
 
 
 def test_a_synchronous_save_is_on_the_disk_before_training_goes_on() -> None:
-    trainer = fit(Opens(make_config(save_every_n_steps=2, async_save=False), Gate()))
+    trainer = saves.fit(Opens(saves.make_config(save_every_n_steps=2, async_save=False), saves.Gate()))
     assert trainer.told_at == [(2, 2), (4, 4), (6, 6)]
 
 
 def test_save_checkpoint_replaces_that_of_the_step_by_the_run_as_it_is_now() -> None:
-    class Shrinks(Saves):
+    class Shrinks(saves.Saves):
         def post_fit(self) -> None:
             self.fill(3.0)
             self.save_checkpoint()
@@ -178,13 +158,13 @@ def test_save_checkpoint_replaces_that_of_the_step_by_the_run_as_it_is_now() -> 
         def of_the_checkpoint(self) -> set[float]:
             (manifest,) = self.checkpoints()
             assert manifest.metrics.keys() == {"val/loss"}  # of the validation of this step
-            tensors = all_tensors(manifest.path)
+            tensors = saves.all_tensors(manifest.path)
             return {float(value) for name in names for value in tensors[f"models.model.{name}"].view(-1)}
 
-    with Shrinks(make_config()) as trainer:
+    with Shrinks(saves.make_config()) as trainer:
         trainer.fit()
         names = dict(trainer.model.named_parameters()).keys()
-        assert trainer.saved == [STEPS, STEPS]
+        assert trainer.saved == [saves.STEPS, saves.STEPS]
         assert trainer.of_the_checkpoint() == {3.0}
         trainer.fill(7.0)
         path = trainer.save_checkpoint()
@@ -194,70 +174,65 @@ def test_save_checkpoint_replaces_that_of_the_step_by_the_run_as_it_is_now() -> 
 
 @pytest.mark.pitfall(31)
 def test_closing_waits_for_what_is_in_flight() -> None:
-    class Broken(Saves):
+    class Broken(saves.Saves):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             if self.global_step == 3:
                 raise KeyboardInterrupt  # a second Ctrl-C
             return super().training_step(batch, batch_idx)
 
-    trainer = Broken(make_config(save_every_n_steps=3))
-    with before_writing(lambda _: time.sleep(0.5)), pytest.raises(KeyboardInterrupt), trainer:
+    trainer = Broken(saves.make_config(save_every_n_steps=3))
+    with saves.before_writing(lambda _: time.sleep(0.5)), pytest.raises(KeyboardInterrupt), trainer:
         trainer.fit()
-    assert trainer.saved == steps_of(trainer) == [3]
-
-
-# -- errors
+    assert trainer.saved == saves.steps_of(trainer) == [3]
 
 
 def disk_is_gone(path: Path, content: bytes) -> Any:
     raise OSError(errno.EIO, "Input/output error", str(path))
 
 
-class Waits(Saves):
+class Waits(saves.Saves):
     """Trains a step only when nothing is being written, so that what the writer did is heard right after it."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        wait_for_writer()
+        saves.wait_for_writer()
         return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.pitfall(31)
 def test_an_error_of_the_writer_is_raised_at_the_next_step_with_its_traceback() -> None:
-    trainer = Waits(make_config(save_every_n_steps=2, save_every_n_epochs=None))
-    with replaced(store, "write_file", disk_is_gone), pytest.raises(CheckpointError, match="of step 2") as info:
-        fit(trainer)
+    trainer = Waits(saves.make_config(save_every_n_steps=2, save_every_n_epochs=None))
+    with saves.replaced(store, "write_file", disk_is_gone), pytest.raises(CheckpointError, match="of step 2") as info:
+        saves.fit(trainer)
     assert len(trainer.losses) in (2, 3)  # the writer may fail before the next window begins
     text = "".join(traceback.format_exception(info.value))
     assert "in disk_is_gone" in text
     assert "Input/output error" in text
     assert trainer.saved == []
-    assert run().saved == [STEPS]
+    assert saves.run().saved == [saves.STEPS]
 
 
-def test_a_save_that_failed_is_said_and_made_up_for_by_the_next_if_the_config_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    expected = run(experiment="straight")
+def test_a_failed_save_is_said_and_the_next_one_makes_up_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    expected = saves.run(experiment="straight")
     caplog.clear()
     write = store.write_file
 
     def full_once(path: Path, content: bytes) -> Any:
         return disk_is_gone(path, content) if trainer.global_step < 4 else write(path, content)
 
-    trainer = Waits(make_config(save_every_n_steps=2, on_save_error="warn", **NOTHING))
-    with caplog.at_level(logging.ERROR, "dream_trainer"), replaced(store, "write_file", full_once):
-        fit(trainer)
+    trainer = Waits(saves.make_config(save_every_n_steps=2, on_save_error="warn", **saves.NOTHING))
+    with caplog.at_level(logging.ERROR, "dream_trainer"), saves.replaced(store, "write_file", full_once):
+        saves.fit(trainer)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "of step 2" in message
     assert "Input/output error" in message
-    assert trainer.saved == steps_of(trainer) == [4, 6]
+    assert trainer.saved == saves.steps_of(trainer) == [4, 6]
     assert_same_weights(weights(trainer.model), weights(expected.model))
 
 
 def fail_on_rank_1() -> None:
-    trainer = Waits(make_config(save_every_n_steps=2), length=4 * STEPS)
+    trainer = Waits(saves.make_config(save_every_n_steps=2), length=4 * saves.STEPS)
     broken = disk_is_gone if os.environ["RANK"] == "1" else store.write_file
-    with replaced(store, "write_file", broken), trainer:
+    with saves.replaced(store, "write_file", broken), trainer:
         trainer.fit()
 
 
@@ -271,16 +246,13 @@ def test_every_rank_raises_what_the_writer_of_one_did(tmp_path: Path) -> None:
     assert any("in disk_is_gone" in text for _, text in ranks)  # one rank prints the traceback
 
 
-# -- two ranks
-
-
 def at_two(directory: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     found: dict[str, Any] = {"held": save_while_training(directory)}
     os.chdir(directory)
 
     def train(experiment: str, **checkpoint: Any) -> dict[str, Any]:
-        gate, write = Gate(), snapshot_writer.write_checkpoint
+        gate, write = saves.Gate(), snapshot_writer.write_checkpoint
 
         def write_and_wait(root: Path, snapshot: Snapshot, **options: Any) -> Path:
             path = write(root, snapshot, **options)
@@ -288,11 +260,11 @@ def at_two(directory: str) -> dict[str, Any]:
                 gate.wait()  # with nothing that holds rank 0's writer
             return path
 
-        config = make_config(experiment=experiment, training={"n_epochs": 2}, **checkpoint)
-        trainer = Opens(config, gate, length=4 * STEPS)
-        with replaced(snapshot_writer, "write_checkpoint", write_and_wait):
-            fit(trainer)
-        return {"told": trainer.told_at, "saved": trainer.saved, "there": steps_of(trainer), "seen": trainer.seen}
+        config = saves.make_config(experiment=experiment, training={"n_epochs": 2}, **checkpoint)
+        trainer = Opens(config, gate, length=4 * saves.STEPS)
+        with saves.replaced(snapshot_writer, "write_checkpoint", write_and_wait):
+            saves.fit(trainer)
+        return {"told": trainer.told_at, "saved": trainer.saved, "there": saves.steps_of(trainer), "seen": trainer.seen}
 
     found["skip"] = train("skip", save_every_n_steps=1, save_every_n_epochs=None, when_busy="skip")
     broken = threading.Event()
@@ -304,7 +276,7 @@ def at_two(directory: str) -> dict[str, Any]:
         return write(path, content)
 
     write = store.write_file
-    with replaced(store, "write_file", fail_once):
+    with saves.replaced(store, "write_file", fail_once):
         found["failing"] = train("failing", save_every_n_steps=4, save_every_n_epochs=None, on_save_error="warn")
     return found
 
@@ -331,11 +303,11 @@ def test_ranks_skip_the_same_saves_while_the_writer_of_one_is_slow(two_ranks: li
     assert one["told"] == two["told"]
     assert one["saved"][0] == 1
     assert {2, 3, 4, 5}.isdisjoint(one["saved"])
-    assert one["saved"][-1] == 2 * STEPS
+    assert one["saved"][-1] == 2 * saves.STEPS
     assert len(set(one["saved"])) == len(one["saved"])
 
 
 def test_a_save_that_failed_on_one_rank_is_passed_over_by_all(two_ranks: list[dict[str, Any]]) -> None:
     one, two = (rank["failing"] for rank in two_ranks)
     assert one["saved"] == two["saved"] == one["there"] == [8, 12]
-    assert len(one["seen"]) == len(two["seen"]) == 2 * STEPS
+    assert len(one["seen"]) == len(two["seen"]) == 2 * saves.STEPS

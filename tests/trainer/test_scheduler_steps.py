@@ -1,18 +1,10 @@
 """Schedulers that are never stepped, stepped twice, or beside another optimizer, and uses of them that are meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LinearLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.optim.swa_utils import SWALR
 
 from tests.trainer.small import Spread, Validates, batches, make_config
@@ -79,10 +71,7 @@ class Slip(Two):
 @pytest.mark.parametrize(
     ("cls", "told"),
     [
-        (
-            Forgets,
-            ["self.scheduler has not been stepped so far, so self.optimizer keeps its learning rate."],
-        ),
+        (Forgets, ["self.scheduler has not been stepped so far, so self.optimizer keeps its learning rate."]),
         (ForgetsPlateau, ["self.plateau has not been stepped so far"]),
         (Twice, ["self.scheduler is passed to step() and stepped by hand as well: it has gone 2 steps in 1."]),
         (
@@ -94,9 +83,7 @@ class Slip(Two):
         ),
     ],
 )
-def test_a_scheduler_that_is_stepped_wrongly_is_named_once(
-    cls: type[Scheduled], told: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_step_is_named_once(cls: type[Scheduled], told: list[str], caplog: pytest.LogCaptureFixture) -> None:
     val = batches(2) if issubclass(cls, Validates) else None
     for line, start in zip(said(cls(make_config(n_epochs=2), batches(4), val), caplog), told, strict=True):
         assert line.startswith(start)

@@ -1,7 +1,5 @@
 """How a trainer begins and ends: what an exception leaves usable, and what only all ranks together may begin."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -13,17 +11,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import (
-    DataError,
-    Every,
-    HookError,
-    Requests,
-    Signals,
-    StepError,
-    preserved_random_state,
-    seed_cpu,
-    undisturbed_cpu_state,
-)
+from tests import api
 from tests.trainer.small import (
     Alone,
     Validates,
@@ -41,11 +29,11 @@ class Evaluates(Validates, Alone, dt.EvalMixin):
 
 
 def misuse(trainer: Any) -> None:
-    with pytest.raises(HookError, match="no validation loader"):
+    with pytest.raises(api.HookError, match="no validation loader"):
         trainer.evaluate()
-    with pytest.raises(HookError, match="predict_step"):
+    with pytest.raises(api.HookError, match="predict_step"):
         trainer.predict(batches(1))
-    with pytest.raises(DataError, match="must be an iterable of batches"):
+    with pytest.raises(api.DataError, match="must be an iterable of batches"):
         trainer.evaluate(NoBatches())
 
 
@@ -74,7 +62,7 @@ def test_a_trainer_whose_setup_broke_off_says_so_and_is_not_set_up_again() -> No
     trainer = type("Fails", (Evaluates,), {"configure_dataloaders": fail})(make_config(n_epochs=1), batches(1))
     with pytest.raises(KeyError):
         trainer.evaluate(batches(1))
-    with pytest.raises(StepError, match="left half set up by an exception"):
+    with pytest.raises(api.StepError, match="left half set up by an exception"):
         trainer.fit()
     assert calls == ["configure_dataloaders"]
 
@@ -89,7 +77,7 @@ def test_a_trainer_whose_setup_broke_off_says_so_and_is_not_set_up_again() -> No
     ],
 )
 def test_what_all_ranks_do_together_is_refused_at_once_where_one_runs_alone(action: Callable[[Any], object]) -> None:
-    alone = Every(1, "steps", action, main_process_only=True)
+    alone = api.Every(1, "steps", action, main_process_only=True)
     trainer = Evaluates(make_config(n_epochs=1, callbacks=[alone]), batches(2), batches(1))
     with pytest.raises(RuntimeError, match=r"Every\.post_\w+, which is main_process_only"):
         trainer.fit()
@@ -113,9 +101,6 @@ def test_a_hang_in_what_one_rank_runs_alone_is_reported_with_its_callback() -> N
     assert outside == ["training, step 1, batch 1, exchange 2"]
 
 
-# -- after an exception
-
-
 def draws() -> tuple[float, float, float]:
     return torch.rand(()).item(), random.random(), np.random.rand()
 
@@ -132,8 +117,8 @@ def load_and_get(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             os.kill(os.getpid(), number)
             put_back(state)
 
-        with preserved_random_state():
-            seed_cpu(7)
+        with api.preserved_random_state():
+            api.seed_cpu(7)
             draws()
             monkeypatch.setattr(random, "setstate", put_back_late)
 
@@ -142,10 +127,10 @@ def load_and_get(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.pitfall(32)
 def test_a_wait_that_a_signal_ends_leaves_all_generators_where_they_were(load_and_get: Callable[[int], None]) -> None:
-    seed_cpu(3)
+    api.seed_cpu(3)
     expected = draws()
-    seed_cpu(3)
-    signals = Signals(Requests())
+    api.seed_cpu(3)
+    signals = api.Signals(api.Requests())
     with signals.handled():
         signals.wait_for_data(lambda: load_and_get(signal.SIGTERM))
     assert signals.requests.terminated
@@ -154,11 +139,11 @@ def test_a_wait_that_a_signal_ends_leaves_all_generators_where_they_were(load_an
 
 @pytest.mark.pitfall(32)
 def test_a_save_while_generators_are_put_back_has_them_as_they_were(load_and_get: Callable[[int], None]) -> None:
-    seed_cpu(3)
-    signals, found, before = Signals(Requests()), [], undisturbed_cpu_state()
+    api.seed_cpu(3)
+    signals, found, before = api.Signals(api.Requests()), [], api.undisturbed_cpu_state()
 
     def save() -> bool:
-        found.append(undisturbed_cpu_state())
+        found.append(api.undisturbed_cpu_state())
         return True
 
     with signals.handled():
@@ -167,4 +152,4 @@ def test_a_save_while_generators_are_put_back_has_them_as_they_were(load_and_get
     assert torch.equal(state[0], before[0])
     assert state[1] == before[1]
     np.testing.assert_equal(state[2], before[2])
-    assert undisturbed_cpu_state()[1] == before[1]
+    assert api.undisturbed_cpu_state()[1] == before[1]

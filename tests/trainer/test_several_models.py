@@ -1,7 +1,5 @@
 """Several models and optimizers in one trainer, against the same written by hand; turns of models: test_turns.py."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -13,17 +11,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError
-from tests.trainer.small import (
-    WIDTH,
-    Batch,
-    Samples,
-    assert_same_weights,
-    fill,
-    filled_network,
-    make_config,
-    network,
-    weights,
-)
+from tests.trainer import small
 from tests.worlds import run_world
 
 LENGTH, SIZE = 24, 2
@@ -38,15 +26,15 @@ class Body(dt.BaseTrainer, dt.SetupMixin):
 
     def init_weights(self) -> None:
         for model in self.named_models().values():
-            fill(model)
+            small.fill(model)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Samples(LENGTH), SIZE), None
+        return DistributedDataLoader(small.Samples(LENGTH), SIZE), None
 
 
-def micro_batches(world_size: int, accumulation: int) -> list[list[list[Batch]]]:
+def micro_batches(world_size: int, accumulation: int) -> list[list[list[small.Batch]]]:
     """By window and accumulation index, the batches of all ranks."""
-    data = Samples(LENGTH)
+    data = small.Samples(LENGTH)
     parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), torch.arange(LENGTH).split(SIZE), strict=True))
     chunks = [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
     return [chunks[start : start + accumulation] for start in range(0, len(chunks), accumulation)]
@@ -55,27 +43,24 @@ def micro_batches(world_size: int, accumulation: int) -> list[list[list[Batch]]]
 def results_of(trainer: Any) -> dict[str, Any]:
     with trainer:
         trainer.fit()
-        models = {name: weights(model) for name, model in trainer.named_models().items()}
+        models = {name: small.weights(model) for name, model in trainer.named_models().items()}
         names = {name: list(model.state_dict()) for name, model in trainer.named_models().items()}
         parts = [part for model in trainer.named_models().values() for part in model.modules()]
         patched = [name for part in parts for name in ("forward", "__call__", "state_dict") if name in vars(part)]
     return {"models": models, "norms": trainer.norms, "names": names, "patched": patched}
 
 
-# -- two models with weights of their own, and two optimizers under one norm
-
-
 class TwoHeads(Body):
     """Two independent models, each weighted by a count of its own; the second has two optimizers that share a norm."""
 
     def configure_models(self) -> None:
-        self.first, self.second = network(), network()
+        self.first, self.second = small.network(), small.network()
 
     def configure_optimizers(self) -> None:
         self.first_optimizer = torch.optim.SGD(self.first.parameters(), lr=0.1)
         self.parts = [torch.optim.SGD(self.second[i].parameters(), lr=0.1 * (i + 1)) for i in (0, 1)]
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         x, y, numbers = batch
         for model in (self.first, self.second):
             self.backward(mse_loss(model(x), y), weight=count_for(self, model, numbers), model=model)
@@ -94,9 +79,9 @@ def count_for(trainer: TwoHeads, model: nn.Module, numbers: Tensor) -> Any:
 
 
 def two_heads_by_hand(world_size: int) -> dict[str, Any]:
-    first, second = network(), network()
-    fill(first)
-    fill(second)
+    first, second = small.network(), small.network()
+    small.fill(first)
+    small.fill(second)
     optimizers = [
         [torch.optim.SGD(first.parameters(), lr=0.1)],
         [torch.optim.SGD(second[i].parameters(), lr=0.1 * (i + 1)) for i in (0, 1)],
@@ -120,11 +105,11 @@ def two_heads_by_hand(world_size: int) -> dict[str, Any]:
             for optimizer in optimizers[index]:
                 optimizer.step()
                 optimizer.zero_grad()
-    return {"models": {"first": weights(first), "second": weights(second)}, "norms": norms}
+    return {"models": {"first": small.weights(first), "second": small.weights(second)}, "norms": norms}
 
 
 def train_both() -> list[dict[str, Any]]:
-    config = make_config(n_epochs=1, gradient_accumulation_steps=ACCUMULATION, gradient_clip_norm=CLIP)
+    config = small.make_config(n_epochs=1, gradient_accumulation_steps=ACCUMULATION, gradient_clip_norm=CLIP)
     return [results_of(cls(config)) for cls in (TwoHeads, ShardedTwoHeads)]
 
 
@@ -148,13 +133,13 @@ def test_several_models_train_as_written_by_hand(ranks: list[list[dict[str, Any]
 @pytest.mark.pitfall(24)
 def test_names_in_the_state_dict_and_forward_stay_as_the_user_wrote_them(ranks: list[list[dict[str, Any]]]) -> None:
     for found in (layout for rank in ranks for layout in rank):
-        assert found["names"] == {name: list(network().state_dict()) for name in ("first", "second")}
+        assert found["names"] == {name: list(small.network().state_dict()) for name in ("first", "second")}
         assert found["patched"] == []
 
 
 def test_frozen_gives_back_what_each_parameter_required_also_after_an_exception() -> None:
-    trainer = Three(make_config())
-    model = network()
+    trainer = Three(small.make_config())
+    model = small.network()
     model[1].requires_grad_(False)
     before = [p.requires_grad for p in model.parameters()]
     inside: list[bool] = []
@@ -170,25 +155,24 @@ def test_frozen_gives_back_what_each_parameter_required_also_after_an_exception(
     assert [p.requires_grad for p in model.parameters()] == before
 
 
-# -- one loss, two models
-
-
 @pytest.mark.pitfall(62)
 def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clipped_too() -> None:
     class OneOptimizer(TwoHeads):
         def configure_optimizers(self) -> None:
             self.optimizer = torch.optim.SGD([*self.first.parameters(), *self.second.parameters()], lr=0.1)
 
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             x, y, _ = batch
             self.backward(mse_loss(self.first(x), y) + mse_loss(self.second(x), y))
             if not self.is_accumulating_gradients:
                 self.norms.append(float(self.step(self.first, self.optimizer)))
             return {}
 
-    found = results_of(OneOptimizer(make_config(n_epochs=1, gradient_accumulation_steps=3, gradient_clip_norm=0.05)))
-    model, norms = network(), []
-    fill(model)
+    found = results_of(
+        OneOptimizer(small.make_config(n_epochs=1, gradient_accumulation_steps=3, gradient_clip_norm=0.05))
+    )
+    model, norms = small.network(), []
+    small.fill(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in micro_batches(1, 3):
         sum(mse_loss(model(x), y) / len(window) for ((x, y, _),) in window).backward()
@@ -201,19 +185,19 @@ def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clippe
     assert min(norms) > 0.05
     assert found["norms"] == pytest.approx(norms, rel=1e-12)
     for name in ("first", "second"):
-        assert_same_weights(found["models"][name], weights(model))
+        small.assert_same_weights(found["models"][name], small.weights(model))
 
 
 class Three(Body):
     """Follows a plan: "a2" is a loss of a that weighs 2 ("a0": unweighted), "a!" a step of it, "a!b" one by b's."""
 
     def configure_models(self) -> None:
-        self.a, self.b, self.c = network(), network(), network()
+        self.a, self.b, self.c = small.network(), small.network(), small.network()
 
     def configure_optimizers(self) -> None:
         self.optimizers = {name: torch.optim.SGD(m.parameters(), lr=0.1) for name, m in self.named_models().items()}
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         for name, what, *other in self.options.split():
             model = self.named_models()[name]
             if what == "!":
@@ -224,20 +208,20 @@ class Three(Body):
 
 
 def follow(plan: str) -> dict[str, Any]:
-    return results_of(Three(make_config(n_epochs=1), plan))
+    return results_of(Three(small.make_config(n_epochs=1), plan))
 
 
 @pytest.mark.pitfall(3)
 def test_a_weighted_critic_of_several_turns_and_its_actor_each_have_their_own_totals() -> None:
     found = follow("a1 a! b7 a2 a! a3 a! b!")["models"]
     for name, turns in {"a": 3, "b": 1, "c": 0}.items():
-        model = filled_network()
+        model = small.filled_network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for ((x, y, _),) in [window[0] for window in micro_batches(1, 1) for _ in range(turns)]:
             mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert_same_weights(found[name], model)
+        small.assert_same_weights(found[name], model)
 
 
 @pytest.mark.pitfall(17)
@@ -256,31 +240,28 @@ def test_a_step_with_no_total_of_its_own_is_an_error_that_names_the_model(plan: 
 
 def test_a_loop_that_passes_the_trainer_by_is_told_so() -> None:
     class PlainLoop(Three):
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             self.a(batch[0]).square().mean().backward()
             self.optimizers["a"].step()
             return {}
 
     with pytest.raises(StepError, match=r"neither self.backward\(...\) nor self.step\(...\) was called"):
-        results_of(PlainLoop(make_config(max_steps=1)))
-
-
-# -- models stay what they are
+        results_of(PlainLoop(small.make_config(max_steps=1)))
 
 
 @pytest.mark.pitfall(24)
 def test_a_copied_model_computes_with_its_own_weights() -> None:
-    with Three(make_config(n_epochs=1), "a1 a!") as trainer:
+    with Three(small.make_config(n_epochs=1), "a1 a!") as trainer:
         trainer.fit()
         twin = copy.deepcopy(trainer.a)
-        before = weights(trainer.a)
+        before = small.weights(trainer.a)
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.zero_()
-        x = torch.ones(1, WIDTH, dtype=torch.float64)
+        x = torch.ones(1, small.WIDTH, dtype=torch.float64)
         assert twin(x).abs().max() == 0
         assert trainer.a(x).abs().max() > 0
-        assert_same_weights(weights(trainer.a), before)
+        small.assert_same_weights(small.weights(trainer.a), before)
         assert trainer.get_optimizers_by_model(twin) == []
 
 
@@ -288,20 +269,20 @@ class Forgotten(Body):
     """Nobody trains the second model, the third is frozen, and of the first, one weight is in two optimizers."""
 
     def configure_models(self) -> None:
-        self.first, self.second, self.teacher = network(), network(), network().requires_grad_(False)
+        self.first, self.second, self.teacher = small.network(), small.network(), small.network().requires_grad_(False)
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.SGD(self.first[0].parameters(), lr=0.1)
         self.another = torch.optim.SGD([self.first[0][0][0].weight], lr=0.1)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         self.backward(self.first(batch[0]).square().mean())
         self.step(self.first, self.optimizer)
         return {}
 
 
 def test_parameters_that_no_optimizer_or_two_have_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    with Forgotten(make_config(max_steps=1)) as trainer:
+    with Forgotten(small.make_config(max_steps=1)) as trainer:
         trainer.fit()
         trainer.set_limits(max_steps=2)
         trainer.fit()

@@ -1,7 +1,5 @@
 """What blocks of a large sharded model are given and give, in containers of users' own classes, in half precision."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Host reads, copies and collectives of a steady step are those of a loop by hand, with norms read late as on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -309,9 +307,7 @@ def collectives(found: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.pitfall(16)
-def test_sharded_a_step_has_fully_shards_collectives_one_for_the_norm_and_one_for_the_pulse(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_sharded_a_step_has_fully_shards_collectives_and_two_of_ours(ranks: list[dict[str, Any]]) -> None:
     steps = LAST - FIRST
     for rank, weighted in itertools.product(ranks, (False, True)):
         hand, found = rank["hand"], rank[f"trainer/1/{weighted}"]

@@ -1,8 +1,6 @@
 """A rank that holds the others up is named with its host and with what it is slow in; equal ranks and single slow steps
 are not. Every rank's step takes as long as the slowest's, so wall times would tell nothing."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

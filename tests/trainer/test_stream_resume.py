@@ -1,7 +1,5 @@
 """Runs over streams, stopped or killed and continued on other ranks: the samples of each step stay the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -136,9 +134,7 @@ PARTS: dict[str, list[Part]] = {
 
 
 @pytest.mark.parametrize("name", ["other ranks", pytest.param("killed", marks=pytest.mark.slow)])
-def test_each_step_has_the_samples_of_the_straight_run(
-    name: str, kind: str, straight: tuple[Path, dict[int, str]]
-) -> None:
+def test_each_step_has_the_straight_run_s_samples(name: str, kind: str, straight: tuple[Path, dict[int, str]]) -> None:
     directory, expected = straight
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert steps_of(directory / name, kind, PARTS[name]) == expected

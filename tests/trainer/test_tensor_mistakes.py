@@ -1,7 +1,5 @@
 """Sizes that ranks which share layers cannot have equal parts of are refused by name, before PyTorch joins them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,13 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import (
-    ConfigError,
-    EqualParts,
-    RanksDifferError,
-    World,
-    shard_by_blocks,
-)
+from tests.api import ConfigError, EqualParts, RanksDifferError, World, shard_by_blocks
 from tests.worlds import run_world
 
 HEAD = 4
@@ -30,8 +22,7 @@ class Attention(nn.Module):
         self.query, self.out = nn.Linear(width, heads * HEAD), nn.Linear(heads * HEAD, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.query(x).view(*x.shape[:2], -1, HEAD)
-        return self.out(heads.flatten(2))
+        return self.out(self.query(x).view(*x.shape[:2], -1, HEAD).flatten(2))
 
 
 class Layers(nn.Module):

@@ -1,7 +1,5 @@
 """Tensor parallelism changes how the work is divided and nothing else: weights, counts, metrics and checkpoints."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +12,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, HookError, start
-from tests.trainer.arithmetic import (
-    BATCH,
-    Case,
-    Model,
-    Tokens,
-    fill,
-    full,
-    make_optimizer,
-    reference,
-)
+from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, fill, full, make_optimizer, reference
 from tests.trainer.small import run_config
 from tests.worlds import run_world
 
@@ -98,12 +87,7 @@ class Trained(dt.DreamTrainer):
 def split(model: Model, mesh: Any, plan: str, *, loss_parallel: bool) -> None:
     """Splits all of `model` and its sequences, all but its norms, or only the matrices in its blocks."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     stream = Shard(1) if plan == "sequence" else Replicate()
     if plan != "blocks":
@@ -195,9 +179,6 @@ def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell
         for step, of_step in enumerate(expected["losses"]):
             assert len(losses[step]) == len(of_step)
             assert all(map(close, losses[step], of_step)), (cell, step)
-
-
-# -- what cannot be
 
 
 def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:

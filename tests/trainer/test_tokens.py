@@ -1,7 +1,5 @@
 """Tokens: counted exactly over ranks, as a limit, in the log, in schedules and after a resume."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -12,22 +10,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from tests.api import (
-    DataError,
-    DistributedDataLoader,
-    Every,
-    HookError,
-    Mixture,
-    PackedRows,
-    PerRankLoader,
-    Progress,
-    ScheduleParameters,
-    Throughput,
-    TokenAxis,
-    build_schedule,
-    count_tokens,
-    rate_factor,
-)
+from tests import api
 from tests.trainer.small import Config, run_config
 from tests.worlds import run_world
 
@@ -52,8 +35,8 @@ class Source(torch.utils.data.Dataset[np.ndarray]):
         return self.documents[index]
 
 
-def packed() -> PackedRows:
-    return PackedRows(Mixture({"a": Source(1), "b": Source(2)}, {"a": 2, "b": 1}, seed=3), ROW, block_size=32)
+def packed() -> api.PackedRows:
+    return api.PackedRows(api.Mixture({"a": Source(1), "b": Source(2)}, {"a": 2, "b": 1}, seed=3), ROW, block_size=32)
 
 
 def tokens_by_step(steps: int) -> list[int]:
@@ -65,14 +48,14 @@ def tokens_by_step(steps: int) -> list[int]:
 
 
 class Words(dt.DreamTrainer):
-    schedule: ScheduleParameters | None = None
+    schedule: dt.ScheduleParameters | None = None
 
     def configure_models(self) -> None:
         self.model = nn.Embedding(50, 2)
 
     def configure_dataloaders(self) -> tuple[Any, None]:
         parts = self.world.dp_size * self.config.training_parameters.gradient_accumulation_steps
-        return DistributedDataLoader(packed(), GLOBAL_BATCH // parts), None
+        return api.DistributedDataLoader(packed(), GLOBAL_BATCH // parts), None
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
@@ -80,8 +63,10 @@ class Words(dt.DreamTrainer):
 
     def configure_schedulers(self) -> None:
         if self.schedule is not None:
-            tokens = TokenAxis(lambda: self.tokens_before_next_step, self.config.training_parameters.max_tokens)
-            self.scheduler = build_schedule(self.schedule, self.optimizer, total_steps=self.total_steps, tokens=tokens)
+            tokens = dt.TokenAxis(lambda: self.tokens_before_next_step, self.config.training_parameters.max_tokens)
+            self.scheduler = dt.build_schedule(
+                self.schedule, self.optimizer, total_steps=self.total_steps, tokens=tokens
+            )
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss = self.model(batch["tokens"]).square().mean()
@@ -93,7 +78,7 @@ class Words(dt.DreamTrainer):
 
 
 class Scheduled(Words):
-    schedule = ScheduleParameters(name="cosine", unit="token", warmup_steps=100, min_lr_ratio=0.1)
+    schedule = dt.ScheduleParameters(name="cosine", unit="token", warmup_steps=100, min_lr_ratio=0.1)
 
 
 def config_of(callbacks: tuple[dt.Callback, ...] = (), accumulation: int = 1, **training: Any) -> Config:
@@ -139,7 +124,9 @@ def test_a_resumed_run_counts_on_and_follows_the_same_rates(tmp_path: Path) -> N
     by_step = tokens_by_step(STEPS)
     before = [0, *np.cumsum(by_step).tolist()]
     limit = before[STEPS]
-    factor = rate_factor(ScheduleParameters(name="cosine", warmup_steps=100, min_lr_ratio=0.1), total_steps=limit)
+    factor = api.rate_factor(
+        dt.ScheduleParameters(name="cosine", warmup_steps=100, min_lr_ratio=0.1), total_steps=limit
+    )
     wanted = [0.5 * factor(tokens) for tokens in before[:STEPS]]
     assert len(set(wanted)) == STEPS
     rates: list[float] = []
@@ -155,9 +142,9 @@ def test_callbacks_follow_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[s
     calls: list[int] = []
     limit = sum(tokens_by_step(20))
     callbacks = (
-        Every(200, "tokens", lambda trainer: calls.append(trainer.tokens_seen)),
-        Progress(line_seconds=0.0),
-        Throughput(every_n_steps=5, warm_up_steps=1),
+        api.Every(200, "tokens", lambda trainer: calls.append(trainer.tokens_seen)),
+        dt.Progress(line_seconds=0.0),
+        api.Throughput(every_n_steps=5, warm_up_steps=1),
     )
     found = train(tmp_path, callbacks=callbacks, max_tokens=limit)
     counts = [line["tokens_seen"] for line in found["lines"] if "tokens_seen" in line]
@@ -174,7 +161,7 @@ def test_callbacks_follow_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[s
 class Padded(Words):
     def configure_dataloaders(self) -> tuple[Any, None]:
         rank = self.world.rank
-        return PerRankLoader([{"tokens": torch.ones(2, 3 + rank, dtype=torch.int64)}] * (3 + rank)), None
+        return api.PerRankLoader([{"tokens": torch.ones(2, 3 + rank, dtype=torch.int64)}] * (3 + rank)), None
 
     def batch_tokens(self, batch: Any) -> int:
         return batch["tokens"].numel()
@@ -200,7 +187,7 @@ class Untold(Words):
 
 
 def test_a_limit_in_tokens_that_nobody_counts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="max_tokens=10, and batch_tokens gives None for a batch of type dict"):
+    with pytest.raises(api.DataError, match="max_tokens=10, and batch_tokens gives None for a batch of type dict"):
         train(tmp_path, "Untold", max_tokens=10)
     assert train(tmp_path, "Untold", max_steps=1)["tokens"] == 0
 
@@ -221,7 +208,9 @@ def test_a_count_may_be_a_tensor_of_one_whole_number(tmp_path: Path) -> None:
     assert (type(found["tokens"]), found["tokens"]) == (int, sum(by_step))
     assert [line["tokens_seen"] for line in found["lines"]] == np.cumsum(by_step).tolist()
     assert train(tmp_path, "Summed", max_steps=6)["tokens"] == sum(tokens_by_step(6))
-    with pytest.raises(HookError, match=r"Averaged\.batch_tokens gave tensor\(\d+\.\) for a batch of type dict.*whole"):
+    with pytest.raises(
+        api.HookError, match=r"Averaged\.batch_tokens gave tensor\(\d+\.\) for a batch of type dict.*whole"
+    ):
         train(tmp_path, "Averaged", max_steps=9)
 
 
@@ -229,10 +218,10 @@ def test_what_batches_tell() -> None:
     packed_batch = {"documents": torch.tensor([[0, 0, 1, -1], [0, -1, -1, -1]]), "labels": torch.zeros(2, 4)}
     masked = {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
     labelled = {"labels": torch.tensor([[5, -100, 3]])}
-    assert [count_tokens(batch) for batch in (packed_batch, masked, labelled)] == [4, 3, 2]
-    assert count_tokens({"text": packed_batch, "pairs": masked, "images": {"x": torch.ones(3)}}) == 7
-    assert count_tokens(("text", packed_batch)) == 4
+    assert [api.count_tokens(batch) for batch in (packed_batch, masked, labelled)] == [4, 3, 2]
+    assert api.count_tokens({"text": packed_batch, "pairs": masked, "images": {"x": torch.ones(3)}}) == 7
+    assert api.count_tokens(("text", packed_batch)) == 4
     classes = {"labels": torch.tensor([5, 2, 3])}
     for other in (torch.ones(3), [torch.ones(3)], (torch.ones(2), torch.ones(2)), {"x": torch.ones(3)}, classes, None):
-        assert count_tokens(other) is None
-    assert count_tokens({"documents": torch.zeros(3, dtype=torch.int64, device="meta")}) is None
+        assert api.count_tokens(other) is None
+    assert api.count_tokens({"documents": torch.zeros(3, dtype=torch.int64, device="meta")}) is None

@@ -1,7 +1,5 @@
 """Large sharded models, gathered block by block: code that reads their weights elsewhere trains as one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -275,9 +273,6 @@ def test_what_cannot_meet_whole_weights_is_refused_before_they_move() -> None:
         assert "a callback on rank 0" in forbidden
 
 
-# -- gradients
-
-
 def clipped_with_decay(parameters: list[nn.Parameter]) -> float:
     norm = sum(p.grad.norm().item() ** 2 for p in parameters) ** 0.5
     for parameter in parameters:
@@ -332,9 +327,6 @@ def test_gradients_are_read_and_changed_as_whole_ones() -> None:
             torch.testing.assert_close(rank[number], (weights(model), norms), rtol=1e-10, atol=1e-10)
 
 
-# -- half precision
-
-
 class Shrinks(Touches):
     """Reads, and shrinks weights by less than half precision has."""
 
@@ -373,9 +365,6 @@ def test_weights_keep_full_precision_where_code_reads_and_writes_them() -> None:
     for found in run_world(in_half_precision, 2):
         for name, value in weights(Net().float()).items():
             torch.testing.assert_close(found[name], value * (1 - 1e-4) ** (2 * steps), rtol=1e-6, atol=0)
-
-
-# -- in place
 
 
 class ChangesInPlace(Net):

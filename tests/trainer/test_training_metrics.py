@@ -1,7 +1,5 @@
 """Metrics that training updates go on after a resume, on any number of ranks; another optimizer is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

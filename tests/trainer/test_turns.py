@@ -1,7 +1,5 @@
 """Two models trained in turns within a window, against a loop by hand in one process; and turns that are refused."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, NamedTuple
 
@@ -205,9 +203,6 @@ def test_models_in_turns_train_as_by_hand(ranks: list[list[dict[str, Any]]], cas
         for model, state in expected.items():
             for name, value in state.items():
                 torch.testing.assert_close(found[model][name], value, rtol=1e-10, atol=1e-12, msg=f"{model}.{name}")
-
-
-# -- gradients that a loss leaves in another model
 
 
 class Leaks:

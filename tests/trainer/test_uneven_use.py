@@ -1,7 +1,5 @@
 """Parameters that only some ranks use in a step, against one process that sees every rank's batches."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A frozen base that nobody loaded is warned of, once; what was loaded, copied or meant to be frozen is not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -135,9 +133,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 @pytest.mark.parametrize(
     ("kind", "numbers"), [(Probe, "trains 9 of its 225 parameters, and 216 are"), (Llama, "trains ")]
 )
-def test_a_base_that_nobody_loaded_is_warned_of_with_its_numbers(
-    kind: type[Probe], numbers: str, warned: Callable[..., list[str]]
-) -> None:
+def test_an_unloaded_base_has_its_numbers(kind: type[Probe], numbers: str, warned: Callable[..., list[str]]) -> None:
     (said,) = warned(kind)
     assert f"model 'model' {numbers}" in said
     assert "no weights were loaded into them. Load them in load_pretrained, by load_base_weights under adapters" in said

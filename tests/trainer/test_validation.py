@@ -1,7 +1,5 @@
 """Validation: exact means over ragged data and ranks, when it is due, and training left exactly as it was."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any
@@ -15,55 +13,39 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import ConfigError, DataError, DistributedDataLoader, HookError, PerRankLoader
-from tests.trainer.small import (
-    Alone,
-    Batch,
-    Samples,
-    Sharded,
-    Spread,
-    Validates,
-    batches,
-    fit,
-    make_config,
-    network,
-    weights,
-)
+from tests.trainer import small
 from tests.worlds import run_world
 
 
-class Counted(Validates):
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+class Counted(small.Validates):
+    def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         if not self.is_padding_batch:
             self.validated = [*vars(self).get("validated", []), *batch[2].tolist()]
-        result = super().validation_step(batch, batch_idx)
-        return result | {"number": batch[2].double().mean()}
+        return super().validation_step(batch, batch_idx) | {"number": batch[2].double().mean()}
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.metrics = [*vars(self).get("metrics", []), metrics]
 
 
-class Checked(Counted, Alone):
+class Checked(Counted, small.Alone):
     pass
 
 
-def ragged(sizes: list[int]) -> list[Batch]:
-    data = Samples(sum(sizes))
+def ragged(sizes: list[int]) -> list[small.Batch]:
+    data = small.Samples(sum(sizes))
     return list(zip(data.x.split(sizes), data.y.split(sizes), torch.arange(sum(sizes)).split(sizes), strict=True))
 
 
 def whole_loss(model: nn.Module, length: int) -> float:
-    data = Samples(length)
+    data = small.Samples(length)
     with torch.no_grad():
         return mse_loss(model(data.x), data.y).item()
-
-
-# -- exact, in one process
 
 
 @pytest.mark.pitfall(45)
 @pytest.mark.parametrize("sizes", [[1, 9, 3], [1]], ids=str)
 def test_the_mean_is_over_samples_and_not_over_batches(sizes: list[int]) -> None:
-    trainer = fit(Checked(make_config(n_epochs=1), batches(2), ragged(sizes)))
+    trainer = small.fit(Checked(small.make_config(n_epochs=1), small.batches(2), ragged(sizes)))
     assert trainer.metrics[0]["val/loss"] == pytest.approx(whole_loss(trainer.model, sum(sizes)), rel=1e-12)
     assert trainer.metrics[0]["val/number"] == pytest.approx((sum(sizes) - 1) / 2, rel=1e-12)
 
@@ -71,22 +53,19 @@ def test_the_mean_is_over_samples_and_not_over_batches(sizes: list[int]) -> None
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_weight_that_is_returned_is_that_of_all_values_of_the_batch(as_tensor: bool) -> None:
     class Tokens(Checked, dt.LoggerMixin):
-        def validation_step(self, batch: Batch, batch_idx: int) -> tuple[dict[str, Any], Any]:
+        def validation_step(self, batch: small.Batch, batch_idx: int) -> tuple[dict[str, Any], Any]:
             tokens = (batch[2] % 3).sum()  # none in some batches
             self.log("each", batch_idx)
             return {"number": float(batch_idx), "part": {"same": batch_idx}}, tokens if as_tensor else int(tokens)
 
     sizes = [2, 1, 3, 1, 2]
-    metrics = fit(Tokens(make_config(max_steps=1), batches(1), ragged(sizes))).metrics[-1]
+    metrics = small.fit(Tokens(small.make_config(max_steps=1), small.batches(1), ragged(sizes))).metrics[-1]
     tokens = [int((part % 3).sum()) for part in torch.arange(sum(sizes)).split(sizes)]
     assert 0 in tokens
     expected = sum(count * number for number, count in enumerate(tokens)) / sum(tokens)
     assert metrics["val/number"] == metrics["val/part/same"] == pytest.approx(expected, rel=1e-12)
     by_size = sum(size * number for number, size in enumerate(sizes)) / sum(sizes)
     assert metrics["val/each"] == pytest.approx(by_size, rel=1e-12)
-
-
-# -- when it is due
 
 
 @pytest.mark.parametrize(
@@ -112,19 +91,20 @@ def test_validation_runs_when_it_is_due_and_never_inside_a_window(schedule: dict
             at.append(self.global_step)
 
     at: list[int] = []
-    fit(Watch(make_config(n_epochs=4, **schedule), batches(5), batches(1)))
+    small.fit(Watch(small.make_config(n_epochs=4, **schedule), small.batches(5), small.batches(1)))
     assert at == steps
 
 
 @pytest.mark.pitfall(7)
 def test_val_steps_per_epoch_limits_the_batches_and_zero_validates_nothing() -> None:
-    trainer = fit(Checked(make_config(n_epochs=1, val_steps_per_epoch=2), batches(2), batches(5)))
+    trainer = small.fit(
+        Checked(small.make_config(n_epochs=1, val_steps_per_epoch=2), small.batches(2), small.batches(5))
+    )
     assert trainer.validated == [0, 1, 2, 3]
-    trainer = fit(Checked(make_config(n_epochs=1, val_steps_per_epoch=0), batches(2), batches(5)))
+    trainer = small.fit(
+        Checked(small.make_config(n_epochs=1, val_steps_per_epoch=0), small.batches(2), small.batches(5))
+    )
     assert "validated" not in vars(trainer)
-
-
-# -- training is left as it was
 
 
 class Noisy(Checked):
@@ -137,11 +117,11 @@ class Noisy(Checked):
         self.model.insert(1, nn.Dropout(0.3))
         self.draws: list[tuple[float, ...]] = []
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         self.draws.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         if self.noisy:
             random.random(), np.random.rand(), torch.rand(3)
         return super().validation_step(batch, batch_idx)
@@ -151,24 +131,24 @@ class Noisy(Checked):
 def test_training_is_the_same_bits_with_and_without_validation() -> None:
     results = []
     for schedule in ({"val_every_n_epochs": None}, {"val_every_n_steps": 1}):
-        config = make_config(n_epochs=2, gradient_accumulation_steps=2, **schedule)
-        results.append(fit(Noisy(config, DataLoader(Samples(10), 2, shuffle=True), batches(3))))
+        config = small.make_config(n_epochs=2, gradient_accumulation_steps=2, **schedule)
+        results.append(small.fit(Noisy(config, DataLoader(small.Samples(10), 2, shuffle=True), small.batches(3))))
     without, with_it = results
     assert "validated" not in vars(without)
     assert len(with_it.metrics) == 6
     assert without.draws == with_it.draws
     assert without.seen == with_it.seen
     assert without.losses == with_it.losses
-    for name, value in weights(without.model).items():
-        assert torch.equal(weights(with_it.model)[name], value)
+    for name, value in small.weights(without.model).items():
+        assert torch.equal(small.weights(with_it.model)[name], value)
 
 
 def test_validation_is_the_same_each_time_though_it_draws() -> None:
     class Draws(Checked):
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             return {"draw": torch.rand(())}
 
-    trainer = fit(Draws(make_config(n_epochs=3), batches(2), batches(2)))
+    trainer = small.fit(Draws(small.make_config(n_epochs=3), small.batches(2), small.batches(2)))
     assert trainer.metrics[0] == trainer.metrics[1] == trainer.metrics[2]
 
 
@@ -179,13 +159,13 @@ def test_each_modules_own_mode_comes_back_and_inside_all_are_in_eval_mode() -> N
             super().setup()
             self.model[0].eval()
 
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             assert not any(module.training for module in self.model.modules())
             assert not self.training
             assert not torch.is_grad_enabled()
             return super().validation_step(batch, batch_idx)
 
-    trainer = fit(Watch(make_config(n_epochs=1), batches(2), batches(2)))
+    trainer = small.fit(Watch(small.make_config(n_epochs=1), small.batches(2), small.batches(2)))
     assert trainer.training
     assert not any(module.training for module in trainer.model[0].modules())
     assert trainer.model[1].training
@@ -194,11 +174,11 @@ def test_each_modules_own_mode_comes_back_and_inside_all_are_in_eval_mode() -> N
 @pytest.mark.pitfall(9)
 def test_an_exception_in_validation_leaves_train_mode_and_gradients_on() -> None:
     class Breaks(Checked):
-        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             torch.rand(1)
             raise ZeroDivisionError
 
-    trainer = Breaks(make_config(n_epochs=1), batches(2), batches(2))
+    trainer = Breaks(small.make_config(n_epochs=1), small.batches(2), small.batches(2))
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
     assert trainer.training
@@ -206,11 +186,8 @@ def test_an_exception_in_validation_leaves_train_mode_and_gradients_on() -> None
     assert torch.is_grad_enabled()
 
 
-# -- what is missing
-
-
 class ReturnsATensor(Checked):
-    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+    def validation_step(self, batch: small.Batch, batch_idx: int) -> Any:
         return torch.ones(())
 
 
@@ -218,55 +195,51 @@ class ReturnsATensor(Checked):
 @pytest.mark.parametrize(
     ("cls", "val", "error", "told"),
     [
-        (Alone, lambda: batches(2), HookError, "validation_step is not overridden"),
-        (Checked, lambda: {"a": batches(1), "b": batches(1)}, ConfigError, "EvalMixin"),
-        (Checked, lambda: iter(batches(2)), DataError, "read once"),
-        (ReturnsATensor, lambda: batches(2), HookError, "validation_step returned Tensor"),
+        (small.Alone, lambda: small.batches(2), HookError, "validation_step is not overridden"),
+        (Checked, lambda: {"a": small.batches(1), "b": small.batches(1)}, ConfigError, "EvalMixin"),
+        (Checked, lambda: iter(small.batches(2)), DataError, "read once"),
+        (ReturnsATensor, lambda: small.batches(2), HookError, "validation_step returned Tensor"),
     ],
 )
 def test_what_cannot_be_validated_is_an_error_that_says_why(cls: Any, val: Any, error: Any, told: str) -> None:
     with pytest.raises(error, match=told):
-        fit(cls(make_config(n_epochs=1), batches(2), val()))
+        small.fit(cls(small.make_config(n_epochs=1), small.batches(2), val()))
 
 
 def test_a_validation_step_without_a_loader_is_a_notice(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = fit(Checked(make_config(n_epochs=2), batches(2), None))
-    assert trainer.global_step == 4
+    assert small.fit(Checked(small.make_config(n_epochs=2), small.batches(2), None)).global_step == 4
     assert len([r for r in caplog.records if "validation_step is never called" in r.message]) == 1
 
 
-# -- over ranks
-
-
-class SpreadChecked(Counted, Spread, dt.EvalMixin):
+class SpreadChecked(Counted, small.Spread, dt.EvalMixin):
     pass
 
 
-class ShardedChecked(Counted, Sharded, dt.EvalMixin):
+class ShardedChecked(Counted, small.Sharded, dt.EvalMixin):
     pass
 
 
 def train_loader() -> DistributedDataLoader:
-    return DistributedDataLoader(Samples(12), 2)
+    return DistributedDataLoader(small.Samples(12), 2)
 
 
 def validate_everywhere() -> dict[str, Any]:
     found: dict[str, Any] = {}
     unequal = ragged([2, 3, 1])[: 1 + int(os.environ["RANK"])]
-    loaders = {str(size): DataLoader(Samples(7), size, drop_last=True) for size in (1, 3, 8)}
-    loaders |= {"one sample": DataLoader(Samples(1), 4), "unequal": PerRankLoader(unequal)}
+    loaders = {str(size): DataLoader(small.Samples(7), size, drop_last=True) for size in (1, 3, 8)}
+    loaders |= {"one sample": DataLoader(small.Samples(1), 4), "unequal": PerRankLoader(unequal)}
     loaders["unsized"] = PerRankLoader(Unsized(unequal))
     for name, cls in {"replicate": SpreadChecked, "fsdp": ShardedChecked}.items():
         for kind, loader in loaders.items():
-            with cls(make_config(n_epochs=1), train_loader(), loader) as trainer:
+            with cls(small.make_config(n_epochs=1), train_loader(), loader) as trainer:
                 trainer.fit()
                 validated = vars(trainer).get("validated", [])
-                found[f"{name}/{kind}"] = (validated, trainer.metrics, weights(trainer.model))
+                found[f"{name}/{kind}"] = (validated, trainer.metrics, small.weights(trainer.model))
     return found
 
 
 class Unsized:
-    def __init__(self, data: list[Batch]) -> None:
+    def __init__(self, data: list[small.Batch]) -> None:
         self.data = data
 
     def __iter__(self) -> Any:
@@ -282,7 +255,7 @@ def test_each_sample_counts_once_over_ranks_and_a_rank_without_any_does_not_hang
         ranks = [rank[case] for rank in results]
         metrics = ranks[0][1][0]
         assert all(rank[1] == ranks[0][1] for rank in ranks), case
-        model = network()
+        model = small.network()
         model.load_state_dict(ranks[0][2])
         if case.endswith(("unequal", "unsized")):
             sizes = [2, 3, 1]
@@ -293,7 +266,7 @@ def test_each_sample_counts_once_over_ranks_and_a_rank_without_any_does_not_hang
             assert sorted(n for rank in ranks for n in rank[0]) == counted, case
         assert metrics["val/number"] == pytest.approx(sum(counted) / len(counted), rel=1e-12), case
         if case.endswith(("unequal", "unsized")):
-            data = Samples(6)
+            data = small.Samples(6)
             with torch.no_grad():
                 losses = (model(data.x) - data.y).square().flatten()
             expected = sum(losses[n].item() for n in counted) / len(counted)
@@ -303,7 +276,7 @@ def test_each_sample_counts_once_over_ranks_and_a_rank_without_any_does_not_hang
 
 
 def test_a_model_that_is_trained_in_eval_mode_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Evaluating(Alone):
+    class Evaluating(small.Alone):
         modes = (False, False, True)  # of the model, a part of it, and one that nobody trains
 
         def setup(self) -> None:
@@ -312,7 +285,7 @@ def test_a_model_that_is_trained_in_eval_mode_is_named(caplog: pytest.LogCapture
             for module, mode in zip((self.model, self.model[0], self.teacher), self.modes, strict=True):
                 module.train(mode)
 
-    with Evaluating(make_config(n_epochs=1), batches(2)) as trainer:
+    with Evaluating(small.make_config(n_epochs=1), small.batches(2)) as trainer:
         trainer.fit()
         trainer.set_limits(n_epochs=2)
         trainer.fit()
@@ -321,5 +294,5 @@ def test_a_model_that_is_trained_in_eval_mode_is_named(caplog: pytest.LogCapture
     assert "Call self.model.train() in configure_models" in line
     caplog.clear()
     Evaluating.modes = (True, False, False)
-    fit(Evaluating(make_config(n_epochs=1), batches(2)))
+    small.fit(Evaluating(small.make_config(n_epochs=1), small.batches(2)))
     assert "eval mode" not in caplog.text

@@ -1,7 +1,5 @@
 """`verify` finds what ranks compute otherwise than one model in one piece, and changes nothing else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,9 +143,6 @@ def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: in
     for norms in run_world(train, n_ranks, of):
         assert norms[::2] == norms[1::2]
         assert all(len(of_case) == 2 for of_case in norms)
-
-
-# -- what it finds
 
 
 class Mixes(nn.Module):

@@ -1,7 +1,5 @@
 """When a run is saved, by the clock, by its metrics, by request and after an exception; and which checkpoints stay."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -13,21 +11,7 @@ import pytest
 import dream_trainer as dt
 from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.api import NonFiniteError, read_shared
-from tests.trainer.saves import (
-    NOTHING,
-    STEPS,
-    VALIDATING,
-    Config,
-    Saves,
-    Validated,
-    assert_as,
-    fit,
-    fit_scripted,
-    make_config,
-    replaced,
-    run,
-    steps_of,
-)
+from tests.trainer import saves
 from tests.trainer.small import Batch, assert_same_weights, weights
 from tests.worlds import run_world
 
@@ -42,7 +26,7 @@ class Clock:
         return 60 * self.minutes
 
 
-class Timed(Saves):
+class Timed(saves.Saves):
     """Each step takes a minute by the clocks of some ranks, and no time by the others'."""
 
     clock: Clock
@@ -53,26 +37,25 @@ class Timed(Saves):
         return super().training_step(batch, batch_idx)
 
 
-def fit_timed(config: Config, slow_ranks: tuple[int, ...] = (0,), length: int = 2 * STEPS) -> Saves:
+def fit_timed(config: saves.Config, slow_ranks: tuple[int, ...] = (0,), length: int = 2 * saves.STEPS) -> saves.Saves:
     clock = Clock()
-    with replaced(mixin, "time", clock):
+    with saves.replaced(mixin, "time", clock):
         trainer = Timed(config, length=length)
         trainer.clock, trainer.slow_ranks = clock, slow_ranks
-        return fit(trainer)
+        return saves.fit(trainer)
 
 
-@pytest.mark.parametrize(
-    ("minutes", "steps"),
-    [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (7.0, [])],
-)
+@pytest.mark.parametrize(("minutes", "steps"), [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (7.0, [])])
 def test_minutes_between_saves_are_counted_by_the_clock(minutes: float, steps: list[int]) -> None:
-    assert fit_timed(make_config(save_every_n_minutes=minutes, **NOTHING)).saved == steps
+    assert fit_timed(saves.make_config(save_every_n_minutes=minutes, **saves.NOTHING)).saved == steps
 
 
 def clocks_at_two() -> list[list[int]]:
     return [
         fit_timed(
-            make_config(experiment=str(rank), save_every_n_minutes=2.0, **NOTHING), slow_ranks=(rank,), length=4 * STEPS
+            saves.make_config(experiment=str(rank), save_every_n_minutes=2.0, **saves.NOTHING),
+            slow_ranks=(rank,),
+            length=4 * saves.STEPS,
         ).saved
         for rank in (0, 1)
     ]
@@ -80,9 +63,6 @@ def clocks_at_two() -> list[list[int]]:
 
 def test_rank_0s_clock_counts_for_all() -> None:
     assert run_world(clocks_at_two, 2) == [[[2, 4, 6], []]] * 2
-
-
-# -- metrics
 
 
 NAN, INF = math.nan, math.inf
@@ -99,13 +79,11 @@ NAN, INF = math.nan, math.inf
     ids=str,
 )
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_a_better_metric_than_all_before_is_saved(
-    script: tuple[float | None, ...], mode: str, steps: list[int], in_parts: bool
-) -> None:
+def test_a_better_one_is_saved(script: tuple[float | None, ...], mode: str, steps: list[int], in_parts: bool) -> None:
     parameters: dict[str, Any] = {"save_on_best": True, "best_mode": mode, "save_at_end": in_parts}
     if in_parts:  # each part saves its end too
-        assert fit_scripted(script, stop_after=3, **parameters).saved == sorted({*steps, 3} & {1, 2, 3})
-    saved = fit_scripted(script, **parameters).saved
+        assert saves.fit_scripted(script, stop_after=3, **parameters).saved == sorted({*steps, 3} & {1, 2, 3})
+    saved = saves.fit_scripted(script, **parameters).saved
     first = 4 if in_parts else 1
     assert saved == sorted({step for step in steps if step >= first} | ({len(script)} if in_parts else set()))
 
@@ -114,17 +92,17 @@ def test_a_better_metric_than_all_before_is_saved(
 def test_odd_metrics_are_kept_as_they_are_and_break_nothing() -> None:
     script = (-1.5, NAN, None, INF, 0.0, -INF)
     parameters: dict[str, Any] = {"save_every_n_steps": 1, "keep_best": 1, "keep_last": 6, "best_mode": "min"}
-    found = [manifest.metrics for manifest in fit_scripted(script, save_on_best=True, **parameters).checkpoints()]
+    found = [manifest.metrics for manifest in saves.fit_scripted(script, save_on_best=True, **parameters).checkpoints()]
     expected = [{} if value is None else {"val/loss": value} for value in script]
     assert repr(found) == repr(expected)
-    again = fit_scripted((*script, 2.0), **parameters)
+    again = saves.fit_scripted((*script, 2.0), **parameters)
     assert (again.loaded, again.saved) == (["step_00000006"], [7])
 
 
 def test_a_checkpoint_without_a_validation_at_its_step_has_no_metrics() -> None:
     script = (9.0, 8.0, 7.0, 6.0, 5.0, 4.0)
-    fit_scripted(script, val_every=2, save_every_n_steps=1, stop_after=4)
-    found = fit_scripted(script, val_every=2, save_every_n_steps=1)  # step 5 comes right after a resume
+    saves.fit_scripted(script, val_every=2, save_every_n_steps=1, stop_after=4)
+    found = saves.fit_scripted(script, val_every=2, save_every_n_steps=1)  # step 5 comes right after a resume
     metrics = {manifest.step: manifest.metrics for manifest in found.checkpoints()}
     assert metrics == {1: {}, 2: {"val/loss": 8.0}, 3: {}, 4: {"val/loss": 6.0}, 5: {}, 6: {"val/loss": 4.0}}
 
@@ -139,24 +117,21 @@ RETAINED: dict[str, Any] = {"save_every_n_steps": 1, "keep_last": 2, "keep_best"
 def test_the_best_and_the_last_two_stay_wherever_the_run_was_interrupted(stops: tuple[int, ...]) -> None:
     script = (5.0, 1.0, 4.0, NAN, 3.0, 2.0)
     for stop in (*stops, None):
-        trainer = fit_scripted(script, stop_after=stop, **RETAINED)
-    assert steps_of(trainer) == [2, 5, 6]
+        trainer = saves.fit_scripted(script, stop_after=stop, **RETAINED)
+    assert saves.steps_of(trainer) == [2, 5, 6]
 
 
 def test_steps_kept_for_ever_stay_beside_the_newest() -> None:
-    trainer = run(training={"n_epochs": 2}, save_every_n_steps=1, keep_every_n_steps=4, save_every_n_epochs=None)
+    trainer = saves.run(training={"n_epochs": 2}, save_every_n_steps=1, keep_every_n_steps=4, save_every_n_epochs=None)
     assert trainer.saved == list(range(1, 13))
-    assert steps_of(trainer) == [4, 8, 12]
+    assert saves.steps_of(trainer) == [4, 8, 12]
     assert not [path for path in trainer.checkpoint_dir.iterdir() if not path.name.startswith("step_")]
 
 
-# -- requests, exceptions and saves in events
-
-
-class Acts(Saves):
+class Acts(saves.Saves):
     """Does something in `place` once, when `at` steps are trained; in events as the last listener."""
 
-    def __init__(self, config: Config, place: str, at: int, action: Callable[[Acts], object]) -> None:
+    def __init__(self, config: saves.Config, place: str, at: int, action: "Callable[[Acts], object]") -> None:
         config.callbacks = dt.CallbackCollection([*config.callbacks, Actor()])
         super().__init__(config)
         self.when, self.action, self.has_acted = (place, at), action, False
@@ -194,7 +169,9 @@ class Actor(dt.Callback):
 
 
 def acts(place: str, at: int, action: Callable[[Any], object], **checkpoint: Any) -> Acts:
-    return Acts(make_config(training=VALIDATING, callbacks=[Validated()], **checkpoint), place, at, action)
+    return Acts(
+        saves.make_config(training=saves.VALIDATING, callbacks=[saves.Validated()], **checkpoint), place, at, action
+    )
 
 
 def signal_usr1(trainer: Any) -> None:
@@ -214,10 +191,10 @@ def fail(trainer: Any) -> None:
 
 
 @pytest.fixture
-def straight() -> Saves:
+def straight() -> saves.Saves:
     """Two epochs of a run that nothing disturbs, validated at steps 3, 6, 9 and 12."""
-    trainer = run(experiment="straight", training=VALIDATING, callbacks=[Validated()])
-    assert [step for step, _ in trainer.get_callback(Validated)._found] == [3, 6, 9, 12]
+    trainer = saves.run(experiment="straight", training=saves.VALIDATING, callbacks=[saves.Validated()])
+    assert [step for step, _ in trainer.get_callback(saves.Validated)._found] == [3, 6, 9, 12]
     return trainer
 
 
@@ -234,14 +211,14 @@ def straight() -> Saves:
     ],
 )
 def test_a_save_asked_for_anywhere_is_made_at_that_step_and_the_run_goes_on(
-    place: str, at: int, action: Any, saved: int, straight: Saves
+    place: str, at: int, action: Any, saved: int, straight: saves.Saves
 ) -> None:
-    trainer = fit(acts(place, at, action, **NOTHING))
-    assert set(trainer.saved) == set(steps_of(trainer)) == {saved}
-    assert_as(straight, trainer)
-    resumed = run(training=VALIDATING, callbacks=[Validated()], **NOTHING)
+    trainer = saves.fit(acts(place, at, action, **saves.NOTHING))
+    assert set(trainer.saved) == set(saves.steps_of(trainer)) == {saved}
+    saves.assert_as(straight, trainer)
+    resumed = saves.run(training=saves.VALIDATING, callbacks=[saves.Validated()], **saves.NOTHING)
     assert resumed.loaded == [f"step_{saved:08d}"]
-    assert_as(straight, resumed)
+    saves.assert_as(straight, resumed)
 
 
 @pytest.mark.parametrize(
@@ -251,43 +228,43 @@ def test_a_save_asked_for_anywhere_is_made_at_that_step_and_the_run_goes_on(
         *(("validation_step", 3), ("post_val_epoch", 6), ("post_epoch", 12)),
     ],
 )
-def test_an_exception_anywhere_ends_a_run_of_one_rank_with_its_last_step_saved(
-    place: str, at: int, straight: Saves
-) -> None:
-    trainer = acts(place, at, fail, **NOTHING)
+def test_an_exception_ends_a_run_with_its_last_step_saved(place: str, at: int, straight: saves.Saves) -> None:
+    trainer = acts(place, at, fail, **saves.NOTHING)
     with pytest.raises(KeyError, match="broken"):
-        fit(trainer)
-    assert trainer.saved == steps_of(trainer) == [at]
-    resumed = run(training=VALIDATING, callbacks=[Validated()], **NOTHING)
+        saves.fit(trainer)
+    assert trainer.saved == saves.steps_of(trainer) == [at]
+    resumed = saves.run(training=saves.VALIDATING, callbacks=[saves.Validated()], **saves.NOTHING)
     assert resumed.loaded == [f"step_{at:08d}"]
-    assert_as(straight, resumed)
+    saves.assert_as(straight, resumed)
 
 
 @pytest.mark.pitfall(2)
 @pytest.mark.pitfall(6)
 def test_an_exception_in_the_midst_of_a_window_leaves_nothing_of_it() -> None:
-    training = VALIDATING | {"gradient_accumulation_steps": 2}
-    expected = run(experiment="straight", training=training, callbacks=[Validated()])
-    trainer = Acts(make_config(training=training, callbacks=[Validated()], **NOTHING), "training_step", 4, fail)
+    training = saves.VALIDATING | {"gradient_accumulation_steps": 2}
+    expected = saves.run(experiment="straight", training=training, callbacks=[saves.Validated()])
+    trainer = Acts(
+        saves.make_config(training=training, callbacks=[saves.Validated()], **saves.NOTHING), "training_step", 4, fail
+    )
     with pytest.raises(KeyError):
-        fit(trainer)
+        saves.fit(trainer)
     (manifest,) = trainer.checkpoints()
     progress = read_shared(manifest.path)["progress"]
     counters = {"global_step": 4, "current_epoch": 1, "epoch_steps": 1, "batch_idx": 2, "samples_seen": 16}
     assert {name: progress[name] for name in counters} == counters
-    resumed = run(training=training, callbacks=[Validated()], **NOTHING)
-    assert_as(expected, resumed)
+    resumed = saves.run(training=training, callbacks=[saves.Validated()], **saves.NOTHING)
+    saves.assert_as(expected, resumed)
     assert resumed.seen == expected.seen[8:]
 
 
 def test_after_a_nonfinite_gradient_nothing_is_saved() -> None:
-    class Explodes(Saves):
+    class Explodes(saves.Saves):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             x, y, numbers = batch
             return super().training_step((x, y * (NAN if self.global_step == 3 else 1.0), numbers), batch_idx)
 
-    trainer = Explodes(make_config(save_every_n_steps=2))
+    trainer = Explodes(saves.make_config(save_every_n_steps=2))
     with pytest.raises(NonFiniteError):
-        fit(trainer)
-    assert steps_of(trainer) == [2]
-    assert_same_weights(weights(run().model), weights(run(experiment="straight").model))
+        saves.fit(trainer)
+    assert saves.steps_of(trainer) == [2]
+    assert_same_weights(weights(saves.run().model), weights(saves.run(experiment="straight").model))

@@ -1,7 +1,5 @@
 """Code that reads or writes shards while a small model is whole, or the other way round: 2 shards as one process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What surrounds a step, on every kind of mesh: averages, metrics, best values, counters, exports, retries."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

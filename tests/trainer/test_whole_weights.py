@@ -1,8 +1,6 @@
 """Methods that save or count are not forwards, `gathered` gives plain and whole weights, and what a trainer is given
 that was built too early is made equal over ranks or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path
@@ -103,9 +101,6 @@ def test_saving_and_counting_run_on_one_rank_alone_and_gathered_weights_are_plai
     assert all(torch.equal(saved[name], value) for name, value in results[1]["state"].items())
 
 
-# -- models built in the constructor
-
-
 class BuiltEarly(Sharded):
     """The habit of Lightning."""
 
@@ -141,9 +136,6 @@ def test_models_built_in_the_constructor_start_equal_on_all_ranks_and_are_named(
         assert torch.equal(second[1][name], value)
     assert "self.model was built before configure_models" in first[2]
     assert "Rank 0's" in first[2]
-
-
-# -- parameters collected too early
 
 
 class CollectsEarly(Sharded):
@@ -192,9 +184,6 @@ def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
 ) -> None:
     for said in run_world(refused, 2, kind):
         assert all(word in said for word in words), said
-
-
-# -- what newer PyTorch gives shards
 
 
 def on_ranks() -> list[dict[str, Any]]:

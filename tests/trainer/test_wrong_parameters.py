@@ -1,7 +1,5 @@
 """Combinations that no run can use are refused, with what to write; single fields: tests/config/test_values.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 `test_verify.py` has what is wrong with parts of sequences (`mixing.WRONG`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

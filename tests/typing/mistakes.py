@@ -11,14 +11,7 @@ from typing import Any
 import torch
 
 import dream_trainer
-from dream_trainer import (
-    EMA,
-    AbstractTrainer,
-    Callback,
-    DreamTrainer,
-    DreamTrainerConfig,
-    TrainingParameters,
-)
+from dream_trainer import EMA, AbstractTrainer, Callback, DreamTrainer, DreamTrainerConfig, TrainingParameters
 from dream_trainer.simple import Trainer as Simple
 
 

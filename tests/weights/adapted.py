@@ -1,7 +1,5 @@
 """A small model under peft's adapters, its trainer, and the same loop as peft's users write it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters under another config than theirs: equal weights would be another function, so they are refused by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,9 +100,7 @@ def test_what_training_alone_looks_at_may_change_and_is_said(here: str, caplog: 
     assert "lora_dropout was 0.0 and is 0.1. The new values apply" in caplog.text
 
 
-def test_a_checkpoint_that_says_nothing_loads_with_one_line(
-    here: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_silent_one_is_loaded(here: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     dumps = typed_json.dumps
 
     def without_adapters(value: Any, **options: Any) -> str:

@@ -1,7 +1,5 @@
 """Adapters of peft: trained on any layout as by peft's own loop, saved without their base, exported and merged."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -127,9 +125,7 @@ def test_the_command_exports_the_same_from_a_checkpoint(layout: str, runs: Runs,
     assert both[0] == both[1]
 
 
-def test_a_base_that_is_elsewhere_or_another_one(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_elsewhere_or_another_one(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, base = checkpoint("alone", 6), Path("base.safetensors")
     base.rename(tmp_path / "moved.safetensors")
     try:

@@ -1,7 +1,5 @@
 """What is exported is read by the safetensors library and torch.load as it was in the model, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -15,18 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.api import (
-    DTYPE_NAMES,
-    CheckpointError,
-    ConfigError,
-    Ranks,
-    TensorSpec,
-    export_checkpoint,
-    export_model,
-    file_order,
-    model_tensors,
-    write_safetensors,
-)
+from tests import api
 from tests.checkpoint import states
 from tests.checkpoint.states import flip, save
 from tests.worlds import run_world
@@ -53,7 +40,7 @@ def expected_of(model: nn.Module) -> dict[str, Tensor]:
 def saved(root: Path, models: dict[str, nn.Module], *, ema: dict[str, Tensor] | None = None, **shared: Any) -> Path:
     given = {"extra_state": {name: {} for name in models}, **shared}
     optimizer = {"optimizers.optimizer.net.seen.exp_avg": torch.ones(2)}
-    return save(root / "checkpoints", 3, tensors=model_tensors(models) | optimizer | (ema or {}), shared=given)
+    return save(root / "checkpoints", 3, tensors=api.model_tensors(models) | optimizer | (ema or {}), shared=given)
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -87,18 +74,15 @@ def checkpoint(tmp_path: Path, model: Tied) -> Path:
     return saved(tmp_path / "run", {"net": model})
 
 
-# -- the file format
-
-
 def test_every_dtype_is_read_back_bit_for_bit_and_aligned(tmp_path: Path) -> None:
     tensors = {}
-    for index, dtype in enumerate(DTYPE_NAMES):
+    for index, dtype in enumerate(api.DTYPE_NAMES):
         count = 3 + index % 3
         low = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8)
         tensors[f"t.{dtype}"] = low.view(dtype).reshape(count, 1)
     tensors |= {"scalar": torch.tensor(7), "empty": torch.zeros(0, 4), "transposed": torch.arange(6.0).view(2, 3).T}
-    specs = file_order({name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()})
-    write_safetensors(tmp_path / "all", specs, tensors.__getitem__)
+    specs = api.file_order({name: api.TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()})
+    api.write_safetensors(tmp_path / "all", specs, tensors.__getitem__)
     with safe_open(tmp_path / "all", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(tensors)
@@ -119,19 +103,16 @@ def test_every_dtype_is_read_back_bit_for_bit_and_aligned(tmp_path: Path) -> Non
 def test_a_dtype_that_the_format_lacks_is_named_before_anything_is_written(tmp_path: Path) -> None:
     tensors = {"models.net.phase": torch.zeros(2, dtype=torch.complex128), "models.net.weight": torch.zeros(2)}
     path = save(tmp_path / "run" / "checkpoints", 1, tensors=tensors)
-    with pytest.raises(CheckpointError, match=r"safetensors cannot store phase \(torch\.complex128\)"):
-        export_checkpoint(path, tmp_path / "out")
+    with pytest.raises(api.CheckpointError, match=r"safetensors cannot store phase \(torch\.complex128\)"):
+        api.export_checkpoint(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    export_checkpoint(path, tmp_path / "out.pt")
+    api.export_checkpoint(path, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=True)["phase"].dtype == torch.complex128
-
-
-# -- from a checkpoint
 
 
 def test_a_small_model_is_one_file(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     out = tmp_path / "new" / "out"
-    assert export_checkpoint(checkpoint, out) == [out / "model.safetensors"]
+    assert api.export_checkpoint(checkpoint, out) == [out / "model.safetensors"]
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert_equal(read_directory(out), expected_of(model))
     restored = Tied()
@@ -142,8 +123,7 @@ def test_a_small_model_is_one_file(tmp_path: Path, model: Tied, checkpoint: Path
 
 def test_a_large_model_is_numbered_files_and_an_index(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     out = tmp_path / "out"
-    written = export_checkpoint(checkpoint, out, max_shard_size=300)
-    assert set(written) == set(out.iterdir())
+    assert set(api.export_checkpoint(checkpoint, out, max_shard_size=300)) == set(out.iterdir())
     shards = sorted(out.glob("*.safetensors"))
     count = len(shards)
     assert count > 2
@@ -159,7 +139,7 @@ def test_a_large_model_is_numbered_files_and_an_index(tmp_path: Path, model: Tie
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pt", "net.pth"])
 def test_one_file_may_be_asked_for_by_name(tmp_path: Path, model: Tied, checkpoint: Path, name: str) -> None:
     out = tmp_path / "out" / name
-    assert export_checkpoint(checkpoint, out, max_shard_size=300) == [out]
+    assert api.export_checkpoint(checkpoint, out, max_shard_size=300) == [out]
     assert [path.name for path in out.parent.iterdir()] == [name]
     found = load_file(out) if name.endswith("safetensors") else torch.load(out, weights_only=True)
     assert_equal(found, expected_of(model))
@@ -171,32 +151,32 @@ def test_floating_point_is_cast_and_the_rest_is_not(tmp_path: Path, model: Tied,
         for name, value in expected_of(model).items()
     }
     for out in (tmp_path / "out", tmp_path / "out.pt"):
-        export_checkpoint(checkpoint, out, dtype=torch.bfloat16)
+        api.export_checkpoint(checkpoint, out, dtype=torch.bfloat16)
     assert_equal(read_directory(tmp_path / "out"), expected)
     assert_equal(torch.load(tmp_path / "out.pt", weights_only=True), expected)
-    with pytest.raises(ConfigError, match=r"torch\.int8 is not a floating-point type"):
-        export_checkpoint(checkpoint, tmp_path / "other", dtype=torch.int8)
+    with pytest.raises(api.ConfigError, match=r"torch\.int8 is not a floating-point type"):
+        api.export_checkpoint(checkpoint, tmp_path / "other", dtype=torch.int8)
 
 
 def test_the_config_goes_with_the_weights_and_tells_their_dtype(tmp_path: Path, model: Tied) -> None:
     config = {"model_type": "gpt", "torch_dtype": "float32", "layers": (1, 2), "kind": torch.float16}
     path = saved(tmp_path / "run", {"net": model}, model_configs={"net": config, "other": {"no": 1}})
     plain = tmp_path / "plain"
-    assert export_checkpoint(path, plain) == [plain / "model.safetensors", plain / "config.json"]
+    assert api.export_checkpoint(path, plain) == [plain / "model.safetensors", plain / "config.json"]
     told = {"model_type": "gpt", "torch_dtype": "float32", "layers": [1, 2], "kind": "float16"}
     assert json.loads((plain / "config.json").read_text()) == told
-    export_checkpoint(path, tmp_path / "cast", dtype=torch.bfloat16)
+    api.export_checkpoint(path, tmp_path / "cast", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "cast" / "config.json").read_text()) == {**told, "torch_dtype": "bfloat16"}
 
 
 def test_of_several_models_one_is_named(tmp_path: Path, model: Tied) -> None:
     other = nn.Linear(2, 2)
     path = saved(tmp_path / "run", {"nets.0": model, "nets.1": other})
-    with pytest.raises(CheckpointError, match=r"exactly one model. It has 'nets\.0', 'nets\.1'. Name one"):
-        export_checkpoint(path, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"has no model 'nets'. It has 'nets\.0', 'nets\.1'"):
-        export_checkpoint(path, tmp_path / "out", model="nets")
-    export_checkpoint(path, tmp_path / "out", model="nets.1")
+    with pytest.raises(api.CheckpointError, match=r"exactly one model. It has 'nets\.0', 'nets\.1'. Name one"):
+        api.export_checkpoint(path, tmp_path / "out")
+    with pytest.raises(api.CheckpointError, match=r"has no model 'nets'. It has 'nets\.0', 'nets\.1'"):
+        api.export_checkpoint(path, tmp_path / "out", model="nets")
+    api.export_checkpoint(path, tmp_path / "out", model="nets.1")
     assert_equal(read_directory(tmp_path / "out"), dict(other.state_dict()))
 
 
@@ -205,83 +185,80 @@ def test_ema_weights_are_the_averaged_ones_with_the_models_buffers(tmp_path: Pat
     ema = {f"callbacks.EMA.0.net.{name}": value for name, value in averaged.items()}
     ema |= {f"callbacks.EMA.1.net.{name}": value + 1 for name, value in averaged.items()}
     path = saved(tmp_path / "run", {"net": model}, ema=ema)
-    export_checkpoint(path, tmp_path / "first", weights="ema")
-    export_checkpoint(path, tmp_path / "second", weights="ema.1")
+    api.export_checkpoint(path, tmp_path / "first", weights="ema")
+    api.export_checkpoint(path, tmp_path / "second", weights="ema.1")
     buffers = {name: value for name, value in expected_of(model).items() if name not in averaged}
     assert set(buffers) == {"scale", "seen"}
     assert_equal(read_directory(tmp_path / "first"), averaged | buffers)
     assert_equal(read_directory(tmp_path / "second"), {n: v + 1 for n, v in averaged.items()} | buffers)
     with pytest.raises(
-        CheckpointError, match=r'no EMA of model \'net\' for weights="ema\.2". It has EMA callbacks 0, 1'
+        api.CheckpointError, match=r'no EMA of model \'net\' for weights="ema\.2". It has EMA callbacks 0, 1'
     ):
-        export_checkpoint(path, tmp_path / "third", weights="ema.2")
+        api.export_checkpoint(path, tmp_path / "third", weights="ema.2")
 
 
 def test_names_are_changed_by_pattern(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
-    export_checkpoint(checkpoint, tmp_path / "out", renames={r"^body\.(\d+)": r"layers.\1", "^": "model."})
+    api.export_checkpoint(checkpoint, tmp_path / "out", renames={r"^body\.(\d+)": r"layers.\1", "^": "model."})
     expected = {f"model.{name.replace('body.', 'layers.')}": value for name, value in expected_of(model).items()}
     assert_equal(read_directory(tmp_path / "out"), expected)
-    export_checkpoint(checkpoint, tmp_path / "body", renames={r"^(?!body).*": "", "^body.": ""})
+    api.export_checkpoint(checkpoint, tmp_path / "body", renames={r"^(?!body).*": "", "^body.": ""})
     assert read_directory(tmp_path / "body").keys() == model.body.state_dict().keys()
-    with pytest.raises(CheckpointError, match="of both"):
-        export_checkpoint(checkpoint, tmp_path / "none", renames={r"\d": ""})
-    with pytest.raises(ConfigError, match="not a regular expression"):
-        export_checkpoint(checkpoint, tmp_path / "none", renames={"(": ""})
+    with pytest.raises(api.CheckpointError, match="of both"):
+        api.export_checkpoint(checkpoint, tmp_path / "none", renames={r"\d": ""})
+    with pytest.raises(api.ConfigError, match="not a regular expression"):
+        api.export_checkpoint(checkpoint, tmp_path / "none", renames={"(": ""})
 
 
 def test_a_flipped_byte_in_a_shard_ends_it_and_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
     flip(checkpoint / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
-        export_checkpoint(checkpoint, tmp_path / "deep" / "out")
+    with pytest.raises(api.CheckpointError, match=r"__0_0\.distcp is damaged"):
+        api.export_checkpoint(checkpoint, tmp_path / "deep" / "out")
     assert list((tmp_path / "deep").iterdir()) == []
-
-
-# -- where it may go
 
 
 def test_an_existing_export_is_replaced_only_on_demand(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     out, file = tmp_path / "out", tmp_path / "file.pt"
     for target in (out, file):
-        export_checkpoint(checkpoint, target, max_shard_size=300)
-        with pytest.raises(CheckpointError, match="exists already"):
-            export_checkpoint(checkpoint, target)
-        export_checkpoint(checkpoint, target, overwrite=True)
+        api.export_checkpoint(checkpoint, target, max_shard_size=300)
+        with pytest.raises(api.CheckpointError, match="exists already"):
+            api.export_checkpoint(checkpoint, target)
+        api.export_checkpoint(checkpoint, target, overwrite=True)
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out", "file.pt"}
     (tmp_path / "empty").mkdir()
-    export_checkpoint(checkpoint, tmp_path / "empty")
+    api.export_checkpoint(checkpoint, tmp_path / "empty")
     assert_equal(read_directory(tmp_path / "empty"), expected_of(model))
 
 
 def test_what_no_export_wrote_is_never_removed(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     out = tmp_path / "out"
-    export_checkpoint(checkpoint, out, max_shard_size=300)
+    api.export_checkpoint(checkpoint, out, max_shard_size=300)
     for name in ("tokenizer.json", "config.json"):  # this model has no config
         (out / name).write_text("mine")
     for _ in range(2):
-        export_checkpoint(checkpoint, out, overwrite=True)
+        api.export_checkpoint(checkpoint, out, overwrite=True)
         assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
         assert (out / "tokenizer.json").read_text() == (out / "config.json").read_text() == "mine"
     assert_equal(read_directory(out), expected_of(model))
-    with pytest.raises(CheckpointError, match="exists already"):
-        export_checkpoint(checkpoint, out)
+    with pytest.raises(api.CheckpointError, match="exists already"):
+        api.export_checkpoint(checkpoint, out)
     (out / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="contains the directories folder, which no export wrote"):
-        export_checkpoint(checkpoint, out, overwrite=True)
+    with pytest.raises(api.CheckpointError, match="contains the directories folder, which no export wrote"):
+        api.export_checkpoint(checkpoint, out, overwrite=True)
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(CheckpointError, match="is a file"):
-        export_checkpoint(checkpoint, tmp_path / "notes", overwrite=True)
+    with pytest.raises(api.CheckpointError, match="is a file"):
+        api.export_checkpoint(checkpoint, tmp_path / "notes", overwrite=True)
     (tmp_path / "folder.pt").mkdir()
-    with pytest.raises(CheckpointError, match="is a directory"):
-        export_checkpoint(checkpoint, tmp_path / "folder.pt", overwrite=True)
+    with pytest.raises(api.CheckpointError, match="is a directory"):
+        api.export_checkpoint(checkpoint, tmp_path / "folder.pt", overwrite=True)
 
 
 @pytest.mark.pitfall(40)
 @pytest.mark.parametrize("where", [".", "export", "step_00000009", "step_00000003", "step_00000003/hf", "w.pt"])
 def test_a_runs_checkpoints_are_no_place_for_an_export(checkpoint: Path, where: str) -> None:
     before = {path.name for path in checkpoint.parent.iterdir()}
-    with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
-        export_checkpoint(checkpoint, checkpoint.parent / where, overwrite=True)
+    with pytest.raises(api.CheckpointError, match="belongs to a run's checkpoints"):
+        api.export_checkpoint(checkpoint, checkpoint.parent / where, overwrite=True)
     assert {path.name for path in checkpoint.parent.iterdir()} == before
 
 
@@ -294,10 +271,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.pt"])
 def test_a_full_disk_is_an_error_and_the_earlier_export_stays(small_disk: Path, name: str) -> None:
     small, large = nn.Linear(4, 4), nn.Linear(200, 200)
-    export_model(small, small_disk / name, world=Ranks.alone())
+    api.export_model(small, small_disk / name, world=api.Ranks.alone())
     before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        export_model(large, small_disk / name, world=Ranks.alone(), overwrite=True)
+    with pytest.raises(api.CheckpointError, match="No space left on device"):
+        api.export_model(large, small_disk / name, world=api.Ranks.alone(), overwrite=True)
     assert {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()} == before
     assert [path.name for path in small_disk.iterdir()] == [name]
 
@@ -344,13 +321,10 @@ def test_memory_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path) -> No
     assert all(bool((value == int(name)).all()) for name, value in found.items())
 
 
-# -- from a live model
-
-
 def test_a_plain_model_is_exported_as_its_checkpoint_is(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     for out in (tmp_path / "live", tmp_path / "live.pt"):
-        export_model(model, out, world=Ranks.alone(), dtype=torch.bfloat16, config={"a": 1})
-        export_checkpoint(checkpoint, out.with_stem("stored"), dtype=torch.bfloat16)
+        api.export_model(model, out, world=api.Ranks.alone(), dtype=torch.bfloat16, config={"a": 1})
+        api.export_checkpoint(checkpoint, out.with_stem("stored"), dtype=torch.bfloat16)
     assert (tmp_path / "live" / "config.json").exists()
     assert_equal(read_directory(tmp_path / "live"), read_directory(tmp_path / "stored"))
     live, stored = (torch.load(tmp_path / name, weights_only=True) for name in ("live.pt", "stored.pt"))
@@ -361,7 +335,7 @@ def test_a_plain_model_is_exported_as_its_checkpoint_is(tmp_path: Path, model: T
 def _failure_of(function: Any) -> str:
     try:
         function()
-    except CheckpointError as error:
+    except api.CheckpointError as error:
         return str(error)
     return ""
 
@@ -372,29 +346,29 @@ def _export_sharded(directory: str) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    world, root = Ranks.of_default_group(), Path(directory)
+    world, root = api.Ranks.of_default_group(), Path(directory)
     torch.manual_seed(0)
     model = Tied()
     if world.is_main:
         torch.save(expected_of(model), root / "truth.pt")
     fully_shard(model, mesh=init_device_mesh("cpu", (world.world_size,)))
-    written = export_model(model, root / "out", world=world, max_shard_size=300)
-    export_model(model, root / "out.pt", world=world, renames={"^": "m."}, dtype=torch.float64)
-    save(root / "run" / "checkpoints", 1, tensors=model_tensors({"net": model}), world=world)
+    written = api.export_model(model, root / "out", world=world, max_shard_size=300)
+    api.export_model(model, root / "out.pt", world=world, renames={"^": "m."}, dtype=torch.float64)
+    save(root / "run" / "checkpoints", 1, tensors=api.model_tensors({"net": model}), world=world)
     other = nn.Linear(2, 2) if world.is_main else nn.Linear(3, 3)
     failures = {
-        "exists": _failure_of(lambda: export_model(model, root / "out", world=world)),
-        "size": _failure_of(lambda: export_model(model, root / "new", world=world, max_shard_size="x")),
-        "full": _failure_of(lambda: export_model(model, Path("/dev/full/out"), world=world)),
+        "exists": _failure_of(lambda: api.export_model(model, root / "out", world=world)),
+        "size": _failure_of(lambda: api.export_model(model, root / "new", world=world, max_shard_size="x")),
+        "full": _failure_of(lambda: api.export_model(model, Path("/dev/full/out"), world=world)),
         "midway": _failure_of(lambda: _export_failing_midway(model, root / "half", world)),
-        "different": _failure_of(lambda: export_model(other, root / "different", world=world)),
+        "different": _failure_of(lambda: api.export_model(other, root / "different", world=world)),
     }
     dist.barrier()
     dist.destroy_process_group()
     return {"written": [path.name for path in written], "failures": failures}
 
 
-def _export_failing_midway(model: nn.Module, out: Path, world: Ranks) -> None:
+def _export_failing_midway(model: nn.Module, out: Path, world: api.Ranks) -> None:
     """A limit on file sizes stands in for a full disk: rank 0 fails at the second file's bytes."""
     import resource
     import signal
@@ -404,7 +378,7 @@ def _export_failing_midway(model: nn.Module, out: Path, world: Ranks) -> None:
     if world.is_main:
         resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
     try:
-        export_model(model, out, world=world)
+        api.export_model(model, out, world=world)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -427,5 +401,5 @@ def test_a_sharded_model_is_gathered_and_failures_are_every_ranks(tmp_path: Path
     assert "ranks have different tensors" in failures["different"]
     assert {path.name for path in tmp_path.iterdir()} == {"truth.pt", "out", "out.pt", "run"}
     # And the checkpoint of two ranks is put together by one process.
-    export_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000001", tmp_path / "stored")
+    api.export_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000001", tmp_path / "stored")
     assert_equal(read_directory(tmp_path / "stored"), truth)

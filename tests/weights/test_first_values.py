@@ -1,7 +1,5 @@
 """Adapters that start from their base start from the base that is loaded, or the load is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -147,9 +145,7 @@ def test_magnitudes_are_those_of_the_loaded_weights_on_every_mesh_and_in_each_pr
         (lambda: peft.FrodConfig(target_modules=TARGETS), "peft looked at the values of .*'FROD'"),
     ],
 )
-def test_a_base_that_changed_with_its_adapters_is_not_loaded(
-    make: Callable[[], PeftConfig], said: str, directory: Path
-) -> None:
+def test_a_base_changed_with_it_is_not_loaded(make: Callable[[], PeftConfig], said: str, directory: Path) -> None:
     with pytest.raises(ConfigError, match=f"{said}.* Call from_pretrained"):
         started(make)
 

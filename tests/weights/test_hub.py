@@ -1,7 +1,5 @@
 """Pushing to a hub: a server on this machine that answers as the hub does, and keeps what it is sent."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

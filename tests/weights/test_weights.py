@@ -1,7 +1,5 @@
 """Weights of every kind of file arrive in a model as `load_state_dict` would put them there, or it is an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -43,9 +41,6 @@ def refused(model: nn.Module, path: Path, **options: object) -> str:
         load_weights(model, path, **options)  # type: ignore[arg-type]
     assert same(model, before)
     return str(error.value)
-
-
-# -- what arrives
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,8 +94,7 @@ def test_tied_names_with_different_values_are_an_error_or_reported(tmp_path: Pat
     path = bare_pt(tmp_path / "it", {**state, "head.weight": state["embed.weight"] + 1})
     model = Net()
     assert "head.weight (tied to embed.weight" in refused(model, path)
-    report = load_weights(model, path, strict=False)
-    assert list(report.mismatched) == ["head.weight"]
+    assert list(load_weights(model, path, strict=False).mismatched) == ["head.weight"]
     assert same(model, expected(state))
 
 
@@ -109,9 +103,6 @@ def test_a_compiled_model_has_the_names_of_the_model_inside(tmp_path: Path) -> N
     model = Net()
     load_weights(torch.compile(model), safetensors_file(tmp_path / "it", state))  # type: ignore[arg-type]
     assert same(model, expected(state))
-
-
-# -- what does not fit
 
 
 @pytest.mark.pitfall(38)
@@ -170,8 +161,7 @@ def test_a_prefix_in_the_model_is_an_error_that_proposes_the_rename(tmp_path: Pa
     state = weights()
     path = bare_pt(tmp_path / "it", state)
     model = nn.ModuleDict({"encoder": Net()})
-    message = refused(model, path)
-    assert "renames={'^': 'encoder.'} would match" in message
+    assert "renames={'^': 'encoder.'} would match" in refused(model, path)
     load_weights(model, path, renames={"^": "encoder."})
     assert same(model.encoder, expected(state))
 
@@ -184,9 +174,6 @@ def test_a_model_of_a_checkpoint_is_chosen_by_its_name(tmp_path: Path) -> None:
     assert same(model, expected(weights(ord("b"))))
     assert "the models ['a', 'b']. Say which with model_name" in refused(model, path)
     assert "no model 'c'; it holds ['a', 'b']" in refused(model, path, model_name="c")
-
-
-# -- what is not there, or damaged
 
 
 @pytest.mark.parametrize("name", ["nowhere", "directory", "notes.txt"])
@@ -276,9 +263,6 @@ def test_what_cannot_be_read_is_refused_by_name(case: str, tmp_path: Path) -> No
     assert message in refused(nn.Linear(4, 3, bias=False), write(tmp_path))
 
 
-# -- what would run code
-
-
 def planted_pt(at: Path, plant: Plant) -> Path:
     torch.save({"weight": torch.ones(3, 4), "more": plant}, at / "it.pt")
     return at / "it.pt"
@@ -319,8 +303,7 @@ def planted_shard(at: Path, plant: Plant) -> Path:
 
 @pytest.mark.pitfall(43)
 @pytest.mark.parametrize(
-    "planted",
-    [planted_pt, planted_old_pt, planted_pickle, planted_safetensors, planted_metadata, planted_shard],
+    "planted", [planted_pt, planted_old_pt, planted_pickle, planted_safetensors, planted_metadata, planted_shard]
 )
 def test_a_file_made_to_run_code_is_refused_by_name_and_runs_none(
     planted: Callable[[Path, Plant], Path], tmp_path: Path

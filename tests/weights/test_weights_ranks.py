@@ -1,7 +1,5 @@
 """Ranks read what their own shards need, whatever the layout, and come to one outcome."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable
@@ -18,15 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.api import (
-    CheckpointError,
-    DamagedCheckpointError,
-    DeviceParameters,
-    World,
-    load_weights,
-    model_tensors,
-    shard_dim,
-)
+from tests import api
 from tests.checkpoint.states import save
 from tests.weights.weight_cases import KINDS, Net, State, expected, weights
 from tests.worlds import run_world
@@ -104,14 +94,14 @@ def load_into_every_layout(root: Path, kinds: list[str]) -> dict[str, Any]:
             layout(model)
             state = shapes_of(weights(), model)
             path = KINDS[kind](own / f"{layout_name}-{kind}", state)
-            report = load_weights(model, path)
+            report = api.load_weights(model, path)
             truth = {**state, "head.weight": state["embed.weight"]}
             outcome[f"{layout_name}, {kind}"] = same(model, truth) and report.is_complete
         locals_ = [value.to_local() for value in model.parameters() if isinstance(value, DTensor)]
         outcome[f"{layout_name} is sharded"] = len(locals_) > 0
         outcome[f"{layout_name} has empty shards"] = any(part.numel() == 0 for part in locals_)
         outcome[f"{layout_name} is strided"] = any(
-            shard_dim(placement) is not None and not placement.is_shard()
+            api.shard_dim(placement) is not None and not placement.is_shard()
             for value in model.parameters()
             if isinstance(value, DTensor)
             for placement in value.placements
@@ -120,7 +110,7 @@ def load_into_every_layout(root: Path, kinds: list[str]) -> dict[str, Any]:
 
 
 def come_to_one_outcome(root: Path) -> dict[str, Any]:
-    world = World(DeviceParameters(device="cpu"), shard_by_default=True)
+    world = api.World(api.DeviceParameters(device="cpu"), shard_by_default=True)
     rank = world.rank
     state = weights()
     outcome: dict[str, Any] = {}
@@ -128,8 +118,8 @@ def come_to_one_outcome(root: Path) -> dict[str, Any]:
     def attempt(case: str, model: nn.Module, path: Path, **options: Any) -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         try:
-            outcome[case] = str(load_weights(model, path, world=world, **options))
-        except CheckpointError as error:
+            outcome[case] = str(api.load_weights(model, path, world=world, **options))
+        except api.CheckpointError as error:
             untouched = all(torch.equal(local(before[name]), local(now)) for name, now in model.state_dict().items())
             outcome[case] = (type(error), str(error), untouched)
 
@@ -149,7 +139,7 @@ def come_to_one_outcome(root: Path) -> dict[str, Any]:
     saved = Net()
     saved.load_state_dict(expected(state))
     fully_shard(saved, mesh=world.mesh["dp_shard"] if world.mesh is not None else None)
-    step = save(root, 1, tensors=model_tensors({"net": saved}), world=world)
+    step = save(root, 1, tensors=api.model_tensors({"net": saved}), world=world)
     attempt("checkpoint of four ranks", model, step)
     outcome["checkpoint of four ranks is right"] = same(model, expected(state))
     world.barrier()
@@ -214,7 +204,7 @@ def measure_loading(paths: dict[str, Path]) -> dict[str, tuple[int, bool]]:
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             nn.init.zeros_(parameter)  # so that its pages are there
-        peak = peak_of(lambda model=model, path=path: load_weights(model, path))  # type: ignore[misc]
+        peak = peak_of(lambda model=model, path=path: api.load_weights(model, path))  # type: ignore[misc]
         mine = torch.arange(WIDTH).view(4, -1)[dist.get_rank()] / WIDTH
         right = all(
             torch.equal(local(layer.weight), (index + mine)[:, None].expand(-1, WIDTH))
@@ -228,9 +218,6 @@ def large_state() -> State:
     """Layer i has the values i + row / WIDTH."""
     rows = torch.arange(WIDTH)[:, None] / WIDTH
     return {f"{index}.weight": (index + rows).expand(-1, WIDTH).contiguous() for index in range(LAYERS)}
-
-
-# -- one world of four for all of it
 
 
 def on_each_rank(root: Path, large: dict[str, Path], kinds: list[str]) -> dict[str, Any]:
@@ -275,10 +262,10 @@ def test_every_layout_is_filled_from_every_kind_as_one_process_would_be(outcomes
 
 def test_ranks_come_to_one_outcome_and_write_nothing_if_one_of_them_fails(outcomes: Outcomes) -> None:
     told = {
-        "one rank has no file": (CheckpointError, "rank 2: "),
-        "one rank sees tied names differ": (CheckpointError, "1 mismatched: head.weight (tied to embed.weight"),
-        "a shard is damaged": (DamagedCheckpointError, "__3_0.distcp is damaged"),
-        "a layer of no stage": (CheckpointError, "1 unexpected (not in the model): layer4.weight"),
+        "one rank has no file": (api.CheckpointError, "rank 2: "),
+        "one rank sees tied names differ": (api.CheckpointError, "1 mismatched: head.weight (tied to embed.weight"),
+        "a shard is damaged": (api.DamagedCheckpointError, "__3_0.distcp is damaged"),
+        "a layer of no stage": (api.CheckpointError, "1 unexpected (not in the model): layer4.weight"),
     }
     for outcome in outcomes["agreement"]:
         for case, (kind, words) in told.items():

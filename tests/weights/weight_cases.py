@@ -1,7 +1,5 @@
 """A model with everything that is awkward to load, and its weights in every kind of file that is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings
