@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.api import KnownPlan, Ranks, load_tensors, write_checkpoint
 from tests.checkpoint.states import make_snapshot
@@ -43,8 +46,6 @@ class Saves:
 
 
 def local(tensor: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -60,10 +61,6 @@ def test_only_a_save_of_other_tensors_is_planned(tmp_path: Path) -> None:
 
 
 def over_two_ranks(root: Path) -> list[bool]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     dist.init_process_group("gloo")
     saves, mesh, rank = Saves(root, Ranks.of_default_group()), init_device_mesh("cpu", (2,)), dist.get_rank()
 

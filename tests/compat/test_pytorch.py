@@ -1,106 +1,96 @@
 """Each private or moving PyTorch name behind `torch_compat`, exercised."""
 
+import gc
+import inspect
+import io
+import os
+import pickle
+import warnings
+import weakref
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from dream_trainer.compat import pytorch
+from tests.worlds import run_world
+
 
 def test_workers_of_a_loader_still_referred_to_can_be_ended(own_children: Callable[[], set[BaseProcess]]) -> None:
-    from dream_trainer.compat.pytorch import shutdown_workers
-
     iterator = iter(DataLoader(list(range(8)), 2, num_workers=1, multiprocessing_context="fork"))
     next(iterator)
     assert len(own_children()) == 1
-    shutdown_workers(iterator)
+    pytorch.shutdown_workers(iterator)
     assert not own_children()
-    shutdown_workers(iter(DataLoader(list(range(8)), 2)))
-    shutdown_workers(None)
+    pytorch.shutdown_workers(iter(DataLoader(list(range(8)), 2)))
+    pytorch.shutdown_workers(None)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_workers_that_a_loader_keeps_are_ended_and_it_starts_new_ones(
     kind: type[DataLoader[int]], own_children: Callable[[], set[BaseProcess]]
 ) -> None:
-    from dream_trainer.compat.pytorch import end_workers
-
     loader = kind(list(range(8)), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     next(iter(loader))
     workers = own_children()
-    end_workers(loader)
+    pytorch.end_workers(loader)
     assert workers
     assert not any(worker.is_alive() for worker in workers)
     assert len(list(loader)) == 4
-    end_workers(loader)
-    end_workers([1, 2])
+    pytorch.end_workers(loader)
+    pytorch.end_workers([1, 2])
 
 
 def test_torch_functions_can_be_called_past_every_mode() -> None:
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    from dream_trainer.compat.pytorch import without_torch_function
-
     class Refuse(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             raise AssertionError(func)
 
-    with Refuse(), without_torch_function():
+    with Refuse(), pytorch.without_torch_function():
         assert torch.ones(2).sum() == 2
 
 
 def test_in_place_writes_are_counted_also_through_views_and_on_meta() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import write_count
-
     tensor = torch.empty(3, 3, device="meta")
-    before = write_count(tensor)
+    before = pytorch.write_count(tensor)
     tensor[0].normal_()
     tensor.view(-1).mul_(2)
-    assert write_count(tensor) == before + 2
+    assert pytorch.write_count(tensor) == before + 2
     with torch.inference_mode():
-        assert write_count(torch.ones(2).mul_(2)) == 0
+        assert pytorch.write_count(torch.ones(2).mul_(2)) == 0
 
 
 def test_recurrent_modules_list_their_parameters_twice_and_follow_replacements() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import second_lists
-
     for module in (torch.nn.LSTM(3, 4, proj_size=2), torch.nn.GRU(3, 4, bidirectional=True), torch.nn.RNN(3, 4)):
-        (name,) = second_lists(module)
+        (name,) = pytorch.second_lists(module)
         assert all(a is b for a, b in zip(getattr(module, name), module.parameters(), strict=True))
         new = module.weight_hh_l0 = torch.nn.Parameter(torch.zeros_like(module.weight_hh_l0))
         assert getattr(module, name)[1] is new
-    assert second_lists(torch.nn.Linear(2, 2)) == ()
+    assert pytorch.second_lists(torch.nn.Linear(2, 2)) == ()
 
 
 def test_attention_draws_its_parameters_again() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import reset_attention_parameters
-
     attention = torch.nn.MultiheadAttention(8, 2)
     with torch.no_grad():
         attention.in_proj_bias.fill_(3)
-    reset_attention_parameters(attention)
+    pytorch.reset_attention_parameters(attention)
     assert (attention.in_proj_bias == 0).all()
 
 
 def test_the_globals_of_dcp_metadata_are_those_that_a_save_of_tensors_refers_to(tmp_path: Path) -> None:
-    import pickle
-    import warnings
-
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    from dream_trainer.compat.pytorch import dcp_metadata_globals
-
     asked = set()
 
     class Recorder(pickle.Unpickler):
@@ -113,21 +103,16 @@ def test_the_globals_of_dcp_metadata_are_those_that_a_save_of_tensors_refers_to(
         dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     with (tmp_path / ".metadata").open("rb") as file:
         Recorder(file).load()
-    assert asked - dcp_metadata_globals() == {("torch", "float32")}
-    assert {name for _, name in dcp_metadata_globals() - asked} <= {"PosixPath"}
+    assert asked - pytorch.dcp_metadata_globals() == {("torch", "float32")}
+    assert {name for _, name in pytorch.dcp_metadata_globals() - asked} <= {"PosixPath"}
 
 
 def flight_recorder_environment(directory: Path, **set_by_user: str) -> dict[str, str]:
     """The variables that begin with TORCH_ after the flight recorder was enabled."""
-    import os
-    from unittest import mock
-
-    from dream_trainer.compat.pytorch import enable_flight_recorder
-
     with mock.patch.dict(os.environ, set_by_user):
         for name in [name for name in os.environ if name.startswith("TORCH_") and name not in set_by_user]:
             del os.environ[name]
-        enable_flight_recorder(directory)
+        pytorch.enable_flight_recorder(directory)
         return {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
 
 
@@ -149,8 +134,6 @@ def test_the_flight_recorder_writes_where_it_is_told_unless_the_user_said_otherw
 
 
 def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> None:
-    import torch
-
     directory = Path(torch.__file__).parent
     library = (directory / "lib/libtorch_cpu.so").read_bytes()
     header = (directory / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
@@ -160,17 +143,11 @@ def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> 
 
 
 def test_collectives_are_recorded() -> None:
-    import pickle
-
-    import torch.distributed as dist
-
-    from dream_trainer.compat.pytorch import recorded_collectives
-
-    assert recorded_collectives() is None
+    assert pytorch.recorded_collectives() is None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.barrier()
-        records = recorded_collectives()
+        records = pytorch.recorded_collectives()
         assert records is not None
         assert "gloo:barrier" in {entry["profiling_name"] for entry in pickle.loads(records)["entries"]}
     finally:
@@ -178,41 +155,27 @@ def test_collectives_are_recorded() -> None:
 
 
 def test_lists_of_tensors_are_copied_and_interpolated_in_place() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensors
-
     own, other = [torch.zeros(2), torch.zeros(3, 1)], [torch.ones(2), torch.full((3, 1), 2.0)]
-    foreach_lerp_(own, other, 0.25)
+    pytorch.foreach_lerp_(own, other, 0.25)
     assert [tensor.mean().item() for tensor in own] == [0.25, 0.5]
     # A weight on the device, where 0 leaves everything bit for bit.
-    foreach_lerp_(own, other, [torch.tensor(0.0)] * 2)
+    pytorch.foreach_lerp_(own, other, [torch.tensor(0.0)] * 2)
     assert [tensor.mean().item() for tensor in own] == [0.25, 0.5]
-    foreach_lerp_(own, other, [torch.tensor(0.5)] * 2)
+    pytorch.foreach_lerp_(own, other, [torch.tensor(0.5)] * 2)
     assert [tensor.mean().item() for tensor in own] == [0.625, 1.25]
-    foreach_copy_(own, other)
+    pytorch.foreach_copy_(own, other)
     assert all(map(torch.equal, own, other))
-    assert all(tensor is local for tensor, local in zip(own, local_tensors(own), strict=True))
+    assert all(tensor is local for tensor, local in zip(own, pytorch.local_tensors(own), strict=True))
 
 
 def test_the_dimension_that_a_placement_cuts_is_told_of_strided_ones_too() -> None:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    from dream_trainer.compat.pytorch import shard_dim
-
-    assert [shard_dim(placement) for placement in (Shard(0), Shard(2), _StridedShard(1, split_factor=2))] == [0, 2, 1]
-    assert shard_dim(Replicate()) is None
-    assert shard_dim(Partial()) is None
+    placements = (Shard(0), Shard(2), _StridedShard(1, split_factor=2))
+    assert [pytorch.shard_dim(placement) for placement in placements] == [0, 2, 1]
+    assert pytorch.shard_dim(Replicate()) is None
+    assert pytorch.shard_dim(Partial()) is None
 
 
 def test_torch_load_reads_one_of_several_archives_in_a_file_through_a_window(tmp_path: Path) -> None:
-    import io
-
-    import torch
-
-    from dream_trainer.compat.pytorch import file_window
-
     archives = []
     for fill in range(3):
         buffer = io.BytesIO()
@@ -220,118 +183,77 @@ def test_torch_load_reads_one_of_several_archives_in_a_file_through_a_window(tmp
         archives.append(buffer.getvalue())
     (tmp_path / "several").write_bytes(b"".join(archives))
     with (tmp_path / "several").open("rb") as file:
-        window = file_window(file, len(archives[0]), len(archives[1]))
+        window = pytorch.file_window(file, len(archives[0]), len(archives[1]))
         assert torch.equal(torch.load(window, weights_only=True), torch.ones(2, 5))
 
 
 def test_results_of_operations_on_dtensors_are_not_taken_from_a_process_group_that_is_gone() -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from dream_trainer.compat.pytorch import forget_meshes
-
-    forget_meshes()  # those of tests that this process ran before
+    pytorch.forget_meshes()  # those of tests that this process ran before
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,))
         found = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).detach().device_mesh
         dist.destroy_process_group()
-        forget_meshes()
+        pytorch.forget_meshes()
         assert found is mesh
 
 
 def test_a_block_may_run_before_its_model_once_that_is_the_root() -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from dream_trainer.compat.pytorch import begin_root, forget_meshes
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     expected = model(model[0](torch.ones(2)))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    begin_root(model)
+    pytorch.begin_root(model)
     found = model(model[0](torch.ones(2)))  # else an error: the block would be a root of its own
     dist.destroy_process_group()
-    forget_meshes()
+    pytorch.forget_meshes()
     assert torch.equal(found, expected)
 
 
 def test_memory_history_and_snapshots_are_where_they_were(tmp_path: Path) -> None:
-    import inspect
-    import pickle
-
-    import torch
-
-    from dream_trainer.compat.pytorch import record_memory_history, write_memory_snapshot
-
     if not torch.cuda.is_available():  # then torch's own refuse to run
         inspect.signature(torch.cuda.memory._record_memory_history).bind("all", max_entries=10)
         inspect.signature(torch.cuda.memory._record_memory_history).bind(None, max_entries=1)
         inspect.signature(torch.cuda.memory._dump_snapshot).bind("file")
         return
-    record_memory_history(10)
+    pytorch.record_memory_history(10)
     held = torch.ones(100, device="cuda")
-    write_memory_snapshot(tmp_path / "memory.pickle")
-    record_memory_history(0)
+    pytorch.write_memory_snapshot(tmp_path / "memory.pickle")
+    pytorch.record_memory_history(0)
     with (tmp_path / "memory.pickle").open("rb") as file:
         found = pickle.load(file)
     assert any(trace["size"] >= held.nbytes for traces in found["device_traces"] for trace in traces)
 
 
 def tf32_by_either_setting() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import tf32_is_allowed, tf32_products
-
-    assert not tf32_is_allowed()
-    with tf32_products():
-        assert tf32_is_allowed()
+    assert not pytorch.tf32_is_allowed()
+    with pytorch.tf32_products():
+        assert pytorch.tf32_is_allowed()
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
     torch.backends.cuda.matmul.fp32_precision = "ieee"  # from here on the older setting may not be read
-    with tf32_products():
-        assert tf32_is_allowed()
+    with pytorch.tf32_products():
+        assert pytorch.tf32_is_allowed()
         assert torch.backends.cudnn.conv.fp32_precision == "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    assert not tf32_is_allowed()
+    assert not pytorch.tf32_is_allowed()
 
 
 def test_tf32_is_switched_by_whichever_setting_the_process_uses() -> None:
-    from tests.worlds import run_world
-
     run_world(tf32_by_either_setting, 1, fresh=True)  # the newer setting cannot be taken back
 
 
 def test_a_module_computes_with_other_tensors_and_then_with_its_own() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import with_parameters
-
     linear = torch.nn.Linear(2, 2)
     own, x = dict(linear.named_parameters()), torch.ones(1, 2)
-    with with_parameters(linear, {"weight": torch.eye(2), "bias": torch.zeros(2)}):
+    with pytorch.with_parameters(linear, {"weight": torch.eye(2), "bias": torch.zeros(2)}):
         assert torch.equal(linear(x), x)
     assert all(parameter is own[name] for name, parameter in linear.named_parameters())
 
 
 def test_nothing_keeps_a_mesh_and_with_it_its_connections_once_it_is_forgotten() -> None:
-    import gc
-    import weakref
-
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from dream_trainer.compat.pytorch import forget_meshes
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "other"))
     split = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
@@ -342,45 +264,33 @@ def test_nothing_keeps_a_mesh_and_with_it_its_connections_once_it_is_forgotten()
     left = weakref.ref(mesh)
     del mesh, split
     dist.destroy_process_group()
-    forget_meshes()
+    pytorch.forget_meshes()
     gc.collect()
     assert left() is None
 
 
 def test_a_backward_is_told_from_a_forward() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import in_backward
-
     seen = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(in_backward()))
-    assert not in_backward()
+    x.register_hook(lambda grad: seen.append(pytorch.in_backward()))
+    assert not pytorch.in_backward()
     x.sum().backward()
     assert seen == [True]
-    assert not in_backward()
+    assert not pytorch.in_backward()
 
 
 def test_whole_parameters_stand_in_for_shards_and_forwards_leave_them_there() -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
-
-    from dream_trainer.compat.pytorch import forget_meshes, whole_parameters
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     out = model(torch.ones(2))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with torch.no_grad(), whole_parameters(model):
+    with torch.no_grad(), pytorch.whole_parameters(model):
         found, inside = model.state_dict(), model(torch.ones(2))
         after = dict(model.named_parameters())
     outside = model(torch.ones(2))
     dist.destroy_process_group()
-    forget_meshes()
+    pytorch.forget_meshes()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert all(torch.equal(after[name], value) for name, value in expected.items())
     assert torch.equal(inside, out)
@@ -389,49 +299,34 @@ def test_whole_parameters_stand_in_for_shards_and_forwards_leave_them_there() ->
 
 
 def test_the_stores_that_checkers_see_are_those_of_torch_distributed() -> None:
-    import torch.distributed as dist
-
-    from dream_trainer.compat import pytorch
-
     assert (pytorch.Store, pytorch.PrefixStore, pytorch.TCPStore) == (dist.Store, dist.PrefixStore, dist.TCPStore)
 
 
 def gathered_flat() -> tuple[list[float], list[float], list[float]]:
-    import torch
-    import torch.distributed as dist
-
-    from dream_trainer.compat.pytorch import all_gather_flat, sum_scatter_flat
-
     dist.init_process_group("gloo")
     apart, inside = torch.zeros(4), torch.zeros(4)
     own = inside.chunk(2)[dist.get_rank()].fill_(dist.get_rank() + 1)
     group = dist.group.WORLD
     assert group is not None
-    all_gather_flat(apart, own.clone(), group)
-    all_gather_flat(inside, own, group)
+    pytorch.all_gather_flat(apart, own.clone(), group)
+    pytorch.all_gather_flat(inside, own, group)
     summed = torch.zeros(2)
-    sum_scatter_flat(summed, torch.tensor([1.0, 2, 3, 4]) * (dist.get_rank() + 1), group)
+    pytorch.sum_scatter_flat(summed, torch.tensor([1.0, 2, 3, 4]) * (dist.get_rank() + 1), group)
     dist.destroy_process_group()
     return apart.tolist(), inside.tolist(), summed.tolist()
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_flat_tensors_are_gathered_also_in_place_and_summed_back() -> None:
-    from tests.worlds import run_world
-
     gathered = [1, 1, 2, 2]
     assert run_world(gathered_flat, 2) == [(gathered, gathered, [3, 6]), (gathered, gathered, [9, 12])]
 
 
 def test_autograd_takes_tensors_for_unchanged_that_are_written_to_unnoticed() -> None:
-    import torch
-
-    from dream_trainer.compat.pytorch import unnoticed_writes
-
     weight = torch.ones(2, requires_grad=True)
     squares = weight.square().sum()
     before = weight._version
-    with torch.no_grad(), unnoticed_writes([weight]):
+    with torch.no_grad(), pytorch.unnoticed_writes([weight]):
         weight.fill_(3.0)
     assert weight._version == before
     squares.backward()  # as of what is there now

@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.api import InitError, materialize
 from tests.worlds import run_world
@@ -30,15 +34,10 @@ LAYOUTS = {3: [(3,)], 4: [(4,), (4, 1), (2, 2)]}
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _built(family: str, shape: tuple[int, ...]) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model, plan = planned(FAMILIES[family])
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     if isinstance(model, NanoGPT):
@@ -70,10 +69,6 @@ def test_every_mesh_gets_the_bits_of_one_process(world_size: int) -> None:
 
 
 def _tensor_parallel() -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     dist.init_process_group("gloo")
     expected = tensors(deferred(NanoGPT))
     model, plan = planned(NanoGPT)
@@ -112,9 +107,6 @@ class _Lists(nn.Linear):
 
 
 def _mistaken(make: Callable[[], nn.Module]) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     dist.init_process_group("gloo")
     model, plan = planned(make)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dream_trainer.optim import muon
 from tests.api import Muon, deal
 from tests.worlds import run_world
 
@@ -45,8 +49,6 @@ def by_pytorch() -> list[Tensor]:
 
 def by_ours(parameters: list[nn.Parameter], **options: Any) -> list[Tensor]:
     """The same by ours over parameters of any layout, as whole tensors."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     optimizer = Muon(groups(parameters), lr=LR, **options)
     for step in range(4):
         for p, gradient in zip(parameters, gradients(step), strict=True):
@@ -61,12 +63,6 @@ def by_ours(parameters: list[nn.Parameter], **options: Any) -> list[Tensor]:
 
 def layouts() -> dict[str, Any]:
     """On each of four ranks: results under every layout, and how many matrices this rank orthogonalised in all."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from dream_trainer.optim import muon
-
     dist.init_process_group("gloo")
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     cases: dict[str, tuple[Any, tuple[Any, ...]]] = {

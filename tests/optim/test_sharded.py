@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop
 
 from tests.api import ConfigError, Muon, OptimizerParameters, build_optimizer, build_optimizers, refuse_unshardable
@@ -37,8 +41,6 @@ def parameters_of(name: str) -> OptimizerParameters:
 
 def sharded(mesh: Any) -> nn.Module:
     """The model in float64, each block and the root a group; 9 and 7 rows do not divide by 2."""
-    from torch.distributed.fsdp import fully_shard
-
     module = model(torch.float64)
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
@@ -47,8 +49,6 @@ def sharded(mesh: Any) -> nn.Module:
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    from torch.distributed.tensor import DTensor
-
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in module.named_parameters()
@@ -63,9 +63,6 @@ def differentiated(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def step_everything() -> dict[str, Any]:
     """On each of two ranks: weights after three steps of every named optimizer, and what fails how."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     dist.init_process_group("gloo")
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     results: dict[str, Any] = {"failed": {}, "refused": {}}

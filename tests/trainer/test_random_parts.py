@@ -9,6 +9,14 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.functional import gelu, mse_loss
 
 import dream_trainer as dt
@@ -67,15 +75,6 @@ class Trained(dt.DreamTrainer):
         self.model = Model()
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            PrepareModuleInput,
-            RowwiseParallel,
-            SequenceParallel,
-            parallelize_module,
-        )
-
         case = self.config.case
         stream: Any = Shard(1) if case.in_sequence else Replicate()
         for number, block in enumerate(self.model.blocks):
@@ -194,8 +193,6 @@ def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_
 
 
 def test_mistakes_are_told_by_name() -> None:
-    from torch.distributed.tensor import Partial, Shard
-
     mesh: Any = SimpleNamespace(get_local_rank=lambda: 0)
     with pytest.raises(ConfigError, match=r"laid out as Partial\(sum\)\. Use Shard\(dim\) or Replicate\(\)"):
         declare_random_layer(nn.Dropout(), mesh, Partial())

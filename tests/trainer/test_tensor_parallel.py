@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, HookError, start
@@ -86,9 +88,6 @@ class Trained(dt.DreamTrainer):
 
 def split(model: Model, mesh: Any, plan: str, *, loss_parallel: bool) -> None:
     """Splits all of `model` and its sequences, all but its norms, or only the matrices in its blocks."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
     stream = Shard(1) if plan == "sequence" else Replicate()
     if plan != "blocks":
         logits = Shard(-1) if loss_parallel else Replicate()
@@ -209,8 +208,6 @@ def test_what_cannot_be_split_is_refused_on_all_ranks_with_what_to_do() -> None:
 
 class TornTies(Trained):
     def apply_tensor_parallel(self, mesh: Any) -> None:
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
         parallelize_module(self.model, mesh, {"head": ColwiseParallel()})
 
 

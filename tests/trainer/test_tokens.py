@@ -1,6 +1,7 @@
 """Tokens: counted exactly over ranks, as a limit, in the log, in schedules and after a resume."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +106,12 @@ def train(directory: str | Path, trainer_class: str = "Words", **options: Any) -
         }
 
 
-def train_in_world(directory: str, accumulation: int, max_tokens: int) -> dict[str, Any]:
-    return train(directory, accumulation=accumulation, max_tokens=max_tokens)
-
-
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 2)])
 def test_tokens_are_counted_over_all_ranks_and_end_the_run(ranks: int, accumulation: int, tmp_path: Path) -> None:
     by_step = tokens_by_step(STEPS)
     assert len(set(by_step)) > 1, "else steps would do as well"
     limit = sum(by_step[:4]) - 1
-    for found in run_world(train_in_world, ranks, str(tmp_path), accumulation, limit):
+    for found in run_world(partial(train, accumulation=accumulation, max_tokens=limit), ranks, str(tmp_path)):
         assert (found["step"], found["tokens"], found["total_steps"]) == (4, sum(by_step[:4]), None)
         logged = [line["tokens_seen"] for line in found["lines"]]
         assert logged == np.cumsum(by_step[:4]).tolist()
@@ -172,13 +169,10 @@ class Padded(Words):
         return {}
 
 
-def train_padded(directory: str) -> dict[str, Any]:
-    return train(directory, "Padded", n_epochs=1, accumulation=2)
-
-
 def test_tokens_of_ranks_with_other_data_add_up(tmp_path: Path) -> None:
     # Three batches of 2 x 3, and, of the four of the other rank, three of 2 x 4.
-    assert [found["tokens"] for found in run_world(train_padded, 2, str(tmp_path))] == [42, 42]
+    trained = run_world(partial(train, trainer_class="Padded", n_epochs=1, accumulation=2), 2, str(tmp_path))
+    assert [found["tokens"] for found in trained] == [42, 42]
 
 
 class Untold(Words):

@@ -263,54 +263,33 @@ def test_what_cannot_be_read_is_refused_by_name(case: str, tmp_path: Path) -> No
     assert message in refused(nn.Linear(4, 3, bias=False), write(tmp_path))
 
 
-def planted_pt(at: Path, plant: Plant) -> Path:
-    torch.save({"weight": torch.ones(3, 4), "more": plant}, at / "it.pt")
-    return at / "it.pt"
-
-
-def planted_old_pt(at: Path, plant: Plant) -> Path:
-    torch.save({"weight": plant}, at / "it.pth", _use_new_zipfile_serialization=False)
-    return at / "it.pth"
-
-
-def planted_pickle(at: Path, plant: Plant) -> Path:
-    (at / "it.bin").write_bytes(pickle.dumps(plant))
-    return at / "it.bin"
-
-
-def planted_safetensors(at: Path, plant: Plant) -> Path:
-    (at / "it.safetensors").write_bytes(pickle.dumps(plant))
-    return at / "it.safetensors"
-
-
-def planted_metadata(at: Path, plant: Plant) -> Path:
-    foreign_dcp(at / "it", {"weight": torch.ones(3, 4)})
-    (at / "it/.metadata").write_bytes(pickle.dumps(plant))
-    return at / "it/.metadata"
-
-
-def planted_shard(at: Path, plant: Plant) -> Path:
-    path = foreign_dcp(at / "it", {"weight": torch.ones(3, 4)})
-    torch.save(plant, path / "__0_0.distcp")
+def plant_shard(shard: Path, plant: Plant) -> None:
+    path = shard.parent
+    torch.save(plant, shard)
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    size = (path / "__0_0.distcp").stat().st_size
+    size = shard.stat().st_size
     metadata.storage_data = {
         index: dataclasses.replace(place, offset=0, length=size) for index, place in metadata.storage_data.items()
     }
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    return path / "__0_0.distcp"
+
+
+PLANTED: dict[str, Callable[[Path, Plant], object]] = {
+    "it.pt": lambda file, plant: torch.save({"weight": torch.ones(3, 4), "more": plant}, file),
+    "it.pth": lambda file, plant: torch.save({"weight": plant}, file, _use_new_zipfile_serialization=False),
+    **dict.fromkeys(
+        ("it.bin", "it.safetensors", "it/.metadata"), lambda file, plant: file.write_bytes(pickle.dumps(plant))
+    ),
+    "it/__0_0.distcp": plant_shard,
+}
 
 
 @pytest.mark.pitfall(43)
-@pytest.mark.parametrize(
-    "planted", [planted_pt, planted_old_pt, planted_pickle, planted_safetensors, planted_metadata, planted_shard]
-)
-def test_a_file_made_to_run_code_is_refused_by_name_and_runs_none(
-    planted: Callable[[Path, Plant], Path], tmp_path: Path
-) -> None:
-    marker = tmp_path / "the code ran"
-    file = planted(tmp_path, Plant(marker))
-    path = file.parent if file.parent != tmp_path else file
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_file_made_to_run_code_is_refused_by_name_and_runs_none(name: str, tmp_path: Path) -> None:
+    marker, file = tmp_path / "the code ran", tmp_path / name
+    path = file if file.parent == tmp_path else foreign_dcp(file.parent, {"weight": torch.ones(3, 4)})
+    PLANTED[name](file, Plant(marker))
     with pytest.raises(DamagedCheckpointError) as error:
         load_weights(nn.Linear(4, 3, bias=False), path)
     assert file.name in str(error.value)
