@@ -292,7 +292,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 4,
     "`global` statements": 8,
     "files that import ctypes": 0,
-    "lines of tests": 59_989,
+    "lines of tests": 59_990,
 }
 
 
