@@ -115,7 +115,7 @@ def test_a_batch_is_prepared_in_one_process_too_and_what_is_no_batch_is_named() 
 
 
 MISTAKES = {
-    "own backward": "step() found gradients that self.backward() has not made, under context_parallel=2, where ranks",
+    "own backward": "step() found gradients that self.backward() has not made, under context_parallel=2",
     "no weight": "backward() was called without weight= under context_parallel=2",
     "no weight in validation": "validation_step returned values without their weight, under context_parallel",
     "no weight in log": "log('loss') without weight= in a validation under context_parallel",

@@ -111,12 +111,12 @@ def test_max_time_stops_after_the_step_in_which_it_passes() -> None:
 
     class Slow(Alone):
         def post_train_step(self) -> None:
-            time.sleep(0.05)
+            time.sleep(0.4)
             ends.append(time.monotonic())
 
     began = time.monotonic()
-    trainer = fit(Slow(make_config(max_time=timedelta(seconds=0.22)), batches(20)))
-    assert ends[-1] - began >= 0.22
+    trainer = fit(Slow(make_config(max_time=timedelta(seconds=1.8)), batches(20)))
+    assert ends[-1] - began >= 1.8
     # However long a loaded machine takes for each: five naps pass the limit.
     assert trainer.global_step == len(ends) <= 5
 
