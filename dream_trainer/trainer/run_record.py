@@ -344,10 +344,10 @@ def _follow_log(record: RunRecord, file: Path) -> dict[str, dict[str, Any]]:
 
 
 # -- RunRecorder: keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
-#
 # Nothing here is worth a run: a failed write is one warning.
 
 
+WORTH_TELLING = 60.0  # seconds: a shorter run is mostly its start
 LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are kept
 
 
@@ -484,7 +484,7 @@ class RunRecorder:
 
     def _has_ended(self) -> None:
         self._ends()
-        if self._record is not None and (told := receipt(self._record.times)):
+        if self._record is not None and (told := receipt(self._record.times)) and told.total >= WORTH_TELLING:
             self._runtime.hooks._tell_times(told.words())
 
     def _failed(self, exc: BaseException) -> None:

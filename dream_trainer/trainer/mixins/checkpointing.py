@@ -150,8 +150,8 @@ class CheckpointMixin(AbstractTrainer):
             if found := best_checkpoint(saved, metric, mode or self._best_modes().get(metric) or by_name()):
                 return metric, found
         raise CheckpointError(
-            f"no checkpoint has a value of {metric or 'best_metric'}. Train first, with "
-            'CheckpointParameters(save_on_best=True, keep_best=1, best_metric="val/loss") and validations.'
+            f"no checkpoint has a value of {metric or 'best_metric'} but NaN. Train first, with validations and "
+            f"CheckpointParameters(save_on_best=True, keep_best=1, best_metric={metric or 'val/loss'!r})."
         )
 
     def load_best(self, metric: str | None = None, mode: Mode | None = None) -> Path:
