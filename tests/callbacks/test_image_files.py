@@ -76,4 +76,4 @@ def test_files_that_cannot_be_written_do_not_stop_training(caplog: pytest.LogCap
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "images").touch()
     assert fit(Paints(config, batches(3))).global_step == 3
-    assert caplog.text.count("could not write") == 1
+    assert caplog.text.count("cannot write") == 1

@@ -288,7 +288,7 @@ def best_and_last(directory: str) -> tuple[bool, bool, bool]:
     os.chdir(directory)
     options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
     with BestInTheMiddle(make_config(training={"n_epochs": 3}, **options)) as trainer:
-        with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance\. Train first"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance but NaN\. Train first"):
             trainer.load_best()
         trainer.fit()
         best, last = vars(trainer)["validated"][0.0], weights(trainer.model)
