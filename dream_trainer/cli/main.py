@@ -63,7 +63,7 @@ def _parse(words: Sequence[str]) -> Any:
     if words and words[0] not in GROUPS and not words[0].startswith("-"):  # tyro would say "unrecognized option"
         raise ConfigError(f"there is no command {words[0]!r}. Use {spell(GROUPS)}; --help describes them.")
     how = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
-    if words[:1] and words[0] == "runs" and words[1:2] and words[1] in RUN_VERBS:
+    if [*words[:1]] == ["runs"] and RUN_VERBS.keys() & words[1:2]:  # without a verb it lists
         return tyro.cli(RUN_VERBS[words[1]], prog=f"dream-trainer runs {words[1]}", args=words[2:], config=how)
     return tyro.extras.subcommand_cli_from_dict(
         GROUPS,

@@ -245,7 +245,7 @@ class RunShow:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRemove:
-    """Remove a run: its directory, with all checkpoints, also those on another disk."""
+    """Remove a run: its directory, with all checkpoints, also those on another disk. Those in an object store stay."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory. No job may be writing to it."""
@@ -340,7 +340,7 @@ class RunConfig:
         return self.command.run()
 
 
-# The words after `runs` that are not the directory of a list.
+# The words after `runs`; any other one is the directory to list.
 RUN_VERBS: dict[str, Callable[..., Any]] = {"ls": Runs, "show": RunShow, "diff": ConfigDiff, "rm": RunRemove}
 
 

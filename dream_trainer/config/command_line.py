@@ -10,7 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass, replace
+from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -138,33 +138,30 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
 
 
 def _checks_of(config: Any, args: Sequence[str]) -> Iterator[Callable[[], None]]:
-    """A check of each number and choice among the arguments, which names the flag as one writes it."""
+    """A check of each number and choice among the arguments; its error shows the flag in its short form."""
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for flag, text in pairwise(words):
         if not flag.startswith("--") or text.startswith("--"):
             continue
         *sections, name = flag.removeprefix("--").replace("-", "_").split(".")
-        place: Any = config
+        place = config
         for section in sections:
-            inner = [section_of(place, f) for f in fields(place) if f.name == section]
-            place = inner[0] if inner and inner[0] is not None else _Nothing
-        annotation = field_types(class_of(place), with_limits=True).get(name)
-        known, value = _read(text, annotation)
-        if known:
-            written = [*(short_name(config, section) for section in sections[:1]), *sections[1:], name]
-            yield partial(check_value, f"--{_dashed('.'.join(written))}", value, annotation)
-
-
-@dataclass
-class _Nothing:
-    """Where a flag leads to no section."""
+            place = next((section_of(place, f) for f in fields(place) if f.name == section), None)
+            if place is None:  # tyro or `_about_unknown` reports it
+                break
+        else:
+            annotation = field_types(class_of(place), with_limits=True).get(name)
+            is_plain, value = _read(text, annotation)
+            if is_plain:
+                written = [*(short_name(config, section) for section in sections[:1]), *sections[1:], name]
+                yield partial(check_value, f"--{_dashed('.'.join(written))}", value, annotation)
 
 
 _FROM_TEXT: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
 
 
 def _read(text: str, annotation: Any) -> tuple[bool, Any]:
-    """Whether a field takes numbers, words and choices alone, and the value that `text` is there."""
+    """Whether a field only takes numbers, words and choices, and the value of `text` in it."""
     kinds = [get_args(part)[0] if get_origin(part) is Annotated else part for part in members(annotation)]
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     choices += [None] if NoneType in kinds else []
