@@ -110,7 +110,8 @@ _NAMES = {
     "dream_trainer.events.callback": "Callback",
     "dream_trainer.loggers.buffer": "MetricBuffer",
     "dream_trainer.loggers.formatting": "format_bytes format_count format_duration format_number",
-    "dream_trainer.loggers.run_log": "History LoggerGroup RunLog Stragglers check_loggers",
+    "dream_trainer.loggers.run_log": "History LoggerGroup RunLog check_loggers",
+    "dream_trainer.loggers.stragglers": "Stragglers",
     "dream_trainer.loggers.interface": "Logger Stamp",
     "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl",
     "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",
@@ -133,7 +134,8 @@ _NAMES = {
     "dream_trainer.parallel.pipeline_stages": (
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),
-    "dream_trainer.parallel.random_parts": "EqualParts declare_random_layer undeclared_dropouts",
+    "dream_trainer.parallel.equal_parts": "EqualParts",
+    "dream_trainer.parallel.random_parts": "declare_random_layer undeclared_dropouts",
     "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.modules.recompute": "Recomputed recompute",
     "dream_trainer.parallel.sharding": (
@@ -157,7 +159,8 @@ _NAMES = {
     "dream_trainer.trainer.abstract": "AbstractTrainer",
     "dream_trainer.trainer.base": "BaseTrainer",
     "dream_trainer.trainer.mixin_hooks": "MixinHooks",
-    "dream_trainer.trainer.run_record": "RunRecord Start is_alive read_record receipt write_record",
+    "dream_trainer.trainer.run_record": "RunRecord is_alive read_record write_record",
+    "dream_trainer.trainer.receipt": "Start receipt",
     "dream_trainer.trainer.mixins.pipeline_parallel": "refuse_short_batches",
     "dream_trainer.trainer.describe": "mesh_lines step_traffic",
     "dream_trainer.trainer.event_table": "EVENTS",

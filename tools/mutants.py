@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples of training batches are guessed",
-        "dream_trainer/trainer/coordinator.py",
+        "dream_trainer/trainer/prefetcher.py",
         "    if count.own is not None:\n",
         "    if True:\n",
         "tests/trainer/test_sample_counts.py -k dealt",
@@ -1477,7 +1477,7 @@ MUTANTS = [
     ),
     Mutant(
         "parts of split layers are not compared",
-        "dream_trainer/parallel/random_parts.py",
+        "dream_trainer/parallel/equal_parts.py",
         "        if bool((by_rank != by_rank[0]).any()):\n",
         "        if False:\n",
         "tests/trainer/test_tensor_mistakes.py -k equal",

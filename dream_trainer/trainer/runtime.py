@@ -19,9 +19,10 @@ from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
 from dream_trainer.parallel.parallel_models import ParallelModels
-from dream_trainer.trainer.coordinator import Coordinator, Prefetcher
+from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.counters import Counters, WindowState
 from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
+from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.schedule import Schedule

@@ -16,9 +16,9 @@ from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
 from dream_trainer.events.callback import TimedCallback
-from dream_trainer.trainer.coordinator import Prefetcher
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.event_table import anyone_listens, event_table, notify
+from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.rank_differences import refuse_different_configs
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.accumulation import Accumulation

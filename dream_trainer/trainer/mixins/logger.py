@@ -22,7 +22,8 @@ from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import ConsoleLogger
 from dream_trainer.loggers.progress import shows_a_bar
 from dream_trainer.loggers.records import TrainingRecord
-from dream_trainer.loggers.run_log import History, LoggerGroup, RunLog, Stragglers, check_loggers
+from dream_trainer.loggers.run_log import History, LoggerGroup, RunLog, check_loggers
+from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.event_table import anyone_listens

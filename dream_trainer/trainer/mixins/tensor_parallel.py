@@ -59,7 +59,7 @@ class TensorParallelMixin(AbstractTrainer):
         if devices.tensor_parallel == 1:
             return step
         if not devices.compile:  # compiled blocks would be compiled with what compares them
-            from dream_trainer.parallel.random_parts import EqualParts, once_for_each_shape
+            from dream_trainer.parallel.equal_parts import EqualParts, once_for_each_shape
 
             step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
         if not self._runtime.config.tensor_parallel_parameters.loss_parallel:
