@@ -7,11 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from dream_trainer.best_value import mode_of
+from dream_trainer.best_value import mode_of, refuse_missing
 from dream_trainer.checks import check_between, check_name, refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
-from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
 from dream_trainer.modules.metrics import higher_is_better
@@ -86,11 +85,7 @@ class EarlyStopping(Callback):
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         if trainer.is_evaluating:  # on whatever data
             return
-        if self._known_metric not in metrics:
-            raise ConfigError(
-                f"EarlyStopping monitors {self._known_metric!r}, which is not among the validation's metrics. "
-                f"Use one of {sorted(metrics)}."
-            )
+        refuse_missing(self._known_metric, metrics, named_by="EarlyStopping's metric")
         if trainer.is_sanity_validation:
             return
         value = metrics[self._known_metric]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dream_trainer.checks import spell
@@ -65,6 +66,8 @@ def _parse(words: Sequence[str]) -> Any:
     how = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
     if [*words[:1]] == ["runs"] and RUN_VERBS.keys() & words[1:2]:  # without a verb it lists
         return tyro.cli(RUN_VERBS[words[1]], prog=f"dream-trainer runs {words[1]}", args=words[2:], config=how)
+    if [*words[:1]] == ["runs"] and words[1:] and not words[1].startswith("-") and not Path(words[1]).is_dir():
+        raise ConfigError(f"{words[1]} is not a directory, and no verb of runs. Use {spell(RUN_VERBS)}.")
     return tyro.extras.subcommand_cli_from_dict(
         GROUPS,
         prog="dream-trainer",

@@ -140,8 +140,8 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
 def _checks_of(config: Any, args: Sequence[str]) -> Iterator[Callable[[], None]]:
     """A check of each number and choice among the arguments; its error shows the flag in its short form."""
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for flag, text in pairwise(words):
-        if not flag.startswith("--") or text.startswith("--"):
+    for flag, text in pairwise([*words, "--"]):
+        if not flag.startswith("--"):
             continue
         *sections, name = flag.removeprefix("--").replace("-", "_").split(".")
         place = config
@@ -154,7 +154,9 @@ def _checks_of(config: Any, args: Sequence[str]) -> Iterator[Callable[[], None]]
             is_plain, value = _read(text, annotation)
             if is_plain:
                 written = [*(short_name(config, section) for section in sections[:1]), *sections[1:], name]
-                yield partial(check_value, f"--{_dashed('.'.join(written))}", value, annotation)
+                shown = f"--{_dashed('.'.join(written))}"
+                lacks = partial(refuse, True, f"{shown} has no value. Write {shown} VALUE.")
+                yield lacks if text.startswith("--") else partial(check_value, shown, value, annotation)
 
 
 _FROM_TEXT: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}

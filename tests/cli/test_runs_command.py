@@ -156,6 +156,7 @@ def test_configs_are_shown_and_compared(capsys: pytest.CaptureFixture[str]) -> N
         ("config show bad.json", "bad.json is not valid"),
         ("config diff list.json bad.json", "holds no config"),
         ("runs absent", "absent is not a directory"),
+        ("runs remove runs/p/a/one", "remove is not a directory, and no verb of runs. Use ls, show, diff or rm"),
         ("runs --columns droput", "no run has such a field or metric. Did you mean dropout"),
         ("runs --metric val/lss", "no run has it. Did you mean val/loss? There are val/loss."),
     ],

@@ -94,8 +94,14 @@ def test_sizes_flags_durations_and_none_have_a_text_form() -> None:
     [
         (["--training-parameters.n-epochs", "three"], "--training.n-epochs='three' is not an integer"),
         (["--training.n-epochs=-1", "--device.precision", "bf17"], "- --device.precision='bf17' is not known"),
+        (["--training-parameters.n_epochs", "--seed", "3"], "--training.n-epochs has no value"),
+        (["--learning-rate"], "--learning-rate has no value. Write --learning-rate VALUE."),
         (["--project", "a/b"], "project='a/b'"),
         (["--callbacks", "x"], "there is no flag --callbacks. --help-all shows every one."),
+        (["--training-parameters.q", "3"], "there is no flag --training.q. --help-all shows every one."),
+        (["--foo.bar", "3"], "there is no flag --foo.bar. --help-all shows every one."),
+        (["extra"], "'extra' belongs to no flag. Write --FIELD VALUE, or --FIELD and --no-FIELD for a boolean."),
+        (["--training-parameters.fast-dev-run", "true"], "'true' belongs to no flag. Write --FIELD VALUE, or --FIELD"),
     ],
 )
 def test_a_wrong_argument_is_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,23 +129,6 @@ def test_an_unknown_flag_is_answered_with_the_nearest(arguments: str, capsys: py
         assert raised.value.code == 2
         flag = arguments.split()[0].partition("=")[0].replace("_", "-").replace("-parameters.", ".")
         assert capsys.readouterr().err == f"error: there is no flag {flag}. Did you mean {MEANT[arguments]}?\n"
-
-
-AS_WORD = "Write --FIELD VALUE, or --FIELD and --no-FIELD for a boolean."
-BESIDE_FLAGS = {
-    "--training-parameters.q 3": "there is no flag --training.q. --help-all shows every one.",
-    "--foo.bar 3": "there is no flag --foo.bar. --help-all shows every one.",
-    "extra": f"'extra' belongs to no flag. {AS_WORD}",
-    "--training-parameters.fast-dev-run true": f"'true' belongs to no flag. {AS_WORD}",
-}
-
-
-@pytest.mark.parametrize("arguments", BESIDE_FLAGS)
-def test_words_no_flag_takes_are_answered_with_a_way(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        parse(given(), arguments.split())
-    assert raised.value.code == 2
-    assert capsys.readouterr().err == f"error: {BESIDE_FLAGS[arguments]}\n"
 
 
 @dataclass

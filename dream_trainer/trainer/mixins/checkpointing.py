@@ -398,12 +398,11 @@ class CheckpointMixin(AbstractTrainer):
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
         changed = changed_fields(manifest, self._runtime.config)
         if changed:
-            but = ", except optimizer options: learning rates and the like are the checkpoint's"
-            logger.warning(
-                "the config differs from the checkpoint's: %s. The new values apply%s.",
-                "; ".join(changed),
-                but if begins is None or begins.optimizer == "keep" else "",
-            )
+            text = f"the config differs from the checkpoint's: {'; '.join(changed)}. The new values apply."
+            if begins is None or begins.optimizer == "keep":
+                text += " But optimizers keep the checkpoint's learning rates, weight decay and other options; to use "
+                text += 'this config\'s, start a branch with BranchParameters(optimizer="moments").'
+            logger.warning("%s", text)
 
     # -- called by the loop
 
