@@ -1948,7 +1948,7 @@ MUTANTS = [
     Mutant(
         "the noise of a random ReLU is not there yet when a block was computed again",
         "dream_trainer/modules/recompute.py",
-        " and not _saves_too_early(self)",
+        " and not saves_too_early",
         "",
         "tests/modules/test_recomputed_state.py -k moves_once",
     ),

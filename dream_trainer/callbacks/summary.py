@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple, TextIO
 
 import torch
@@ -209,7 +209,8 @@ def _spelled(name: str, value: Any) -> Iterator[str]:
         is_ours = type(value).__module__.startswith("dream_trainer.")
         for field in fields(value):
             field_value = vars(value)[field.name]
-            if not is_ours or field_value != _default(field) or (field.name == "name" and field_value is not None):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if not is_ours or field_value != default or (field.name == "name" and field_value is not None):
                 yield from _spelled(f"{prefix}{field.name}", field_value)
     elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
         for index, item in enumerate(value):
@@ -220,7 +221,3 @@ def _spelled(name: str, value: Any) -> Iterator[str]:
 
 def _is_nested(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default

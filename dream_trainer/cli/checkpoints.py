@@ -169,7 +169,7 @@ class Prune:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """List, check, compare, prune, export and push a run's checkpoints."""
+    """List, check, compare, prune, export and push a run's checkpoints, and train recorded steps again."""
 
     command: (
         Annotated[Ls, subcommand("ls")]
@@ -179,6 +179,7 @@ class Checkpoints:
         | Annotated[Prune, subcommand("prune")]
         | Annotated[Export, subcommand("export")]
         | Annotated[Push, subcommand("push")]
+        | Annotated[Replay, subcommand("replay")]
     )
 
     def run(self) -> int:
@@ -392,6 +393,28 @@ class Push(ModelWeights):
         else:
             print(f"pushed {checkpoint} to {address}")
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Train recorded steps of a run again in a scratch directory, started where the run was started. The exit code is 1
+    if losses or tensors do not come out as recorded."""
+
+    run_path: Annotated[Positional[Path], arg(metavar="RUN")]
+    """The run's directory. Nothing in it is changed."""
+    start: Annotated[int | None, arg(name="from", metavar="STEP", help_behavior_hint="")] = None
+    """Step of the checkpoint to begin from. Default: the second newest."""
+    end: Annotated[int | None, arg(name="to", metavar="STEP", help_behavior_hint="")] = None
+    """Step to end at. Default: the next checkpoint."""
+    program: Annotated[str, arg(metavar="FILE")] = ""
+    """The program, if not as recorded: a Python file or a module."""
+
+    def run(self) -> int:
+        from dream_trainer.testing.replay import replay
+
+        found = replay(self.run_path, self.start, self.end, self.program)
+        print(*found.lines(), sep="\n")
+        return int(not found.is_equal)
 
 
 def _unequal(a: Mapping[str, Any], b: Mapping[str, Any], names: Collection[str]) -> dict[str, list[Any]]:

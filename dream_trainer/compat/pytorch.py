@@ -40,10 +40,9 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Whether it is a DTensor, whose module is slow to load (sympy comes with it)."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
+    """Whether it is a DTensor. Loads no module: that of DTensor is slow to load (sympy comes with it)."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.compat.pytorch import keep_hooks, local_tensor, second_lists
+from dream_trainer.compat.pytorch import is_dtensor, keep_hooks, local_tensor, second_lists
 from dream_trainer.errors import InitError
 from dream_trainer.meta.recorded_calls import Ref
 from dream_trainer.meta.tape import Tape
@@ -92,7 +92,7 @@ def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.devic
     places = _places(models, plan)
     by_storage: dict[int, list[_Place]] = {}
     for place in places:
-        if _is_dtensor(place.tensor):
+        if is_dtensor(place.tensor):
             # All parts before any full tensor: interleaved, the heap kept holes worth 25% of the shard.
             place.part = torch.empty_like(place.tensor, device=device)
         by_storage.setdefault(place.note.ref.storage, []).append(place)
@@ -158,7 +158,8 @@ def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
         _check(place, place.note.ref.view(storage), used_uninitialised, tape)
     plain = [place for place in group if place.part is None]
     shared: torch.UntypedStorage | None = None
-    if len(plain) > 1 or (plain and _is_whole(plain[0].note.ref, storage)):
+    refs = [place.note.ref for place in plain]
+    if len(refs) > 1 or any(ref.size.numel() * ref.dtype.itemsize == storage.nbytes() for ref in refs):
         shared = storage
         if device.type != "cpu":
             shared = torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
@@ -193,11 +194,10 @@ def _check(place: _Place, full: Tensor, used_uninitialised: bool, tape: Tape) ->
         )
 
 
-def _cut(full: Tensor, part: Tensor) -> None:
+def _cut(full: Tensor, part: Any) -> None:
     """Copies this rank's part of `full` into the DTensor `part`, whatever its mesh and placements."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    assert isinstance(part, DTensor)
     on_mesh = full.to(part.device_mesh.device_type)
     cut = distribute_tensor(on_mesh, part.device_mesh, part.placements, src_data_rank=None)
     local_tensor(part).copy_(local_tensor(cut))
@@ -206,7 +206,7 @@ def _cut(full: Tensor, part: Tensor) -> None:
 @torch.no_grad()
 def fill(tensor: Tensor, full: Tensor) -> None:
     """Gives a tensor, sharded or not, its part of the values of `full`, which every rank has in whole."""
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         _cut(full.to(tensor.dtype), tensor)
     else:
         tensor.copy_(full)
@@ -233,19 +233,6 @@ def _put(place: _Place, real: Tensor) -> None:
             ) from None
         for module, name in place.slots:
             setattr(module, name, real)
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    """Whether `tensor` is sharded; imports nothing for models that are plain."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def _is_whole(ref: Ref, storage: torch.UntypedStorage) -> bool:
-    return ref.size.numel() * ref.dtype.itemsize == storage.nbytes()
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

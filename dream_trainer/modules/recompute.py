@@ -40,7 +40,8 @@ class Recomputed(Changed):
             self._moves = Moves()
         call = BlockCall(self, super().forward, (args, kwargs), self._moves)
         contexts = partial(call.contexts, self._contexts)
-        with set_checkpoint_early_stop(not call.is_watched and not _saves_too_early(self)):
+        saves_too_early = any(isinstance(module, nn.RReLU) for module in self.modules())  # and then draws its noise
+        with set_checkpoint_early_stop(not call.is_watched and not saves_too_early):
             output = checkpoint(call.run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         call.has_run(output)
         return output
@@ -131,11 +132,6 @@ def mismatch(error: Exception) -> StepError:
 def named(block: Recomputed) -> str:
     name = own_class(block).__name__
     return f"{block.block_name} ({name})" if block.block_name else f"a block of class {name}"
-
-
-def _saves_too_early(block: nn.Module) -> bool:
-    """Whether a second run must run to its end: an `nn.RReLU` draws its noise after it has saved it."""
-    return any(isinstance(module, nn.RReLU) for module in block.modules())
 
 
 def _values(output: Any) -> list[tuple[Tensor, int]]:

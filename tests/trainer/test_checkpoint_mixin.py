@@ -207,7 +207,7 @@ def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: py
     assert "learning_rate: 0.1 -> 0.05" in message
     assert "training_parameters.n_epochs: 1 -> 2" in message
     assert message.count("->") == 2
-    assert "optimizers keep the checkpoint's learning rates" in message
+    assert "The new values apply, unless another line says" in message
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         run(training={"n_epochs": 2}, learning_rate=0.05)

@@ -388,21 +388,20 @@ class CheckpointMixin(AbstractTrainer):
         if self._runtime.saver.local is not None:
             self._runtime.saver.local.loaded(manifest, is_own=is_own)
         self._runtime.origin.resumed_from = str(absolute(manifest.path))
-        self._say_what_changed(manifest, None if is_own else branch)
+        self._say_what_changed(manifest)
         self._notify("on_load", manifest.path)
 
-    def _say_what_changed(self, manifest: Manifest, begins: BranchParameters | None) -> None:
-        """`begins` lists the state taken over when the run begins from another run's checkpoint."""
+    def _say_what_changed(self, manifest: Manifest) -> None:
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
         changed = changed_fields(manifest, self._runtime.config)
         if changed:
-            text = f"the config differs from the checkpoint's: {'; '.join(changed)}. The new values apply."
-            if begins is None or begins.optimizer == "keep":
-                text += " But optimizers keep the checkpoint's learning rates, weight decay and other options; to use "
-                text += 'this config\'s, start a branch with BranchParameters(optimizer="moments").'
-            logger.warning("%s", text)
+            logger.warning(
+                "the config differs from the checkpoint's: %s. The new values apply, unless another line says that the "
+                "checkpoint's stays in use.",
+                "; ".join(changed),
+            )
 
     # -- called by the loop
 

@@ -1,0 +1,204 @@
+"""Replay: trains recorded steps of a run again from its checkpoint, and compares what comes out with the record.
+
+`replay` starts the ranks as `python -m dream_trainer.testing.replay JOB`. Each runs the user's program with another
+config: the run is in a scratch directory, whose first checkpoint is the recorded one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from dream_trainer.checks import refuse
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.events.callback import Callback
+from dream_trainer.testing.program import Program
+
+NAMES = ("project", "group", "experiment")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came out of the same steps again."""
+
+    run: Path
+    start: int
+    end: int
+    ranks: int
+    seconds: float
+    n_values: int
+    values: list[tuple[int, str, float, float]]
+    """Logged values of training and validation that differ: step, name, recorded, replayed."""
+    tensors: dict[int, dict[str, Any]]
+    """Differences of the tensors of each recorded checkpoint of these steps, as `difference_of_tensors` gives them."""
+    changes: list[str]
+    """Versions and files of the program that differ from the last start's."""
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.values and not any(map(_differ, self.tensors.values()))
+
+    def lines(self) -> list[str]:
+        """The report."""
+        on = f"on {self.ranks} ranks" if self.ranks > 1 else "in one process"
+        told = [f"replayed steps {self.start + 1} to {self.end} of {self.run} {on}, in {self.seconds:.0f} s"]
+        told.append(f"logged values: {self.n_values - len(self.values)} of {self.n_values} are equal")
+        if self.values:
+            step, name, was, now = self.values[0]
+            told.append(f"  step {step}: {name} was {was!r} and is {now!r}; the first that differs")
+        for step, found in self.tensors.items():
+            told.append(f"step {step}: {found['equal']} of {found['same_kind']} tensors are equal bit for bit")
+            weights_first = sorted(
+                found["max_difference"].items(), key=lambda item: (item[0][:7] != "models.", -item[1])
+            )
+            told += [f"  {name} by up to {distance:.3g}" for name, distance in weights_first[:3]]
+            told += [f"  {name} is in one of them" for name in (*found["only_in_a"], *found["only_in_b"])[:3]]
+            told += [f"  {name} is {kinds[0]} and {kinds[1]}" for name, kinds in [*found["other_kind"].items()][:3]]
+        told += [f"changed since: {change}" for change in self.changes]
+        return [*told, "all is as recorded" if self.is_equal else "FAIL: not all is as recorded"]
+
+
+def _differ(found: Mapping[str, Any]) -> bool:
+    return any(found[kind] for kind in ("only_in_a", "only_in_b", "other_kind", "max_difference"))
+
+
+def replay(run: Path, start: int | None = None, end: int | None = None, program: str = "") -> Replayed:
+    """Trains steps of a run again.
+
+    Args:
+        run: The run's directory, on a disk.
+        start: Step of the checkpoint to begin from; None for the second newest.
+        end: Step to end at; None for the next checkpoint's.
+        program: The program, if not as in the run's record: a Python file or a module.
+
+    Raises:
+        CheckpointError: There is no such checkpoint.
+        ConfigError: The run has no record, or the program did not train it up to `end`.
+    """
+    from dream_trainer.checkpoint.manifest import checkpoints_root, list_checkpoints
+    from dream_trainer.trainer.run_record import LOG_NAME, read_config, read_record
+    from dream_trainer.weights.stored_tensors import StoredTensors, difference_of_tensors
+
+    saved = {manifest.step: manifest for manifest in list_checkpoints(checkpoints_root(run))}
+    steps, record, config = sorted(saved), read_record(run), read_config(run)
+    if record is None or not record.argv:
+        raise ConfigError(f"{run} does not say how it was started. Give the directory of a run of this version.")
+    start = steps[-2] if start is None and len(steps) > 1 else start
+    if start not in saved:
+        asked = "two whole checkpoints to replay between" if start is None else f"whole checkpoint of step {start}"
+        raise CheckpointError(f"{run} has no {asked}. There are steps {steps}.")
+    end = next((step for step in steps if step > start), record.step) if end is None else end
+    last = max(record.step, steps[-1])
+    refuse(not start < end <= last, f"--to {end} is not among the steps {start + 1} to {last} that were trained.")
+    between = [step for step in steps if start < step <= end]
+    words = [program or record.argv[0], *record.argv[1:]]
+    ranks, names = saved[start].world_size, [config[name] for name in NAMES]
+    with tempfile.TemporaryDirectory(prefix="dream-trainer-replay-") as scratch:
+        again = Path(scratch, *names)
+        (again / "checkpoints").mkdir(parents=True)
+        (again / "checkpoints" / saved[start].path.name).symlink_to(saved[start].path.resolve())
+        job = Path(scratch, "job.json")
+        job.write_text(json.dumps({"words": words, "names": names, "saves": between, "end": end, "runs_dir": scratch}))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        began = time.monotonic()
+        ended = subprocess.run([sys.executable, *torchrun, "-m", __spec__.name, str(job)], stdout=2)
+        new = read_record(again)
+        if ended.returncode or new is None or new.step < end:
+            reached = "trained nothing of it" if new is None else f"reached step {new.step} of {end}"
+            raise ConfigError(
+                f"{' '.join(words)} {reached} (exit code {ended.returncode}); see above. Is it the program?"
+            )
+        before, after = (_values(path / LOG_NAME, start, end) for path in (run, again))
+        both = {step: Path(again, "checkpoints", saved[step].path.name) for step in between}
+        tensors = {
+            step: difference_of_tensors(StoredTensors(saved[step].path), StoredTensors(path), values=True)
+            for step, path in both.items()
+        }
+        unequal = [
+            (*key, was, after[key]) for key, was in before.items() if key in after and repr(was) != repr(after[key])
+        ]
+        changes = [f"{n} {v} -> {new.versions.get(n)}" for n, v in record.versions.items() if new.versions.get(n) != v]
+        changes += [file for file, digest in record.code.items() if new.code.get(file, digest) != digest]
+        seconds, n_values = time.monotonic() - began, len(before.keys() & after.keys())
+        return Replayed(run, start, end, ranks, seconds, n_values, unequal, tensors, changes)
+
+
+def _values(log: Path, start: int, end: int) -> dict[tuple[int, str], float]:
+    """Values of training and validation that were logged at these steps, in order."""
+    found: dict[tuple[int, str], float] = {}
+    for text in log.read_text().splitlines() if log.exists() else ():
+        line = json.loads(text)
+        if start < line["step"] <= end:
+            of_line = {name: value for name, value in line.items() if name.startswith(("train/", "val/"))}
+            found |= {(line["step"], name): value for name, value in of_line.items() if isinstance(value, int | float)}
+    return found
+
+
+# -- in the processes of the ranks
+
+
+class _Interval(Callback):
+    """Saves where the recorded run has checkpoints, and stops at the last step."""
+
+    def __init__(self, saves: list[int], end: int) -> None:
+        self._saves, self._end = saves, end
+
+    @override
+    def post_train_step(self, trainer: Any) -> None:
+        if trainer.global_step in self._saves:
+            trainer.request_save()
+        if trainer.global_step == self._end:
+            trainer.request_stop("replayed")
+
+
+def main() -> None:
+    """Runs the program of a job's file, up to the end of the interval."""
+    from dataclasses import replace
+
+    from dream_trainer.config.trainer_config import BaseTrainerConfig
+    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.base import BaseTrainer
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    fit = BaseTrainer.fit
+
+    def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+        for config in (*args, *kwargs.values()):
+            if isinstance(config, BaseTrainerConfig) and [getattr(config, name) for name in NAMES] == job["names"]:
+                every: dict[str, Any] = dict.fromkeys(
+                    ("save_every_n_steps", "save_every_n_minutes", "save_every_n_epochs")
+                )
+                kept = dict.fromkeys(("keep_last", "keep_every_n_steps", "keep_best", "save_local_every_n_steps"))
+                places = {"directory": None, "local_directory": None, "resume": "latest", "save_on_best": False}
+                parameters: Any = config
+                parameters.checkpoint_parameters = replace(parameters.checkpoint_parameters, **every | kept | places)
+                parameters.logger_parameters = replace(parameters.logger_parameters, loggers=("jsonl",))
+                config.runs_dir = job["runs_dir"]
+                config.callbacks.add_default(_Interval(job["saves"], job["end"]))
+        return object.__new__(kind)
+
+    def fit_once(trainer: Any) -> None:
+        fit(trainer)
+        if trainer.config.callbacks.get(_Interval) is not None:
+            trainer.close()
+            sys.stdout.flush()
+            os._exit(0)  # what the program does with a trained model is not replayed
+
+    AbstractTrainer.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
+    BaseTrainer.fit = fit_once  # type: ignore[method-assign, assignment]
+    path, *arguments = job["words"]
+    Program(path=path, arguments=tuple(arguments)).run_as_script()
+
+
+if __name__ == "__main__":
+    main()
