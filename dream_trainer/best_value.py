@@ -51,7 +51,8 @@ def refuse_other_places(metric: str, loaders: Collection[str], *, named_by: str)
     places = [f"val/{name}/" if name else "val/" for name in loaders]
     if not places or metric.startswith(tuple(places)):
         return
-    possible = [place + metric.rpartition("/")[2] for place in places]
+    name = metric.rpartition("/")[2].removeprefix("val_").removeprefix("eval_")  # as other trainers call them
+    possible = [place + name for place in places]
     raise ConfigError(
         f"{named_by}={metric!r} is no name of a validation's metric, which here begin with {' or '.join(places)}. "
         f"Did you mean {' or '.join(map(repr, possible))}?"

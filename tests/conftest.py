@@ -27,52 +27,64 @@ TOOL_FILES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".coverage", ".git"
 CI_ONLY = tuple(
     f"tests/{start}"
     for start in """
-        callbacks/test_every_callback.py callbacks/test_on_ranks.py::test_all checkpoint/test_retention.py::test_killed
+        callbacks/test_every_callback.py callbacks/test_on_ranks.py::test_all callbacks/test_two_ranks.py
+        checkpoint/test_retention.py::test_killed checkpoint/test_written_before.py::test_a_run_goes_on_in
         cli/test_new_command.py::test_a_project_trains compat/test_pipelining.py data/test_foreign_resume.py
-        data/test_mixture_resume.py data/test_packed_mixture.py data/test_packed_resume.py docs/ examples/
-        faults/test_disk.py faults/test_foreign_workers.py faults/test_kills.py::test_under_torchrun
+        data/test_lanes.py::test_each_kind data/test_loader_group.py::test_a_group_goes_on data/test_mixture_resume.py
+        data/test_packed_mixture.py data/test_packed_resume.py data/test_stream.py::test_samples_and_draws docs/
+        examples/ faults/test_disk.py faults/test_foreign_workers.py faults/test_kills.py::test_under_torchrun
         faults/test_local_checkpoints.py faults/test_signals.py::test_sigterm_to_torchrun faults/test_terminals.py
         loggers/test_mlflow_and_trackio.py loggers/test_weights_and_biases.py
         meta/test_worlds.py::test_every_mesh_gets_the_bits_of_one_process[3
         meta/test_worlds.py::test_every_mesh_gets_the_bits_of_one_process[4 modules/test_compiled_attention_ranks.py
-        optim/test_muon.py::test_weights_and_momentum_are_pytorchs_bits_in_one_process[rows
-        simple/test_load_best.py stores/test_local_checkpoints.py stores/test_other_stores.py stores/test_runs.py
-        testing/ tools/test_gpu.py trainer/test_branched_parts.py trainer/test_branching.py::test_each_word
+        optim/test_muon.py::test_weights_and_momentum_are_bit
+        optim/test_muon.py::test_weights_and_momentum_are_pytorchs_bits_in_one_process[rows simple/test_load_best.py
+        stores/test_local_checkpoints.py stores/test_other_stores.py stores/test_runs.py testing/ tools/test_gpu.py
+        trainer/test_arithmetic_parity.py::test_training_equals_a_loop_written_by_hand[1
+        trainer/test_branched_parts.py trainer/test_branching.py::test_each_word
         trainer/test_changed_form.py::test_two_ranks trainer/test_changing_data.py
-        trainer/test_compile.py::test_modules_of
+        trainer/test_compile.py::test_compiled_blocks trainer/test_compile.py::test_modules_of
+        trainer/test_context_draws.py
         trainer/test_context_parallel.py::test_training_on_parts_of_sequences_equals_a_loop_written_by_hand[4
-        trainer/test_drawn.py trainer/test_dropout_meshes.py trainer/test_equal_metrics.py
-        trainer/test_expert_parallel.py::test_a_run
+        trainer/test_double_backward.py trainer/test_drawn.py trainer/test_dropout_meshes.py
+        trainer/test_equal_metrics.py trainer/test_expert_parallel.py::test_a_run
         trainer/test_expert_parallel.py::test_training_on_shared_experts_equals_a_loop_written_by_hand[4
         trainer/test_expert_parallel.py::test_training_on_shared_experts_equals_a_loop_written_by_hand[compiled
         trainer/test_expert_parallel.py::test_whole trainer/test_experts.py trainer/test_feed.py::test_too_many
         trainer/test_feed.py::test_uneven_loaders_train_what_every_rank_has_and_end_together[4 trainer/test_float8.py
         trainer/test_frozen_weights.py::test_a_run trainer/test_gradient_hooks.py trainer/test_joined_buffers.py
-        trainer/test_loader_groups.py trainer/test_local_sgd.py trainer/test_mixins.py trainer/test_mixtures.py
-        trainer/test_notebook.py trainer/test_optimizer_resume.py::test_two_ranks trainer/test_own_axis.py::test_a_run
-        trainer/test_parameter_marks.py trainer/test_pipeline_half_meshes.py trainer/test_pipeline_meshes.py
-        trainer/test_pipeline_models.py
+        trainer/test_kept_state.py::test_on_two trainer/test_limits.py::test_on_two trainer/test_loader_groups.py
+        trainer/test_local_sgd.py trainer/test_loop_ranks.py::test_a_plain trainer/test_mixins.py
+        trainer/test_mixtures.py trainer/test_notebook.py trainer/test_optimizer_resume.py::test_two_ranks
+        trainer/test_own_axis.py::test_a_run trainer/test_parameter_marks.py trainer/test_pipeline_exports.py
+        trainer/test_pipeline_half_meshes.py trainer/test_pipeline_meshes.py trainer/test_pipeline_models.py
         trainer/test_pipeline_parallel.py::test_training_in_stages_equals_a_loop_written_by_hand[4
         trainer/test_pipeline_precision.py trainer/test_pipeline_ties.py trainer/test_pipeline_user_models.py
         trainer/test_plain_steps.py trainer/test_precision.py::test_whatever trainer/test_random_parts.py
         trainer/test_rank_differences.py::test_what_must trainer/test_receipt.py::test_a_run
         trainer/test_recomputed_state.py trainer/test_recurrent.py trainer/test_reduce_gradients.py
-        trainer/test_resumed_rates.py trainer/test_step_cost.py::test_sharded trainer/test_stream_resume.py
+        trainer/test_resume.py::test_live trainer/test_resume.py::test_other_loaders trainer/test_resumed_rates.py
+        trainer/test_step_cost.py::test_sharded trainer/test_stream_resume.py
         trainer/test_tensor_parallel.py::test_training_on_split_layers_equals_a_loop_written_by_hand[4
         trainer/test_touched_shards.py trainer/test_turns.py::test_models_in_turns_train_as_by_hand[2
         trainer/test_uneven_use.py trainer/test_verify.py::test_models_that trainer/test_verify.py::test_what_looks
-        trainer/test_when_to_save.py trainer/test_whole_and_shards.py trainer/test_whole_trainers.py
-        trainer/test_whole_weights.py typing/ weights/test_adapters.py weights/test_weights_ranks.py
+        trainer/test_verify.py::test_whatever trainer/test_when_to_save.py trainer/test_whole_and_shards.py
+        trainer/test_whole_trainers.py trainer/test_whole_weights.py typing/ weights/test_adapters.py
+        weights/test_weights_ranks.py
     """.split()
 )
-# Nor in the quick tier: what runs programs, servers or processes of its own, and what takes seconds without.
+# Nor in the quick tier: what runs programs, servers or processes of its own, and what takes seconds
+# without, such as to import torchmetrics, transformers or datasets.
 NOT_QUICK = tuple(
     f"tests/{start}"
     for start in """
         callbacks/test_garbage checkpoint/test_damage checkpoint/test_retention checkpoint/test_store
-        compat/test_forked_start data/test_mixture_resume distributed/test_watchdog faults/ gpu/ stores/
-        trainer/test_branch trainer/test_experts trainer/test_limits trainer/test_mixins trainer/test_optimizer_resume
-        trainer/test_resume
+        checkpoint/test_written_before compat/test_forked_start compat/test_huggingface data/test_mixture_resume
+        data/test_shard_files distributed/test_watchdog faults/ gpu/ meta/test_from_pretrained recipes/
+        simple/test_mistakes simple/test_simple.py::test_metrics_are simple/test_simple.py::test_the_best stores/
+        trainer/test_best_mode trainer/test_branch trainer/test_evaluation trainer/test_experts trainer/test_limits
+        trainer/test_mixins trainer/test_optimizer_resume trainer/test_rank_differences trainer/test_resume
+        trainer/test_training_metrics trainer/test_unloaded_base weights/test_adapter weights/test_first_values
     """.split()
 )
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.
@@ -92,6 +104,14 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and by all that is started then
     if config.getoption("--all"):
         worlds.start_method = "spawn"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which no test would run are not imported either."""
+    left_out = (*CI_ONLY, *(NOT_QUICK if config.getoption("--quick") else ()))
+    is_short = config.getoption("--ordinary") or config.getoption("--quick")
+    name = collection_path.relative_to(config.rootpath).as_posix()
+    return True if is_short and collection_path.suffix == ".py" and name.startswith(left_out) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

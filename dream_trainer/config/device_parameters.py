@@ -66,8 +66,8 @@ class DeviceParameters:
     compile: bool = False
     """Whether blocks are compiled (CompileMixin)."""
     activation_checkpointing: Recomputation = "none"
-    """Activations that blocks recompute in backward (ActivationCheckpointingMixin): none, all, all
-    except expensive operations, or those that a block cannot keep within a memory budget."""
+    """Activations that blocks recompute in backward (ActivationCheckpointingMixin): none, all, or all except expensive
+    operations."""
     verify: bool = True
     """Whether the first training step verifies that ranks which share layers, sequences, experts or stages compute the
     same as one process: block outputs and parameter gradients in evaluation mode. If they differ, all ranks raise

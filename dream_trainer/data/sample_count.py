@@ -42,7 +42,8 @@ class SampleCount:
         if not counts:
             raise DataError(
                 f"Cannot tell how many samples a batch of type {type(batch).__name__} holds: there is no tensor with "
-                f"a dimension in it (torch.from_numpy makes one of an array). {_REMEDY}"
+                "a dimension in it (torch.from_numpy makes one of an array). If this is a sample, and the loader a "
+                f"dataset, wrap it: DataLoader(dataset, self.micro_batch_size, collate_fn=...). {_REMEDY}"
             )
         count = counts[0]
         # One of the shape of the batch before it was looked at with that.

@@ -33,7 +33,8 @@ _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter
 _MIXED = (
     "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the parameters of a "
     "large model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
-    "fsdp_parameters.min_group_mib above the model's size."
+    "fsdp_parameters.min_group_mib above the model's size. If a layer of a tensor-parallel plan gave the shard, it "
+    "needs use_local_output=True."
 )
 
 

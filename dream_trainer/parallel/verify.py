@@ -471,7 +471,7 @@ class Verification:
         mesh = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         causes = _CAUSES_OF_OUTPUTS if outputs else _CAUSES_OF_GRADIENTS
         likely = "; or ".join(causes[axis] for axis, size in sizes.items() if size > 1)
-        which = f"first {place}" if outputs else f"last {place}, of {len(wrong)}"
+        which = f"first {place}" if outputs else f"{len(wrong)} differ, and nearest to the cause is {place}"
         raise StepError(
             f"under {mesh} {name} computes other {'values' if outputs else 'gradients'} than one process: {which}, by "
             f"{miss.error:.1e} of its size; rounding makes up to {miss.rounding:.1e} "
@@ -492,7 +492,8 @@ _CAUSES_OF_GRADIENTS = {
     "context_parallel": "attention is called in a torch.autograd.Function, or in torch.utils.checkpoint with "
     "use_reentrant=True, whose backward only sees this rank's part",
     "tensor_parallel": "a layer that each rank has whole is given a part of the activations: use SequenceParallel() "
-    "for a norm, PrepareModuleInput(..., desired_input_layouts=Replicate()) for others",
+    "for a norm (on heads with use_local_output=True), PrepareModuleInput(..., desired_input_layouts=Replicate()) for "
+    "others",
     "expert_parallel": "tokens' gradients do not come back from other ranks' experts",
     "pipeline_parallel": "a stage's output is detached, or a weight that stages share is no longer one parameter",
 }

@@ -61,7 +61,10 @@ class SupervisedFineTuning(LanguageModel):
 
     def source(self, path: str) -> Any:
         lines = JsonLines(path)
-        samples = [self.encode(lines[number]) for number in range(len(lines))]
+        try:
+            samples = [self.encode(lines[number]) for number in range(len(lines))]
+        except KeyError as error:
+            raise ValueError(f"{path}: a line has no {error}, but {sorted(lines[0])}. Override encode.") from error
         return WithLengths(samples, [len(sample["tokens"]) for sample in samples])
 
 

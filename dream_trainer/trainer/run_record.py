@@ -288,9 +288,11 @@ class RunRecorder:
         runtime, now = self._runtime, time.time()
         self._write_config()
         before = read_record(runtime.run_dir)
+        is_new_process = self._record is None
+        if before is not None and is_new_process and runtime.saver.lacks_checkpoint:
+            runtime.warn_once("step 0", "the run starts at step 0 again: its last start left no complete checkpoint.")
         if before is None or (before.step > 0 and runtime.progress.global_step == 0):
             before, self._times = RunRecord(started=now, starts=0), []
-        is_new_process = self._record is None
         code = _own_code() if self._record is None else self._record.code
         self._record = RunRecord(
             started=before.started,

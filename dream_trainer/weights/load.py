@@ -111,6 +111,8 @@ def rename_hint(report: LoadReport) -> str:
     (pattern, replacement), matches = counts.most_common(1)[0]
     if 2 * matches < min(len(missing), len(unexpected)) or not matches:
         return ""
+    if replacement == "base_model.model.":
+        return "The model has peft's adapters: use load_base_weights."
     return f"Adding renames={{{pattern!r}: {replacement!r}}} would match {matches} of them."
 
 

@@ -43,11 +43,9 @@ class LlamaTrainer(dt.DreamTrainer):
         self.model.init_weights()
 
     def configure_dataloaders(self) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
-        corpus, sizes = load_corpus(self.config.seq_len), self.config.training_parameters
-        share = (sizes.global_batch_size or sizes.train_batch_size * self.world.dp_size) // self.world.dp_size
-        micro_batch = max(1, min(sizes.train_batch_size, share))
-        train = DataLoader(corpus.train, micro_batch, shuffle=True, drop_last=True)
-        return train, DataLoader(corpus.validation, sizes.val_batch_size)
+        corpus = load_corpus(self.config.seq_len)
+        train = DataLoader(corpus.train, self.micro_batch_size, shuffle=True, drop_last=True)
+        return train, DataLoader(corpus.validation, self.config.training_parameters.val_batch_size)
 
     def configure_optimizers(self) -> None:
         self.optimizer = dt.build_optimizer(self.config.optimizer, self.model)

@@ -55,7 +55,7 @@ class InParts(Trained):
 
 
 MISTAKES = {
-    "parts of sequences": "self.model computes other gradients than one process: last the gradient of self.model.",
+    "parts of sequences": "self.model computes other gradients than one process: ",
     "graphs": "fullgraph=True with expert_parallel=2 is not supported: experts that ranks share are not",
     "differ": "Use the same device_parameters on every rank",
 }

@@ -307,7 +307,7 @@ class Mixture(OrderedDataset):
         if self._on_change == "refuse" or "num_samples" in changed:
             raise DataError(
                 f"the checkpoint is of another mixture ({told}). Give it what it had; or, except for num_samples, "
-                'on_change="continue" to continue with this mixture from that position.'
+                'Mixture(..., on_change="continue") to continue with this mixture from that position.'
             )
         if self._told_at != state["position"] and _is_main():  # a resume may call this several times
             logger.warning(

@@ -337,9 +337,7 @@ class CheckpointMixin(AbstractTrainer):
         self._runtime.saver.wait_until_sent()
         if not resume(self._checkpoints_root(), parameters, self.world, self._load):
             load_initial_weights(self.named_models(), parameters, self.world)
-            # Else nothing was expected there, or the weights come from elsewhere.
-            has_weights = parameters.init_from is not None or any_is_loaded(self._runtime)
-            self._runtime.saver.lacks_checkpoint = parameters.resume is not None and not has_weights
+            self._runtime.saver.lacks_checkpoint = parameters.resume is not None
 
     def _resumes_locally(self, local: LocalCheckpoints, parameters: CheckpointParameters) -> bool:
         """Loads the newest state from the hosts if every host has its ranks' part; returns whether it did."""
@@ -359,11 +357,12 @@ class CheckpointMixin(AbstractTrainer):
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
         if self._runtime.saver.lacks_checkpoint and not self._runtime.session.is_training and self.local_batches == 0:
+            is_loaded = self.__parameters().init_from is not None or any_is_loaded(self._runtime)
             self.warn_once(
                 "no checkpoint",
-                f"{self._checkpoints_root()} has no checkpoint, and nothing else was loaded: these weights are as "
-                "setup left them. Check project, group and experiment, or load weights by init_from or in "
-                "load_pretrained. If they are meant to be as they are, all is well.",
+                f"{self._checkpoints_root()} has no checkpoint: these weights are "
+                f"{'those that init_from or load_pretrained loaded' if is_loaded else 'as setup left them'}. Check "
+                "project, group and experiment; resume=None is for a run that has none.",
             )
         with super()._validation_context():
             yield
