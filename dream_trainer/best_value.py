@@ -25,11 +25,7 @@ def mode_of(
     named_by: str,
     set_by: str,
 ) -> Literal["min", "max"]:
-    """Whether the lowest ("min") or the highest ("max") value of a metric is best.
-
-    Raises:
-        ConfigError: Nobody knows.
-    """
+    """Whether the lowest ("min") or the highest ("max") value of a metric is best; ConfigError if nobody knows."""
     if mode is not None:
         return mode
     if higher_is_better is not None:

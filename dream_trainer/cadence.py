@@ -11,9 +11,6 @@ class Cadence:
 
     Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: if all ranks must do the same,
     one of them decides, and tells the others.
-
-    Attributes:
-        goes_by_the_clock: Whether anything is due by the clock.
     """
 
     __slots__ = ("_clock", "_epochs", "_seconds", "_since", "_steps", "goes_by_the_clock")

@@ -15,11 +15,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def take(file: IO[Any], *, shared: bool = False) -> bool | None:
-    """Takes the lock of an open file, without waiting.
-
-    Returns:
-        Whether it is held now; None if the file system has no locks.
-    """
+    """Takes the lock of an open file, without waiting: whether it is held now; None if there are no locks."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

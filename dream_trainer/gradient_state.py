@@ -12,22 +12,15 @@ import torch.nn as nn
 
 
 class OwnTime:
-    """One rank's clock on the host: it measures the host's waits for an accelerator, not the device's work.
-
-    Attributes:
-        is_wanted: Whether there is another rank to compare with; otherwise windows need not be measured.
-        seconds: Time of own work, in all windows.
-        windows: Number of windows.
-        waited: Seconds between `enter_collective` and `leave_collective`.
-    """
+    """One rank's clock on the host: it measures the host's waits for an accelerator, not the device's work."""
 
     __slots__ = ("_began", "_left", "is_wanted", "seconds", "waited", "windows")
 
     def __init__(self) -> None:
-        self.is_wanted = False
-        self.seconds = 0.0
+        self.is_wanted = False  # whether there is another rank to compare with
+        self.seconds = 0.0  # of own work, in all windows
         self.windows = 0
-        self.waited = 0.0
+        self.waited = 0.0  # seconds between `enter_collective` and `leave_collective`
         self._began = self._left = 0.0
 
     def begin_window(self) -> None:

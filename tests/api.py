@@ -39,23 +39,23 @@ _NAMES = {
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log smoothed",
-    "dream_trainer.compat.async_collectives": "options_of_overlap waited why_memory_is_not_shared",
+    "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
     "dream_trainer.gradient_state": "GradientState",
-    "dream_trainer.compat.operations": "EXPENSIVE_OPERATIONS ValueReads name_of_operation operation",
+    "dream_trainer.compat.operations": (
+        "EXPENSIVE_OPERATIONS ValueReads checkpoint_around is_inside_function name_of_operation operation"
+    ),
     "dream_trainer.compat.pipelining": (
         "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there bytes_sent "
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
-        "OfTensors TCPStore after_accumulation all_gather_flat changes_gradients gathered_twins has_hooks "
-        "in_backward inner_schedulers is_persistent keep_hooks keep_own_generators local_tensor local_tensors "
-        "merge_plans_of_parts plain_beside_dtensors reading_waits set_group_timeout shard_dim steps_taken "
-        "trained_by without_hooks"
+        "TCPStore after_accumulation all_gather_flat changes_gradients gathered_twins has_hooks in_backward "
+        "keep_hooks local_tensor local_tensors reading_waits set_group_timeout shard_dim without_hooks"
     ),
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
@@ -101,7 +101,7 @@ _NAMES = {
     ),
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
-    "dream_trainer.parallel.axes": "AXES",
+    "dream_trainer.parallel.axes": "AXES options_of_overlap",
     "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
@@ -139,14 +139,14 @@ _NAMES = {
     "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
     "dream_trainer.modules.recompute": "Recomputed recompute",
     "dream_trainer.parallel.sharding": (
-        "frozen fsdp_modules gathered refuse_unsupported repeated_blocks shard_by_blocks"
+        "frozen fsdp_modules gathered refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
     ),
     "dream_trainer.nested": "average detach map_tensors to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "build_schedules freeze refuse_unshardable"
     ),
-    "dream_trainer.optim.groups": "GroupParameters parameter_groups remember_whole values_in_whole",
+    "dream_trainer.optim.groups": "GroupParameters parameter_groups values_in_whole",
     "dream_trainer.optim.learning_rates": "TokenAxis rate_factor",
     "dream_trainer.optim.muon": "Muon deal",
     "dream_trainer.simple": "Trainer",
@@ -163,8 +163,7 @@ _NAMES = {
     "dream_trainer.trainer.receipt": "Start receipt",
     "dream_trainer.trainer.mixins.pipeline_parallel": "refuse_short_batches",
     "dream_trainer.trainer.describe": "mesh_lines step_traffic",
-    "dream_trainer.trainer.event_table": "EVENTS",
-    "dream_trainer.trainer.hooks": "Hooks",
+    "dream_trainer.trainer.hooks": "EVENTS Hooks",
     "dream_trainer.trainer.limits": "Limits",
     "dream_trainer.parallel.micro_batches": "cut shapes_of",
     "dream_trainer.trainer.mixins.activation_checkpointing": "ActivationCheckpointingParameters",

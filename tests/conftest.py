@@ -40,11 +40,10 @@ CI_ONLY = tuple(
         optim/test_muon.py::test_weights_and_momentum_are_bit
         optim/test_muon.py::test_weights_and_momentum_are_pytorchs_bits_in_one_process[rows simple/test_load_best.py
         stores/test_local_checkpoints.py stores/test_other_stores.py stores/test_runs.py testing/ tools/test_gpu.py
-        trainer/test_arithmetic_parity.py::test_training_equals_a_loop_written_by_hand[1
-        trainer/test_branched_parts.py trainer/test_branching.py::test_each_word
-        trainer/test_changed_form.py::test_two_ranks trainer/test_changing_data.py
-        trainer/test_compile.py::test_compiled_blocks trainer/test_compile.py::test_modules_of
-        trainer/test_context_draws.py
+        trainer/test_arithmetic_parity.py::test_training_equals_a_loop_written_by_hand[1 trainer/test_branched_parts.py
+        trainer/test_branching.py::test_each_word trainer/test_changed_form.py::test_two_ranks
+        trainer/test_changing_data.py trainer/test_compile.py::test_compiled_blocks
+        trainer/test_compile.py::test_modules_of trainer/test_context_draws.py
         trainer/test_context_parallel.py::test_training_on_parts_of_sequences_equals_a_loop_written_by_hand[4
         trainer/test_double_backward.py trainer/test_drawn.py trainer/test_dropout_meshes.py
         trainer/test_equal_metrics.py trainer/test_expert_parallel.py::test_a_run
@@ -108,10 +107,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of which no test would run are not imported either."""
-    left_out = (*CI_ONLY, *(NOT_QUICK if config.getoption("--quick") else ()))
-    is_short = config.getoption("--ordinary") or config.getoption("--quick")
     name = collection_path.relative_to(config.rootpath).as_posix()
-    return True if is_short and collection_path.suffix == ".py" and name.startswith(left_out) else None
+    return True if name.endswith(".py") and name.startswith(_left_out(config)) else None
+
+
+def _left_out(config: pytest.Config) -> tuple[str, ...]:
+    if config.getoption("--quick"):
+        return CI_ONLY + NOT_QUICK
+    return CI_ONLY if config.getoption("--ordinary") else ()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -121,12 +124,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not config.getoption("--all"):
         _deselect(config, items, {item.nodeid for item in items if item.get_closest_marker("slow")})
-    if config.getoption("--ordinary") or config.getoption("--quick"):
-        _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(CI_ONLY)})
+    _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(_left_out(config))})
     if config.getoption("--quick"):
         first = {item.nodeid.partition("[")[0]: item.nodeid for item in reversed(items)}
         _deselect(config, items, {item.nodeid for item in items} - set(first.values()))
-        _deselect(config, items, {item.nodeid for item in items if item.nodeid.startswith(NOT_QUICK)})
     # The longest begin first, so that no worker is left with one of them at the end.
     items.sort(key=lambda item: not item.nodeid.startswith((*CI_ONLY, "tests/faults/", "tests/trainer/")))
 

@@ -40,6 +40,7 @@ class StateOfRank:
     def __init__(self) -> None:
         self._names: dict[str, list[tuple[Any, str, Any]]] = {}
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        self._states: list[Any] = []  # of a process, each in one object, which has nothing of its own yet
         self._containers: list[tuple[str, Any, int]] = []
         self._learn_modules()
         self._threads = set(threading.enumerate())
@@ -56,6 +57,8 @@ class StateOfRank:
             return False
         for names, name, value in self._plain:
             names[name] = value
+        for state in self._states:
+            vars(state).clear()
         for number, handler in self._signals:
             signal.signal(number, handler)
         for log, log.level, log.propagate, handlers in self._loggers:
@@ -97,6 +100,8 @@ class StateOfRank:
                 self._plain.append((names, name, value))
             elif type(value) in (dict, list, set):
                 self._containers.append((name, value, len(value)))
+            elif type(value).__module__ == names["__name__"] and getattr(value, "__dict__", None) == {}:
+                self._states.append(value)
 
 
 def _callables(module: Any) -> Iterator[tuple[Any, str, Any]]:

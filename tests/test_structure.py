@@ -261,9 +261,8 @@ def test_private_names_of_trainers_are_found() -> None:
 
 
 def test_a_callbacks_events_are_the_trainers() -> None:
-    others = {"state_dict", "load_state_dict", "begin_branch", "checkpoint_tensors", "validation_context"}
-    methods = [name for name in vars(Callback) if inspect.isfunction(vars(Callback)[name])]
-    assert tuple(name for name in methods if name not in others) == EVENTS
+    methods = [name for name in vars(Callback) if inspect.isfunction(vars(Callback)[name]) and name != "_hears"]
+    assert tuple(methods) == EVENTS
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -277,20 +276,20 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 263,
+    "files of the package": 262,
     "lines of the package": 50_731,
     "lines of testing/ and planning/": 2_697,
-    "`raise` statements": 794,
-    "modules under 60 lines": 19,
+    "`raise` statements": 793,
+    "modules under 60 lines": 18,
     "modules with one importer, in their folder": 12,
     "modules in the largest folder": 26,
-    "largest import cycle, types included": 12,
+    "largest import cycle, types included": 3,
     "constructors that take a trainer": 0,
     "`trainer._x`": 0,
-    "files that name an axis": 7,
-    "stack walks": 3,
-    "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 4,
-    "`global` statements": 8,
+    "files that name an axis": 6,
+    "stack walks": 1,
+    "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 2,
+    "`global` statements": 2,
     "files that import ctypes": 0,
     "lines of tests": 59_993,
 }

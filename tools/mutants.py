@@ -750,7 +750,7 @@ MUTANTS = [
     Mutant(
         "a signal to the job ends a worker that was just forked",
         "dream_trainer/distributed/signals.py",
-        "if number in TERMINATING and _starts_workers:",
+        "if number in TERMINATING and _forked.is_worker:",
         "if False:",
         "tests/data/test_worker_start.py",
     ),
@@ -1359,7 +1359,7 @@ MUTANTS = [
     Mutant(
         "a frozen model beside stages is taken for one of them",
         "dream_trainer/parallel/sharding.py",
-        "    return model in _ties\n",
+        "    return model in _cut\n",
         "    return True\n",
         "tests/trainer/test_pipeline_models.py -k kept",
     ),
@@ -1457,7 +1457,7 @@ MUTANTS = [
     Mutant(
         "a stage's groups are of its own parameters alone",
         "dream_trainer/optim/groups.py",
-        "    if model not in _whole:\n",
+        "    if whole is None:\n",
         "    if True:\n",
         "tests/trainer/test_pipeline_user_models.py -k matches_nothing",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple, TextIO
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from dream_trainer.checks import check_integer, refuse
 from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.config.config_files import value_of
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import ConfigError
@@ -208,10 +209,9 @@ def _spelled(name: str, value: Any) -> Iterator[str]:
     if _is_nested(value):
         is_ours = type(value).__module__.startswith("dream_trainer.")
         for field in fields(value):
-            field_value = vars(value)[field.name]
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            if not is_ours or field_value != default or (field.name == "name" and field_value is not None):
-                yield from _spelled(f"{prefix}{field.name}", field_value)
+            given, default = vars(value)[field.name], value_of(type(value), field)
+            if not is_ours or given != default or (field.name == "name" and given is not None):
+                yield from _spelled(f"{prefix}{field.name}", given)
     elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
         for index, item in enumerate(value):
             yield from _spelled(f"{prefix}{index}", item)

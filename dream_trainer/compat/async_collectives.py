@@ -69,8 +69,8 @@ def why_memory_is_not_shared(group: ProcessGroup, device: torch.device) -> str |
     return None
 
 
-def options_of_overlap(mode: str | None) -> dict[str, Any]:
+def options_of_mode(mode: str | None) -> dict[str, Any]:
     """Options for `torch.compile(options=...)`, which does not accept `mode` at the same time."""
     from torch._inductor import list_mode_options
 
-    return {**(list_mode_options(mode) if mode else {}), "_micro_pipeline_tp": True}
+    return {**list_mode_options(mode)} if mode else {}

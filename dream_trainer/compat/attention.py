@@ -9,24 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.bias import CausalBias as CausalBias, causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask as BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
-
-__all__ = [
-    "BlockMask",
-    "CausalBias",
-    "attend_elsewhere",
-    "attend_flexibly",
-    "attend_varlen",
-    "causal_to_the_last_key",
-    "has_keys_elsewhere",
-    "keys_are_elsewhere",
-    "part_of_document_mask",
-    "same_document_mask",
-]
-
 
 _elsewhere = False
 

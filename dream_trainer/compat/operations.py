@@ -1,14 +1,15 @@
-"""PyTorch's named operations: those whose results activation checkpointing keeps, the operation of a call, and a count
-of those that wait for the device."""
+"""PyTorch's named operations and its activation checkpointing: operations whose results are kept, the operation of a
+call, a count of those that wait for the device, and the checkpoint around a call."""
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils.checkpoint import _checkpoint_hook, _StopRecomputationError
 
 StopRecomputation = _StopRecomputationError
 """Ends the second run of a checkpointed forward when all that its backward needs is there."""
@@ -51,12 +52,22 @@ def name_of_operation(function: Any) -> tuple[str, str] | None:
     return namespace, name
 
 
-class ValueReads(TorchDispatchMode):
-    """Inside, counts how often the value of a tensor is read on the host, as `item()` does, which waits for the device.
+def checkpoint_around() -> object:
+    """The innermost `torch.utils.checkpoint` whose first run this is, as the function that packs what is saved there;
+    None of a reentrant one, which saves nothing then."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    if hooks is None or not isinstance(hooks[0], FunctionType):
+        return None
+    return hooks[0] if hooks[0].__code__ in _checkpoint_hook.__init__.__code__.co_consts else None
 
-    Attributes:
-        count: How often it was.
-    """
+
+def is_inside_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` runs, as a reentrant checkpoint is one."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+class ValueReads(TorchDispatchMode):
+    """Inside, counts how often the value of a tensor is read on the host, as `item()` does: it waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

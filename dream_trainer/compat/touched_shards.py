@@ -198,7 +198,8 @@ def _of_shards(func: Any, args: Any, kwargs: Any) -> Any:
     elif func == _GET_GRAD:
         return _as_value(_as_shards(func, args, kwargs))
     if args and isinstance(args[0], DTensor) and _changes_its_first(func):  # which cannot get another layout
-        args = args[0], *(_cut_as(args[0], v) if _is_plain_like(v, args[0]) else v for v in args[1:])
+        plain = [isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == args[0].shape for v in args]
+        args = tuple(_cut_as(args[0], v) if is_plain else v for v, is_plain in zip(args, plain, strict=True))
     with torch._C.DisableTorchFunctionSubclass(), plain_beside_dtensors():
         if func in _READS:
             args = args[0].full_tensor(), *args[1:]
@@ -212,10 +213,6 @@ def _cut_as(shard: Any, values: Tensor) -> Tensor:
     if isinstance(values, DTensor):
         return values
     return distribute_tensor(values.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
-
-
-def _is_plain_like(value: Any, shard: DTensor) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shard.shape
 
 
 def _as_value(value: Any) -> Any:

@@ -5,7 +5,6 @@ Limits stand in the type: `n_epochs: NonNegativeInt | None`, or any `check(name,
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
@@ -27,9 +26,10 @@ from dream_trainer.checks import (
     spell,
 )
 from dream_trainer.errors import ConfigError
+from dream_trainer.screen import logger
 
 T = TypeVar("T")
-logger = logging.getLogger("dream_trainer")
+_types = cache(get_type_hints)
 _told: set[str] = set()  # former names that were warned of
 _ALIASES = {"max_epochs"}  # other names that stay
 PositiveInt = Annotated[int, partial(check_integer, minimum=1)]
@@ -70,7 +70,7 @@ def parameters(cls: type[T]) -> type[T]:
 
 def check_fields(instance: object, cls: type) -> None:
     """Raises ConfigError for the fields of the dataclass `cls` whose values in `instance` their types exclude."""
-    types = _types(cls)
+    types = _types(cls, include_extras=True)
     all_of(partial(check_value, f.name, getattr(instance, f.name), types[f.name]) for f in fields(cls))
 
 
@@ -107,11 +107,6 @@ def own_annotations(cls: type) -> dict[str, Any]:
 
         return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
     return inspect.get_annotations(cls)
-
-
-@cache
-def _types(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
 
 
 def check_value(name: str, value: object, annotation: Any) -> None:

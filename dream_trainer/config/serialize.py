@@ -16,8 +16,7 @@ import torch
 from dream_trainer.config.parameter_class import declaring, is_ours, with_new_names
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
-from dream_trainer.events.callback import Callback
-from dream_trainer.events.collection import CallbackCollection
+from dream_trainer.events.collection import BaseCallback, CallbackCollection
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -124,7 +123,7 @@ def _converter() -> Converter:
     def elements_of(values: Any) -> list[Any]:
         return [converter.unstructure(value) for value in values]
 
-    def callback_record(callback: Callback) -> dict[str, Any]:
+    def callback_record(callback: BaseCallback) -> dict[str, Any]:
         attributes = vars(callback)
         constructors = [vars(part)["__init__"] for part in type(callback).__mro__[:-1] if "__init__" in vars(part)]
         arguments = dict.fromkeys(name for init in constructors for name in inspect.signature(init).parameters)
@@ -140,7 +139,7 @@ def _converter() -> Converter:
         elements_of,
     )
     converter.register_unstructure_hook(CallbackCollection, elements_of)
-    converter.register_unstructure_hook(Callback, callback_record)
+    converter.register_unstructure_hook(BaseCallback, callback_record)
     for plain in _PLAIN:
         converter.register_unstructure_hook(plain, lambda value: value)
     converter.register_unstructure_hook(timedelta, timedelta.total_seconds)

@@ -22,8 +22,7 @@ from dream_trainer.config.parameter_class import (
 )
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.events.callback import Callback
-from dream_trainer.events.collection import CallbackCollection
+from dream_trainer.events.collection import BaseCallback, CallbackCollection
 
 RUNS_VARIABLE = "DREAM_TRAINER_RUNS"
 _USERS = "_trainers"
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
         def __get__(self, config: object, owner: object = None) -> CallbackCollection: ...
 
-        def __set__(self, config: object, value: CallbackCollection | Sequence[Callback]) -> None: ...
+        def __set__(self, config: object, value: CallbackCollection | Sequence[BaseCallback]) -> None: ...
 
 
 def script_name() -> str:

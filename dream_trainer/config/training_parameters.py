@@ -155,11 +155,7 @@ def micro_batch_size(parameters: TrainingParameters, dp_size: int) -> int:
 
 
 def accumulation_steps(parameters: TrainingParameters, batch_size: int, dp_size: int) -> int:
-    """Micro-batches that each rank processes per optimizer step; `batch_size` is the loader's actual one.
-
-    Raises:
-        ConfigError: `global_batch_size` is not a whole number of micro-batches on every rank.
-    """
+    """Micro-batches that each rank processes per optimizer step; `batch_size` is the loader's actual one."""
     total = parameters.global_batch_size
     if total is None:
         return parameters.gradient_accumulation_steps

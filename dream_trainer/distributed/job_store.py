@@ -15,8 +15,15 @@ from dream_trainer.compat.pytorch import PrefixStore, Store, TCPStore, connect_a
 from dream_trainer.errors import ConfigError
 from dream_trainer.screen import logger
 
-_store: Store | None = None
-_attempt = ""  # prefix of this attempt's keys
+
+class _Connection:
+    """This process's connection, from its first process group on."""
+
+    store: Store | None = None
+    attempt = ""  # prefix of this attempt's keys
+
+
+_connection = _Connection()
 
 _LOOK_SECONDS = 0.02
 SAYS_SO_AFTER_SECONDS = 10.0  # how long a leaving rank waits for the others before it logs that
@@ -24,36 +31,38 @@ SAYS_SO_AFTER_SECONDS = 10.0  # how long a leaving rank waits for the others bef
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store for this process's `number`-th group, under its own prefix; connects on the first call."""
-    global _attempt, _store
-    if _store is None:
-        _store, agent_hosts = _connect(rank, world_size, timeout)
-        _attempt = _agree_on_attempt(_store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
-    return PrefixStore(f"{_attempt}/{number}", _store)
+    if _connection.store is None:
+        _connection.store, agent_hosts = _connect(rank, world_size, timeout)
+        _connection.attempt = (
+            _agree_on_attempt(_connection.store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
+        )
+    return PrefixStore(f"{_connection.attempt}/{number}", _connection.store)
 
 
 def job_store() -> Store | None:
     """The keys of this attempt, for the main thread; None where no process group was made here."""
-    if _store is None:
+    if _connection.store is None:
         return None
-    return PrefixStore(_attempt, _store)
+    return PrefixStore(_connection.attempt, _connection.store)
 
 
 def job_store_for_thread() -> Store | None:
     """The same over a separate connection, since a connection serves one thread at a time."""
-    if _store is None:
+    if _connection.store is None:
         return None
-    return PrefixStore(_attempt, connect_again(_store))
+    return PrefixStore(_connection.attempt, connect_again(_connection.store))
 
 
 def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
     """Says `what`, and returns whether all ranks have said it within the time."""
-    if _store is None:
+    store = job_store()
+    if store is None:
         return True
-    key = f"{_attempt}/said/{what}"
+    key = f"said/{what}"
     try:
-        if _store.add(key, 1) == world_size:
-            _store.set(f"{key}/all", "")
-        _store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
+        if store.add(key, 1) == world_size:
+            store.set(f"{key}/all", "")
+        store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
     except RuntimeError:  # the time is up, or the store went away with its rank
         return False
     return True
@@ -61,19 +70,20 @@ def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
 
 def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, waits_for: str) -> bool:
     """Arrives for the `times`-th time, and returns whether `n_ranks` ranks do in time; warns if that is long."""
-    if _store is None:
+    store = job_store()
+    if store is None:
         return True
-    key, begin, pause = f"{_attempt}/at/{where}", time.monotonic(), 0.0005
+    key, begin, pause = f"at/{where}", time.monotonic(), 0.0005
     says_so_at = begin + SAYS_SO_AFTER_SECONDS
     try:
-        arrived = _store.add(key, 1)
+        arrived = store.add(key, 1)
         while arrived < times * n_ranks and time.monotonic() < begin + timeout_seconds:
             if time.monotonic() > says_so_at:
                 logger.warning("%s", waits_for)
                 says_so_at = math.inf
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-            arrived = _store.add(key, 0)
+            arrived = store.add(key, 0)
     except RuntimeError:  # the store went away with its rank
         return False
     return arrived >= times * n_ranks
@@ -81,14 +91,15 @@ def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, wai
 
 def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
     """Announces that this rank leaves a process group, and waits for the others. After the time-out it only warns."""
-    if _store is None:
+    store = job_store()
+    if store is None:
         return
-    key = f"{_attempt}/{number}/leaving"
-    if _store.add(key, 1) == world_size:
-        _store.set(f"{key}/all", "")
+    key = f"{number}/leaving"
+    if store.add(key, 1) == world_size:
+        store.set(f"{key}/all", "")
     seconds = SAYS_SO_AFTER_SECONDS if timeout_seconds is None else timeout_seconds
     try:
-        _store.wait([f"{key}/all"], timedelta(seconds=seconds))
+        store.wait([f"{key}/all"], timedelta(seconds=seconds))
     except RuntimeError:
         if timeout_seconds is not None:
             raise

@@ -30,18 +30,26 @@ STOPPING = (*TERMINATING, signal.SIGINT)  # those, and Ctrl-C; SIGUSR1 saves and
 # Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
 _WORKER_OUTLIVES_SECONDS = 25
 
-_starts_workers = False
+
+class _Forked:
+    """What a process is to know that is forked now."""
+
+    is_worker = False  # of a loader, with this process's handler until it sets its own
+    is_relaying = False  # and would write the signals that it gets into this process's pipe
+
+
+_forked = _Forked()
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _forked.is_relaying else None)
 
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """Processes forked inside are loader workers, which have this process's handler until they set their own."""
-    global _starts_workers
-    _starts_workers = True
+    """Processes forked inside are workers of a loader."""
+    _forked.is_worker = True
     try:
         yield
     finally:
-        _starts_workers = False
+        _forked.is_worker = False
 
 
 def outlive_job(*_: object) -> None:
@@ -135,7 +143,7 @@ class Signals:
         if os.getpid() != self._pid:
             # A forked child that kept the handler. SIGTERM is how its parent ends it (`Process.terminate`, `Pool`);
             # the others come to the whole process group, and a loader's worker outlives them.
-            if number in TERMINATING and _starts_workers:
+            if number in TERMINATING and _forked.is_worker:
                 outlive_job()
             elif number in TERMINATING:
                 signal.signal(number, self._before[number] or signal.SIG_DFL)
@@ -199,10 +207,6 @@ JOIN_SECONDS = 5.0
 _RELAYED = (*STOPPING, signal.SIGUSR1)
 _CLOSE = 0  # no signal has this number
 
-# A forked child would write the signals that it gets into this process's pipe.
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _is_relaying else None)
-_is_relaying = False
-
 
 @contextmanager
 def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
@@ -211,15 +215,14 @@ def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    global _is_relaying
-    before, _is_relaying = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), True
+    before, _forked.is_relaying = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), True
     thread = threading.Thread(target=_relay, args=(signals, store, reader), name="signal relay", daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        _is_relaying = False
+        _forked.is_relaying = False
         os.write(writer, bytes([_CLOSE]))
         thread.join(JOIN_SECONDS)  # it may be held by a store whose host is gone
         os.close(reader)

@@ -47,11 +47,17 @@ from dream_trainer.errors import ConfigError, StepError
 
 MESH_DIMS = MeshShape._fields
 
-# How many worlds of this process use the default process group, and how many it has launched so far.
-_group_users = 0
-_launches = 0
-_owns_group = False
-_heartbeat: Heartbeat | None = None
+
+class _Launches:
+    """The worlds of this process on several ranks."""
+
+    count = 0  # so far
+    are_open = 0  # those that use the default process group
+    own_group = False  # whether they made it
+    heartbeat: Heartbeat | None = None
+
+
+_launches = _Launches()
 
 
 # How long a rank with an exception waits for the others to have one too: they may still be at their last step.
@@ -101,7 +107,6 @@ class World(Ranks):
         data_rank: This rank's index among those that see different data (dp_replicate x dp_shard x cp): of other
             samples, or of other positions in them.
         data_group: The process group of those ranks; None if it is all ranks.
-        workers: Number of groups of neighbouring ranks that step independently (LocalSGDMixin). 1: all step together.
         workers: Number of groups of neighbouring ranks that step on their own (LocalSGDMixin); 1: all step together.
         worker: The group of this rank, 0-based.
         step_size: Ranks of a group whose gradients each step averages.
@@ -114,7 +119,7 @@ class World(Ranks):
     ) -> None:
         """Joins the process group and lays the mesh; "auto" gives the ranks to dp_shard if `shard_by_default`."""
         rank, self.local_rank, world_size = environment_ranks()
-        place = place_among_hosts(_launches)
+        place = place_among_hosts(_launches.count)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
         self.workers = (1 if place is None else place.n_hosts) if workers == "hosts" else workers
         of_worker = ranks_per_worker(world_size, self.workers)
@@ -148,7 +153,7 @@ class World(Ranks):
         self.dp_rank = self.rank // self.sample_copies % self.dp_size
         self.data_size = self.dp_size * cp
         self.data_rank = self.rank // self.data_copies % self.data_size
-        self._number = _launches
+        self._number = _launches.count
         self._meetings: Counter[str] = Counter()
         self._open = True
 
@@ -223,14 +228,13 @@ class World(Ranks):
         return values if group is None else rows_of_all(values, group, self)
 
     def _join(self) -> None:
-        global _group_users, _launches, _owns_group
         timeout = timedelta(seconds=self._parameters.start_timeout_seconds)
-        _launches += 1
+        _launches.count += 1
         if not dist.is_initialized():
             backend, kind = "gloo", self.device.type
             if kind != "cpu":
                 backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-            store = job_store.store_for_group(_launches, self.rank, self.world_size, timeout)
+            store = job_store.store_for_group(_launches.count, self.rank, self.world_size, timeout)
             self._meet_other_hosts()
             dist.init_process_group(
                 backend,
@@ -240,8 +244,8 @@ class World(Ranks):
                 timeout=timeout,
                 device_id=self.device if self.device.type == "cuda" else None,
             )
-            _owns_group = True
-        _group_users += 1
+            _launches.own_group = True
+        _launches.are_open += 1
         self.cpu_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         sizes = {name: size for name, size in vars(self._parameters).items() if type(size) is int}
         mesh = {**self.mesh_shape._asdict(), **sizes}  # laid in two ways, it would hang
@@ -255,8 +259,7 @@ class World(Ranks):
         )
 
     def _meet_other_hosts(self) -> None:
-        global _heartbeat
-        store, place = job_store.job_store(), place_among_hosts(_launches)
+        store, place = job_store.job_store(), place_among_hosts(_launches.count)
         assert store is not None  # there since `store_for_group`
         announce(store, self.rank)
         if place is None:
@@ -264,12 +267,12 @@ class World(Ranks):
         meet_hosts(store, place, self.world_size, timeout_seconds=self._parameters.start_timeout_seconds)
         own_store, limit = self.connect_to_store(), self._parameters.host_timeout_seconds
         if limit is not None and own_store is not None:
-            _heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit).start()
+            _launches.heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit).start()
 
     def tell_where(self, where: Callable[[], str]) -> None:
         """Adds the position of training to the message about a lost host; `where` is called from a thread."""
-        if _heartbeat is not None:
-            _heartbeat.where, _heartbeat.is_training = where, False
+        if _launches.heartbeat is not None:
+            _launches.heartbeat.where, _launches.heartbeat.is_training = where, False
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape._asdict().items())
@@ -278,8 +281,8 @@ class World(Ranks):
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
         self._set_time_outs(self._parameters.step_timeout_seconds)
-        if _heartbeat is not None:
-            _heartbeat.is_training = True
+        if _launches.heartbeat is not None:
+            _launches.heartbeat.is_training = True
 
     def _set_time_outs(self, seconds: float) -> None:
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
@@ -368,21 +371,20 @@ class World(Ranks):
 
         The barrier and the short sleep keep gloo's threads from dropping work at exit: a third of the runs were aborted
         where the group was destroyed bare (docs/measurements/ranks.md#leaving-a-process-group)."""
-        global _group_users, _heartbeat, _owns_group
         if not self._open:
             return
         self._open = False
         if self.world_size == 1:
             return
-        _group_users -= 1
-        if _group_users == 0 and _owns_group and dist.is_initialized():
-            job_store.leave(_launches, self.world_size, timeout_seconds)
+        _launches.are_open -= 1
+        if _launches.are_open == 0 and _launches.own_group and dist.is_initialized():
+            job_store.leave(_launches.count, self.world_size, timeout_seconds)
             dist.barrier(group=self.cpu_group)
-            if _heartbeat is not None:
-                _heartbeat.close()
-                _heartbeat = None
+            if _launches.heartbeat is not None:
+                _launches.heartbeat.close()
+                _launches.heartbeat = None
             dist.destroy_process_group()
-            _owns_group = False
+            _launches.own_group = False
             self.cpu_group = self.data_group = self.step_group = self.across_workers = None
             self.mesh = self.parameter_mesh = None
             forget_meshes()

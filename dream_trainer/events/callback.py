@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from dream_trainer.checks import check_name
 from dream_trainer.errors import CheckpointError
+from dream_trainer.events.collection import BaseCallback, Timed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-class Callback:
+class Callback(BaseCallback):
     """Code that runs at events of a trainer, without a mention in training code.
 
     Override any event below; only overridden ones are ever dispatched. Callbacks run after the trainer's own method of
@@ -38,39 +40,9 @@ class Callback:
             tensors for each parameter set it. With `main_process_only` models stay shards in any case.
     """
 
-    order: int = 0
-    main_process_only: ClassVar[bool] = False
-    needs_whole_models: ClassVar[bool] = False
-    sees_shards: ClassVar[bool] = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """State to restore after a resume: numbers, strings, containers of them. Default: nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
-
-    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
-        """Called after `load_state_dict` if the run begins from another run's checkpoint: reset state of that run only.
-
-        Default: nothing, so that all state is kept.
-
-        Args:
-            new_counters: Whether the run begins at step 0, so that counts of steps and best values should restart.
-            new_data: Whether the data restart, for instance in the middle of an epoch.
-        """
-
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Named tensors to keep in the checkpoint: DTensors, or plain and equal on all ranks. Default: none.
-
-        They are written as they are and loaded in place, so they must exist from `post_setup` on. Loading them comes
-        before `load_state_dict`, which is not called if a checkpoint lacks one of them.
-        """
-        return {}
-
-    def validation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None]:
-        """Wraps a whole validation, `evaluate` or `predict`, events included; its exit runs however that ends."""
-        return nullcontext()
+    @override
+    def _hears(self, event: str) -> bool:
+        return getattr(type(self), event) is not getattr(Callback, event)
 
     def pre_launch(self, trainer: AbstractTrainer) -> None:
         """Before the process group, device and mesh exist."""
@@ -153,7 +125,7 @@ class Callback:
         """The trainer closes; release resources."""
 
 
-class TimedCallback(Callback):
+class TimedCallback(Timed, Callback):
     """A callback that acts by the clock, which ranks do not share: an interface.
 
     Rank 0 is asked before each window and sends the answer with the pulse, so that all ranks do the same after it.
@@ -172,10 +144,6 @@ class TimedCallback(Callback):
                     print(f"step {trainer.global_step}")
         ```
     """
-
-    @abstractmethod
-    def is_due_by_the_clock(self) -> bool:
-        """Whether it is time; asked on rank 0, until the callback has acted."""
 
     def is_due(self, trainer: AbstractTrainer) -> bool:
         """In `post_train_step`: whether it was time before the window just completed; the same on all ranks."""
@@ -212,6 +180,10 @@ class LoggingCallback(Callback):
         check_name("name", name, example="mine")
         self.name = name
 
+    @override
+    def _log_name(self) -> str:
+        return self.name
+
 
 class AveragingCallback(Callback):
     """A callback whose averages can stand in for the weights: an interface."""
@@ -233,7 +205,7 @@ class AveragingCallback(Callback):
         """Loads a checkpoint's averages into the models too; returns whether it has any. Called by every rank."""
 
 
-def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) -> AbstractContextManager[None]:
+def averages_to_export(callbacks: Iterable[BaseCallback], weights: str, model: str) -> AbstractContextManager[None]:
     """Inside, `model` has the averages called `weights`, such as "ema", instead of its weights."""
     callback_of_name: dict[str, AveragingCallback] = {}
     counts: Counter[str] = Counter()

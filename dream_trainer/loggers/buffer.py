@@ -83,12 +83,7 @@ class MetricBuffer:
         self._values.append((name, value, 1.0))
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
-        """Adds one value. Nothing is computed or waited for, but all ranks of a DTensor's mesh must add it.
-
-        Raises:
-            TypeError: The value or weight is not a scalar, or the name is not a string.
-            ValueError: The reduction is unknown or not the key's, or the weight is negative.
-        """
+        """Adds one value. Nothing is computed or waited for, but all ranks of a DTensor's mesh must add it."""
         if type(value) is not float:
             value = keep(name, value)
         if type(weight) is not int and type(weight) is not float:

@@ -56,7 +56,7 @@ class TensorBoardLogger(Logger):
 
     @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        event = self._event_at(stamp)
+        event = self._opened(self._event)(wall_time=stamp.time, step=stamp.step)
         add = event.summary.value.add  # half the time of a list of Summary.Value
         for name, value in metrics.items():
             add(tag=name, simple_value=value)
@@ -64,7 +64,7 @@ class TensorBoardLogger(Logger):
 
     @override
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        event = self._event_at(stamp)
+        event = self._opened(self._event)(wall_time=stamp.time, step=stamp.step)
         event.summary.CopyFrom(_summary(name, media))
         self._write(event)
         return True
@@ -74,9 +74,6 @@ class TensorBoardLogger(Logger):
         if self._file is not None:
             self._file.close()
             self._file = self._event = None
-
-    def _event_at(self, stamp: Stamp) -> Event:
-        return self._opened(self._event)(wall_time=stamp.time, step=stamp.step)
 
     def _write(self, event: Event) -> None:
         assert self._file is not None  # there is no event without `open`

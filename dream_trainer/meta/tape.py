@@ -10,10 +10,10 @@ replayed on the spot. Not deferred or not replayed:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from sys import _getframe
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -346,7 +346,7 @@ class Recorder(TorchFunctionMode):
 
 def _initialising() -> Iterator[nn.Module]:
     """The modules whose `init_weights()` is running: looked up on the stack, since their methods are not replaced."""
-    frame: FrameType | None = _getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "init_weights" and frame.f_code.co_argcount > 0:
             owner = frame.f_locals.get(frame.f_code.co_varnames[0])

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from typing_extensions import override
 
 from dream_trainer.checks import check_between, check_integer, refuse, spell
 from dream_trainer.config.parameter_class import NonNegativeInt, parameters
@@ -164,24 +164,30 @@ def _by_tokens(parameters: ScheduleParameters, optimizer: Optimizer, tokens: Tok
         )
     factor = rate_factor(parameters, total_steps=tokens.total)
     _warn_of_long_warmup(parameters, tokens.total)
-    origin = [0]
-    scheduler = LambdaLR(optimizer, lambda _: factor(tokens.now() - origin[0]))
-    _origins[scheduler] = origin
-    return scheduler
+    return TokenLR(optimizer, factor, tokens.now)
 
 
-_origins: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # where a schedule by tokens begins
+class TokenLR(LambdaLR):
+    """A schedule with `unit="token"`."""
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], now: Callable[[], int]) -> None:
+        self.origin = origin = [0]  # tokens of the run before its beginning
+        super().__init__(optimizer, lambda _: factor(now() - origin[0]))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "origin"}
 
 
 def token_origins(schedulers: Mapping[str, Any]) -> dict[str, int]:
     """Tokens of the run before the beginning of each schedule with `unit="token"`, for a checkpoint."""
-    return {name: _origins[one][0] for name, one in schedulers.items() if one in _origins}
+    return {name: one.origin[0] for name, one in schedulers.items() if isinstance(one, TokenLR)}
 
 
 def set_token_origin(scheduler: Any, origin: int) -> None:
     """Gives a schedule with `unit="token"` its beginning; others have none."""
-    if scheduler in _origins:
-        _origins[scheduler][0] = origin
+    if isinstance(scheduler, TokenLR):
+        scheduler.origin[0] = origin
 
 
 def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:

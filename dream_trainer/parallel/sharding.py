@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -22,7 +22,7 @@ from dream_trainer.compat.pytorch import (
     whole_parameters,
 )
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.class_change import own_class
+from dream_trainer.modules.class_change import Changed, change_class, own_class
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -251,6 +251,23 @@ def frozen(*models: nn.Module) -> Iterator[None]:
                 gathered.requires_grad_(sharded.requires_grad)
 
 
+class KeepsWeightsInPlace(Changed):
+    """A recurrent module that leaves each weight where it is; cuDNN then copies them at every call, and warns once."""
+
+    def flatten_parameters(self) -> None:
+        """Does nothing: on CUDA weights would move into one piece of memory, where the next gather finds none."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def keep_recurrent_weights_in_place(model: nn.Module) -> None:
+    """Makes the recurrent modules of `model` fit to be wrapped by `fully_shard`."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            change_class(module, KeepsWeightsInPlace)
+
+
 # -- what of a sharded tensor this rank has
 
 
@@ -285,7 +302,32 @@ class Tie:
     own_name: str | None  # name of this rank's copy in its part of the model; None without one
 
 
-_ties: WeakKeyDictionary[nn.Module, Sequence[Tie]] = WeakKeyDictionary()
+class Described(NamedTuple):
+    """A parameter of a model."""
+
+    names: tuple[str, ...]  # several if it is tied, first that of the stage
+    parameter: nn.Parameter | None  # None if it is another stage's
+    is_trained: bool  # of another stage's, whether it was when the model was cut
+    ndim: int
+    numel: int
+    is_vector: bool  # has fewer than two dimensions or is the weight of a normalisation
+    is_embedding: bool
+    block: int  # number of its block, from 1; 0 outside them
+
+
+class WholeParameters(NamedTuple):
+    """All parameters of a model, each once, in the order of `parameters()`, and the number of its blocks."""
+
+    parameters: Sequence[Described]
+    n_blocks: int
+
+
+class _Cut(NamedTuple):
+    ties: Sequence[Tie]
+    whole: WholeParameters
+
+
+_cut: WeakKeyDictionary[nn.Module, _Cut] = WeakKeyDictionary()
 
 
 def is_held(name: str, names: Collection[str]) -> bool:
@@ -309,19 +351,52 @@ def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence
     return ties
 
 
-def remember_ties(model: nn.Module, ties: Sequence[Tie]) -> None:
-    """Records for `names_in_whole` the tied names that differ between `model`, a part, and the whole model."""
-    _ties[model] = ties
+def remember_cut(model: nn.Module, ties: Sequence[Tie], blocks: Sequence[nn.Module]) -> None:
+    """Records what is known of `model` before other stages' layers are removed from it."""
+    parameters, n_blocks = describe(model, blocks)
+    _cut[model] = _Cut(ties, WholeParameters([one._replace(parameter=None) for one in parameters], n_blocks))
 
 
 def is_cut(model: nn.Module) -> bool:
     """Whether this rank only has some stages' layers of `model`, not all."""
-    return model in _ties
+    return model in _cut
 
 
 def ties_in(model: nn.Module) -> Sequence[Tie]:
-    """The ties from `remember_ties`, in the same order on all ranks; empty without stages."""
-    return _ties.get(model, ())
+    """The parameters that several stages share, in the same order on all ranks; empty without stages."""
+    return _cut[model].ties if model in _cut else ()
+
+
+def whole_of(model: nn.Module) -> WholeParameters | None:
+    """The parameters of the whole model that `model` is a part of; None without stages."""
+    return _cut[model].whole if model in _cut else None
+
+
+def describe(model: nn.Module, blocks: Sequence[nn.Module]) -> WholeParameters:
+    vectors = {id(p) for p in model.parameters() if p.ndim < 2} | _owned(model, nn.LayerNorm | nn.RMSNorm)
+    embeddings = _owned(model, nn.Embedding | nn.EmbeddingBag)
+    block_of = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
+    parameters = [
+        Described(
+            names, p, p.requires_grad, p.ndim, p.numel(), id(p) in vectors, id(p) in embeddings, block_of.get(id(p), 0)
+        )
+        for names, p in named_with_ties(model)
+    ]
+    return WholeParameters(parameters, len(blocks))
+
+
+def named_with_ties(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    """Each parameter once with all its names, in the order of `parameters()`."""
+    names: dict[int, list[str]] = {}
+    # `state_dict()` leaves out the names of wrappers for compilation and activation checkpointing, and has ties twice.
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(id(value), []).append(name)
+    return [(tuple(names.get(id(p), [name])), p) for name, p in model.named_parameters()]
+
+
+def _owned(model: nn.Module, kinds: Any) -> set[int]:
+    return {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
 
 
 def names_in_whole(model: nn.Module) -> Mapping[str, tuple[str, ...]]:

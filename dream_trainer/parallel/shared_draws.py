@@ -7,20 +7,17 @@ operation with equal draws is seeded by a number from Python's.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils import checkpoint
 
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu, seed_device
 from dream_trainer.errors import StepError
-from dream_trainer.modules import recompute
+from dream_trainer.modules.recompute import is_recomputed_by_others
 from dream_trainer.nested import leaves
 
 _NAMES = frozenset(
@@ -101,7 +98,8 @@ class RandomFunction:
             given = [self.function(*args, **kwargs)]
             if self._is_of_part(given):
                 return given[0]
-        _refuse_foreign_checkpoint(self._name)
+        if is_recomputed_by_others():
+            raise StepError(_IN_CHECKPOINT.format(self._name))
         device = torch.device("cpu") if given[0].is_meta else given[0].device
         seed = random.getrandbits(64)
         with preserved_random_state(device):
@@ -123,22 +121,11 @@ class RandomFunction:
         return any(map(self._shapes.have_positions, shapes))
 
 
-def _refuse_foreign_checkpoint(name: str) -> None:
-    """Refuses recomputation in backward by others: it runs outside the step, and would draw different numbers."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__")
-        if module == recompute.__name__:
-            return
-        if module == checkpoint.__name__:
-            raise StepError(_IN_CHECKPOINT.format(name))
-        frame = frame.f_back
-
-
 _IN_CHECKPOINT = (
     "{} draws random numbers that are of no positions, and so alike on ranks that share sequences, inside "
-    "torch.utils.checkpoint: in backward each rank would draw others. Under context_parallel set "
-    'device_parameters.activation_checkpointing to "full" or "selective" instead, or draw outside of it.'
+    "torch.utils.checkpoint or a torch.autograd.Function: in backward each rank would draw others. Under "
+    'context_parallel set device_parameters.activation_checkpointing to "full" or "selective" instead, or draw outside '
+    "of it."
 )
 _IN_GRAPH = (
     "{} of the shape {} within a compiled block draws random numbers that are not per-position, so all "

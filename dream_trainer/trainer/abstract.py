@@ -17,8 +17,7 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.config.training_parameters import micro_batch_size
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
-from dream_trainer.events.callback import Callback, TimedCallback
-from dream_trainer.events.collection import CallbackCollection
+from dream_trainer.events.collection import BaseCallback, CallbackCollection, Timed
 from dream_trainer.loggers.records import Records
 from dream_trainer.modules.class_change import unwrap
 from dream_trainer.modules.metrics import updates
@@ -36,7 +35,7 @@ from dream_trainer.trainer.session import close
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.user_class.class_checks import check_assignment, check_trainer
 
-C = TypeVar("C", bound=Callback)
+C = TypeVar("C", bound=BaseCallback)
 
 
 class AbstractTrainer(MixinHooks):
@@ -64,6 +63,7 @@ class AbstractTrainer(MixinHooks):
         self.config = config
         runtime = vars(self)["_runtime"] = build_runtime(self, config)  # cannot be assigned
         hold(config, runtime)
+        config.callbacks.use_defaults(make() for make in self._default_callbacks)
         runtime.recorder = RunRecorder(runtime)
         runtime.events = event_table(runtime, is_main=True)
 
@@ -377,7 +377,7 @@ class AbstractTrainer(MixinHooks):
         """
         close(self._runtime)
 
-    def callback_is_due(self, callback: TimedCallback) -> bool:
+    def callback_is_due(self, callback: Timed) -> bool:
         """In `post_train_step`: whether it was time for `callback` before the window just completed, by rank 0's clock;
         the same on all ranks."""
         return self._runtime.coordinator.callback_is_due(callback)
@@ -440,7 +440,8 @@ class AbstractTrainer(MixinHooks):
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
         return frozen(*models)
 
-    def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, *models: nn.Module) -> Iterator[None]:
         """Keeps the full weights of sharded `models` on each rank, for forwards that ranks do not run together.
 
         For example to generate text, which ends sooner on some ranks than on others; it is also faster, since each
@@ -448,7 +449,8 @@ class AbstractTrainer(MixinHooks):
         the full models.
         """
         self.world.refuse_if_forbidden()
-        return _both(self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models))
+        with self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models):
+            yield
 
     # -- ours
 
@@ -461,9 +463,3 @@ class AbstractTrainer(MixinHooks):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield

@@ -34,6 +34,8 @@ from dream_trainer.distributed.seeds import random_state, set_random_state
 from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted, relayed
 from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.errors import ConfigError, HookError, StepError
+from dream_trainer.events.collection import BaseCallback
+from dream_trainer.events.sanity_checks import SanityChecks
 from dream_trainer.modules.precision import deterministic, float32_products
 from dream_trainer.nested import detach
 from dream_trainer.screen import show
@@ -78,6 +80,7 @@ class BaseTrainer(AbstractTrainer):
         "configure_dataloaders": "the loop trains on what it returns; return (train_loader, val_loader or None).",
     }
     _config_class: ClassVar[type | None] = BaseTrainerConfig
+    _default_callbacks: ClassVar[Sequence[type[BaseCallback]]] = (SanityChecks,)
 
     # -- called by the user
 

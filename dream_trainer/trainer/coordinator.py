@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -13,16 +13,11 @@ from dream_trainer.distributed.pulse import Flags, Pulse, Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
+from dream_trainer.events.collection import Timed
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.screen import logger
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.schedule import Schedule
-
-
-class Timed(Protocol):
-    """What is due by rank 0's clock: a `TimedCallback`."""
-
-    def is_due_by_the_clock(self) -> bool: ...
 
 
 class Coordinator:
@@ -48,7 +43,7 @@ class Coordinator:
         self._is_alone, self._is_main = world.world_size == 1, world.is_main
         gradients.own_time.is_wanted = world.world_size > 1
         self._is_one_stage = world.stages == 1  # stages run other blocks than each other
-        self._timed = timed
+        self._timed, self._asks = timed, bool(timed) and world.is_main
         self._clocks = 0
 
     def begin_training(self) -> None:
@@ -79,7 +74,7 @@ class Coordinator:
                 goes_by_the_clock and self._is_main and schedule.validation_is_due_by_the_clock(),
                 waiting,
                 short,
-                self._due_callbacks() if self._timed and self._is_main else 0,
+                sum(one.is_due_by_the_clock() << n for n, one in enumerate(self._timed)) if self._asks else 0,
                 samples,
                 tokens,
                 (order := self._gradients.order if self._is_one_stage else self._gradients.steps),
@@ -107,9 +102,6 @@ class Coordinator:
             orders = world.all_gather(own).view(world.stages, -1, 2)
             if (orders[..., 0] != orders[:, :1, 0]).any() or (orders[..., 1] != orders[0, 0, 1]).any():
                 refuse_unlike_order(world, self._progress.global_step)
-
-    def _due_callbacks(self) -> int:
-        return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))
 
     def go_on(self, *, has_batch: bool) -> bool:
         """In a validation, once each rank has its batch: whether some rank has one."""

@@ -9,31 +9,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from dream_trainer.events.callback import Callback
-from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.events.collection import BaseCallback
+from dream_trainer.trainer.hooks import EVENTS
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.user_class.overrides import bound, heard
 
 Listener = Callable[..., None]
-
-
-_STATE = {"state_dict", "load_state_dict"}
 
 # Where models are whole already; `post_optimizer_step` has shards.
 _IN_STEPS = {"pre_train_batch", "post_train_batch", "post_train_step", "pre_val_batch", "post_val_batch"}
 # Outside steps, and with models that are real.
 _BETWEEN_STEPS = {"post_setup", "pre_fit", "pre_epoch", "pre_val_epoch", "post_val_epoch", "post_epoch", "post_fit"}
 
-# Events that both callbacks and trainer classes may define, in the order they happen.
-EVENTS: tuple[str, ...] = tuple(
-    name for name in vars(Callback) if name in vars(Hooks) and name not in _STATE and not name.startswith("_")
-)
 
-
-def listening_callbacks(runtime: Runtime, event: str) -> list[Callback]:
+def listening_callbacks(runtime: Runtime, event: str) -> list[BaseCallback]:
     """The callbacks whose class overrides `event`, in the order they run."""
-    noop = getattr(Callback, event)
-    return [c for c in runtime.config.callbacks.in_order() if getattr(type(c), event) is not noop]
+    return [callback for callback in runtime.config.callbacks.in_order() if callback._hears(event)]
 
 
 def anyone_listens(runtime: Runtime, event: str) -> bool:
@@ -73,7 +64,7 @@ def _with_shards(runtime: Runtime, event: str, listener: Listener) -> Listener:
     return after_writing_back
 
 
-def _listener(runtime: Runtime, callback: Callback, event: str) -> Listener:
+def _listener(runtime: Runtime, callback: BaseCallback, event: str) -> Listener:
     method = getattr(callback, event)
     if not callback.main_process_only:
         listener = partial(method, runtime.hooks)

@@ -169,7 +169,7 @@ class Hooks:
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the result of `rank_state_dict`."""
 
-    # -- events, in the order they happen
+    # -- events, in the order they happen, which EVENTS has from here on
 
     def pre_launch(self) -> None:
         """Before the process group, device and mesh exist."""
@@ -250,3 +250,8 @@ class Hooks:
 
     def teardown(self) -> None:
         """The trainer closes; release resources."""
+
+
+_NAMES = [name for name in vars(Hooks) if not name.startswith("_")]
+# Events that both callbacks and trainer classes may define, in the order they happen.
+EVENTS = tuple(_NAMES[_NAMES.index("pre_launch") :])

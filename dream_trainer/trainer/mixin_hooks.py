@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from dream_trainer.config.checkpoint_parameters import Mode
+from dream_trainer.events.collection import BaseCallback
 from dream_trainer.loggers.buffer import Reduction
 from dream_trainer.loggers.records import Records
 from dream_trainer.parallel.axis import Parallelism
@@ -54,6 +55,8 @@ class MixinHooks(Hooks):
     _shards_parameters: ClassVar[bool] = False
     # The way to divide work, or to change modules, that a mixin brings.
     _parallelism: ClassVar[Parallelism | None] = None
+    # The callbacks that run unless `CallbackCollection(defaults=...)` says otherwise.
+    _default_callbacks: ClassVar[Sequence[type[BaseCallback]]] = ()
     # Whether a dict of named validation loaders is understood (EvalMixin).
     _names_validation_loaders: ClassVar[bool] = False
     # Whether the run can be saved, at any time (CheckpointMixin).
@@ -184,7 +187,6 @@ class MixinHooks(Hooks):
         *,
         weight: Tensor | float | None = None,
         reduce: Reduction = "mean",
-        **unknown: Never,
     ) -> None:
         """Logs a value, or a dict of them; the loggers get it reduced over all micro-batches and ranks since the last
         flush.
@@ -205,9 +207,6 @@ class MixinHooks(Hooks):
             TypeError: The value is not a scalar, or both a dict and a value are given.
             ValueError: The name belongs to the stamp of a line, or had another reduction before.
         """
-        for option in unknown:
-            known = _ELSEWHERE.get(option, "it has weight and reduce")
-            raise TypeError(f"log() has no option {option!r}: {known}.")
         if self._records.media is None:
             self._media_log("log")  # warns
         elif isinstance(name, Mapping):
@@ -225,15 +224,14 @@ class MixinHooks(Hooks):
         *,
         weight: Tensor | float | None = None,
         reduce: Reduction = "mean",
-        **unknown: Never,
     ) -> None:
         """Logs several values, nested dicts under `outer/inner`, as `log` does with a dict."""
         for name, value in values.items():
             if isinstance(value, Mapping):
                 inner = {f"{name}/{key}": item for key, item in value.items()}
-                self.log_dict(inner, weight=weight, reduce=reduce, **unknown)
+                self.log_dict(inner, weight=weight, reduce=reduce)
             else:
-                self.log(name, value, weight=weight, reduce=reduce, **unknown)
+                self.log(name, value, weight=weight, reduce=reduce)
 
     def log_image(self, name: str, image: Any, caption: str | None = None) -> None:
         """Logs an image; `log_images` has the rules.
@@ -352,18 +350,6 @@ class MixinHooks(Hooks):
         if self._records.media is None:
             self.warn_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")
         return self._records.media
-
-
-_ELSEWHERE = {
-    "prog_bar": "the Progress callback shows what its `metrics` name",
-    "on_step": "training's values are averaged over log_every_n_steps, validation's over the validation",
-    "on_epoch": "training's values are averaged over log_every_n_steps, validation's over the validation",
-    "sync_dist": "every value is reduced over all ranks",
-    "reduce_fx": "pass reduce",
-    "batch_size": "pass weight; the default is the batch's size",
-    "step": "the step is the optimizer step that the value belongs to",
-    "commit": "a line is written every log_every_n_steps",
-}
 
 
 def unlogged(step: str, result: Mapping[str, Any]) -> str | None:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.compat.pytorch import inner_schedulers
 from dream_trainer.config.checkpoint_parameters import BranchParameters
+from dream_trainer.config.parameter_class import is_ours
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.optim.learning_rates import set_token_origin, token_origins
 from dream_trainer.trainer.registry import Scheduler
@@ -31,7 +32,8 @@ ANOTHER_RUN = (
 Options = list[dict[str, Any]]  # numbers of each parameter group, such as its learning rate and weight decay
 
 # Options that depend on the machine, and `initial_lr`, which is compared as `lr`.
-_NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
+_PARAMETERS = ("params", "param_names")
+_NOT_COMPARED = (*_PARAMETERS, "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
 
 
 class KeptOption(NamedTuple):
@@ -68,7 +70,8 @@ class ResumedRates:
             if scheduler not in self._built:
                 self._built[scheduler] = dict(_plain(scheduler.state_dict()))
         for optimizer in self._optimizers().values():
-            self._scheduled.setdefault(optimizer, [_without_parameters(group) for group in optimizer.param_groups])
+            groups = [{k: copied(v) for k, v in one.items() if k not in _PARAMETERS} for one in optimizer.param_groups]
+            self._scheduled.setdefault(optimizer, groups)
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint that is in no state of an optimizer or scheduler."""
@@ -77,7 +80,7 @@ class ResumedRates:
             "rate_caps": {name: self._caps[one] for name, one in schedulers.items() if one in self._caps},
             "token_origins": token_origins(schedulers),
             "built_schedules": {
-                name: {"kind": type(one).__name__, "state": self._built[one]}
+                name: {"kind": _kind(one), "state": self._built[one]}
                 for name, one in schedulers.items()
                 if one in self._built
             },
@@ -107,10 +110,10 @@ class ResumedRates:
 
     def _refuse_other_classes(self, shared: Mapping[str, Any]) -> None:
         for name, one in self._outermost():
-            then = shared.get("built_schedules", {}).get(name, {}).get("kind", type(one).__name__)
-            if then != type(one).__name__:
+            then = shared.get("built_schedules", {}).get(name, {}).get("kind", _kind(one))
+            if then != _kind(one):
                 raise CheckpointError(
-                    f"{name} is of class {type(one).__name__}, and the checkpoint's is of class {then}, whose state it "
+                    f"{name} is of class {_kind(one)}, and the checkpoint's is of class {then}, whose state it "
                     'cannot load. Begin a run of another name with branch=BranchParameters(schedule="new").'
                 )
 
@@ -267,10 +270,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copied(value) for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _options_in_words(kept: Sequence[KeptOption], anew: str) -> list[str]:
     alike: dict[tuple[str, str], list[int]] = {}
     for one in kept:
@@ -303,6 +302,11 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
             shown = [sorted(v.elements()) if isinstance(v, Counter) else v for v in (now[key], then[key])]
             found.append(f"{prefix}{key.removeprefix('_')}={shown[0]} instead of {shown[1]}")
     return found
+
+
+def _kind(scheduler: Scheduler) -> str:
+    """The name of its class; PyTorch's for one of ours."""
+    return next(cls.__name__ for cls in type(scheduler).__mro__ if not is_ours(cls))
 
 
 def _factors(state: Mapping[str, Any]) -> list[float]:

@@ -23,7 +23,7 @@ from dream_trainer.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, is
 from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.checks import listed
 from dream_trainer.cleanup import in_a_line
-from dream_trainer.config.config_files import read_plain
+from dream_trainer.config.config_files import RECORD_NAME, SAVED_NAME as CONFIG_NAME, read_plain
 from dream_trainer.config.serialize import leaves, to_dict
 from dream_trainer.distributed.failure import dead_ranks, describe, is_lost_connection, is_running
 from dream_trainer.distributed.hosts import own_code
@@ -35,8 +35,6 @@ from dream_trainer.trainer.receipt import Start, process_began, receipt
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.version import __version__
 
-RECORD_NAME = "run.json"
-CONFIG_NAME = "config.json"
 LOG_NAME = "metrics.jsonl"
 _DEPTH = 3  # levels below the directory of runs: project, group, experiment
 _LAST_BYTES = 1 << 14

@@ -15,7 +15,7 @@ from dream_trainer.distributed.failure import is_lost_connection
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
-from dream_trainer.events.callback import TimedCallback
+from dream_trainer.events.collection import Timed
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.event_table import anyone_listens, event_table, notify
 from dream_trainer.trainer.prefetcher import Prefetcher
@@ -205,7 +205,7 @@ def _build_step(runtime: Runtime) -> None:
 
 def _build_coordination(runtime: Runtime) -> None:
     world, saver, coordinator = runtime.world, runtime.saver, runtime.coordinator
-    timed = [callback for callback in runtime.config.callbacks if isinstance(callback, TimedCallback)]
+    timed = [callback for callback in runtime.config.callbacks if isinstance(callback, Timed)]
     coordinator.begin(world, saver, runtime.parallel.gradients, timed)
     runtime.prefetcher = Prefetcher(
         coordinator,

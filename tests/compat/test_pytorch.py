@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -332,3 +336,145 @@ def test_autograd_takes_tensors_for_unchanged_that_are_written_to_unnoticed() ->
     squares.backward()  # as of what is there now
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0, 6.0]
+
+
+def test_a_losss_graph_tells_which_parameters_it_trains() -> None:
+    used, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    hidden = used(torch.ones(1, 2))
+    loss = (hidden * hidden.detach()).sum()
+    assert pytorch.trained_by(loss, [*other.parameters(), used.weight])
+    assert not pytorch.trained_by(loss, other.parameters())
+    with torch.no_grad():
+        assert not pytorch.trained_by(used(torch.ones(1, 2)).sum(), used.parameters())
+    used.bias.requires_grad_(False)
+    assert not pytorch.trained_by(loss, [used.bias])
+    assert pytorch.trained_by(used.weight.sum(), used.parameters())
+
+
+def test_buffers_are_persistent_if_the_state_dict_has_them() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left", torch.zeros(1), persistent=False)
+    module.register_buffer("changed", torch.zeros(1), persistent=False)
+    module.register_buffer("changed", torch.zeros(1))
+    module.left = torch.ones(1)
+    own = [name for name, _ in module.named_buffers() if pytorch.is_persistent(module, name)]
+    assert own == list(module.state_dict()) == ["kept", "changed"]
+
+
+def test_a_value_is_of_one_tensor_and_goes_with_it() -> None:
+    known = pytorch.OfTensors[str]()
+    first, equal = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    known.set(first, "a file")
+    assert (known.get(first), known.get(equal)) == ("a file", None)
+    del first
+    assert not known._values.data
+
+
+def test_a_python_object_that_died_before_its_tensor_is_known_when_it_is_back() -> None:
+    known = pytorch.OfTensors[str]()
+    holder = torch.nn.Linear(2, 2)
+    known.set(holder.weight, "a file")
+    product = holder.weight * 2  # the graph holds the tensor
+    del holder
+    assert known.get(product.grad_fn.next_functions[0][0].variable) == "a file"
+
+
+def test_schedulers_inside_pytorchs_schedulers_are_found_at_any_depth() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    warmup, cosine, constant = LinearLR(optimizer), CosineAnnealingLR(optimizer, 5), ConstantLR(optimizer)
+    sequence = SequentialLR(optimizer, [warmup, cosine], [2])
+    chain = ChainedScheduler([sequence, constant], optimizer)
+    assert pytorch.inner_schedulers(chain) == [sequence, warmup, cosine, constant]
+    assert pytorch.inner_schedulers(sequence) == [warmup, cosine]
+    assert pytorch.inner_schedulers(warmup) == []
+
+
+def test_steps_are_counted_in_parts_where_the_whole_has_no_count() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    chain = ChainedScheduler([LinearLR(optimizer), ConstantLR(optimizer)], optimizer)
+    sequence = SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimizer, 5)], [2])
+    assert (pytorch.steps_taken(chain), pytorch.steps_taken(sequence)) == (0, 0)
+    optimizer.step()
+    for _ in range(3):
+        chain.step()
+        sequence.step()
+    assert (pytorch.steps_taken(chain), pytorch.steps_taken(sequence)) == (3, 3)
+
+
+def step_both() -> None:
+    dist.init_process_group("gloo")
+    values = torch.arange(12.0).view(4, 3)
+    alone, plain = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.clone())
+    split = torch.nn.Parameter(distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    for parameters in ([alone], [plain, split]):
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = parameter.detach() * 2
+            with pytorch.plain_beside_dtensors():
+                optimizer.step()
+    assert torch.equal(plain, alone)
+    assert torch.equal(split.full_tensor(), alone)
+    assert not torch.equal(alone, values)
+    dist.destroy_process_group()
+
+
+def test_a_fused_optimizer_steps_dtensors_and_plain_parameters_as_one_alone() -> None:
+    run_world(step_both, 2)
+
+
+def drawn_by_dtensors(rank_seeds: tuple[int, int]) -> tuple[list[float], list[float]]:
+    """By a DTensor, and by a plain tensor with the same seed; tests/gpu has more."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    seed = rank_seeds[dist.get_rank()]
+    torch.manual_seed(seed)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pytorch.keep_own_generators(mesh)
+    assert torch.equal(torch.get_rng_state(), before)
+    ones = distribute_tensor(torch.ones(64), mesh, [Replicate()])
+    by_dtensor = torch.nn.functional.dropout(ones).to_local().tolist()
+    torch.manual_seed(seed)
+    plain = torch.nn.functional.dropout(torch.ones(64)).tolist()
+    dist.destroy_process_group()
+    return by_dtensor, plain
+
+
+def test_ranks_with_other_generators_draw_other_numbers_and_with_the_same_the_same() -> None:
+    (first, plain_first), (second, plain_second) = run_world(drawn_by_dtensors, 2, (1, 2))
+    assert first == plain_first != second == plain_second
+    (first, _), (second, _) = run_world(drawn_by_dtensors, 2, (3, 3))
+    assert first == second
+
+
+def plan_of(**tensors: torch.Tensor) -> SavePlan:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors, is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def half_of(plan: SavePlan) -> SavePlan:
+    """As of a rank that has the first half of the rows."""
+    (item,) = plan.items
+    assert item.tensor_data is not None
+    chunk = replace(item.tensor_data.chunk, sizes=torch.Size((2, 3)))
+    return replace(plan, items=[replace(item, tensor_data=replace(item.tensor_data, chunk=chunk))])
+
+
+def test_what_several_ranks_have_is_written_by_one_and_parts_are_taken() -> None:
+    both = plan_of(a=torch.zeros(4, 3), b=torch.zeros(2))
+    merged, metadata = pytorch.merge_plans_of_parts([both, both])
+    theirs, their_metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([both, both])
+    assert (merged, metadata) == (theirs, their_metadata)
+    assert sorted(item.index.fqn for plan in merged for item in plan.items) == ["a", "b"]
+
+    half = half_of(plan_of(a=torch.zeros(4, 3)))
+    with pytest.raises(ValueError, match="Failed to validate"):
+        DefaultSavePlanner(flatten_state_dict=False).create_global_plan([half, half])
+    _, metadata = pytorch.merge_plans_of_parts([half, half])
+    record = metadata.state_dict_metadata["a"]
+    assert record.size == torch.Size((4, 3))
+    assert [chunk.sizes for chunk in record.chunks] == [torch.Size((2, 3))]

@@ -151,13 +151,17 @@ def test_pythons_numbers_are_drawn_again_where_no_ranks_share_sequences(first: i
         assert torch.equal(gradient(False), gradient(True))
 
 
+def scaled(x: Tensor) -> Tensor:
+    return x * torch.rand(())
+
+
 def test_inside_a_checkpoint_of_ones_own_what_is_alike_is_refused_and_dropout_of_positions_is_right() -> None:
     step = InAStep(0)
     x = torch.ones(ROWS, PART, WIDTH, requires_grad=True)
-    with pytest.raises(
-        api.StepError, match=r"rand draws random numbers that are of no positions.*activation_checkpoint"
-    ):
-        step.run(lambda: checkpoint(lambda x: x * torch.rand(()), x, use_reentrant=False))
+    refused = r"rand draws random numbers that are of no positions.*activation_checkpoint"
+    for is_reentrant in (True, False):
+        with pytest.raises(api.StepError, match=refused):
+            step.run(lambda again=is_reentrant: checkpoint(scaled, x, use_reentrant=again))
 
     def dropped() -> tuple[Tensor, Tensor]:
         y = checkpoint(lambda x: F.dropout(x).sin(), x, use_reentrant=False)
@@ -166,6 +170,23 @@ def test_inside_a_checkpoint_of_ones_own_what_is_alike_is_refused_and_dropout_of
 
     y, gradient = step.run(dropped)
     assert torch.equal(y == 0, gradient == 0)
+
+
+def test_inside_a_checkpoint_of_ones_own_in_or_around_a_recomputed_block_what_is_alike_is_refused() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(x)
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(scaled, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    inner, outer, x = Scaled(), Checkpointed(), torch.ones(ROWS, PART, WIDTH, requires_grad=True)
+    api.recompute(inner)
+    api.recompute(outer)
+    for refused in (outer, lambda x: checkpoint(inner, x, use_reentrant=False)):
+        with pytest.raises(api.StepError, match="of no positions"):
+            InAStep(0).run(lambda run=refused: run(x))
 
 
 def test_a_layer_whose_input_is_cut_has_dropout_of_its_own_and_skips_like_the_other_ranks_of_a_sequence() -> None:

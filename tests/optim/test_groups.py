@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.nn as nn
 
-from tests.api import ConfigError, GroupParameters, freeze, keep_only, parameter_groups, remember_whole, values_in_whole
+from tests.api import ConfigError, GroupParameters, freeze, keep_only, parameter_groups, remember_cut, values_in_whole
 from tests.optim.models import model
 
 MATRICES = {
@@ -139,7 +139,7 @@ def test_frozen_parameters_are_in_no_group() -> None:
 def test_a_stage_of_a_pipeline_knows_how_many_values_the_whole_model_has() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     assert values_in_whole(model) == 9 + 8
-    remember_whole(model, list(model))
+    remember_cut(model, (), list(model))
     keep_only(model, ["0"])
     assert sum(p.numel() for p in model.parameters()) == 9
     assert values_in_whole(model) == 9 + 8

@@ -256,8 +256,7 @@ def test_a_dataset_of_hugging_face_is_one() -> None:
 
 
 def test_metrics_are_exact_by_name_by_function_and_by_torchmetrics() -> None:
-    import torchmetrics
-
+    torchmetrics = pytest.importorskip("torchmetrics")
     x, y = loops.samples().tensors
     val = [(x[:13], y[:13]), (x[13:], y[13:])]
     metrics = {
@@ -389,8 +388,7 @@ def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best() -> None:
 
 @pytest.mark.parametrize("by", ["torchmetrics", "mode"])
 def test_the_best_accuracy_is_the_highest(by: str) -> None:
-    import torchmetrics
-
+    torchmetrics = pytest.importorskip("torchmetrics")
     values = iter([0.0, 0.2, 0.9, 0.5])  # the first is looked at before training
     metrics: dict[str, Any] = {
         "torchmetrics": torchmetrics.Accuracy("multiclass", num_classes=loops.CLASSES),

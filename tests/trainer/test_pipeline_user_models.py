@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, even_stages, keep_only, remember_whole
+from tests.api import ConfigError, DistributedDataLoader, even_stages, keep_only, remember_cut
 from tests.trainer.stages import BATCH, BLOCKS, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, united
 from tests.worlds import run_world
 
@@ -243,7 +243,7 @@ def test_layer_decay_and_groups_by_name_are_those_of_the_whole_model(on_two_rank
 
 def cut(model: Model, stage: int) -> Model:
     stages = even_stages(model, list(model.blocks), 2)
-    remember_whole(model, list(model.blocks))
+    remember_cut(model, (), list(model.blocks))
     keep_only(model, stages[stage])
     return model
 

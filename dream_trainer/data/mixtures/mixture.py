@@ -319,10 +319,10 @@ class Mixture(OrderedDataset):
         self._told_at = state["position"]
         self._origin, self._changes = state["position"], []
         lengths = before["sources"]
-        self._drawn_before = [
-            _drawn_at_another_length(state["drawn"].get(name, 0), lengths.get(name, length), length)
-            for name, length in zip(self.names, self._lengths, strict=True)
-        ]
+        self._drawn_before = []
+        for name, length in zip(self.names, self._lengths, strict=True):
+            drawn, length_before = state["drawn"].get(name, 0), lengths.get(name, length)
+            self._drawn_before.append(drawn if length == length_before else -(-drawn // length_before) * length)
 
     # -- the order
 
@@ -401,10 +401,6 @@ def _mixture_behind(loader: object) -> Mixture | None:
     while isinstance(dataset, OrderedDataset) and not isinstance(dataset, Mixture):
         dataset = dataset.source
     return dataset if isinstance(dataset, Mixture) else None
-
-
-def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int:
-    return drawn if length == length_before else -(-drawn // length_before) * length
 
 
 def _check_sources(sources: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin, LocalS
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.events.callback import Callback
+from dream_trainer.events.collection import BaseCallback
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Counters
@@ -105,7 +105,7 @@ class LocalSGDMixin(AbstractTrainer):
 
 def _refuse_tensors_of_callbacks(runtime: Runtime) -> None:
     for callback in runtime.config.callbacks:
-        if type(callback).checkpoint_tensors is not Callback.checkpoint_tensors:
+        if type(callback).checkpoint_tensors is not BaseCallback.checkpoint_tensors:
             raise ConfigError(
                 f"LocalSGDMixin does not work with {type(callback).__name__}, which keeps tensors in checkpoints: each "
                 "worker would have others. Leave one of the two out."

@@ -16,11 +16,10 @@ from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin
 from dream_trainer.data.stream import ShardStream
 from dream_trainer.errors import ConfigError, DataError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
-from dream_trainer.optim.groups import remember_whole
 from dream_trainer.parallel.axes import PIPELINE
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.joined_buffers import batch_norms
-from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_ties, ties_of
+from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_cut, ties_of
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.tied_gradients import connect_copies
 
@@ -114,8 +113,7 @@ class PipelineParallelMixin(AbstractTrainer):
                 self.warn_once("batch norms in stages", f"{', '.join(norms[:3])} of {type(model).__name__} {_NORMS}")
             number_lists(model, stages)
             blocks = self.model_blocks(model)
-            remember_ties(model, ties_of(model, stages, ranks, here))
-            remember_whole(model, blocks)
+            remember_cut(model, ties_of(model, stages, ranks, here), blocks)
             keep_only(model, [name for names, of in zip(stages, ranks, strict=True) if of == here for name in names])
             kept = {id(module) for module in model.modules()}
             self._runtime.parallel.stages[model] = Stages(

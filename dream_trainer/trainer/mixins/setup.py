@@ -21,12 +21,17 @@ from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import half_dtype, norms_in_float32
-from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
 from dream_trainer.parallel.axes import AXES
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
-from dream_trainer.parallel.sharding import is_cut, move_what_is_whole, refuse_unsupported, shard_by_blocks
+from dream_trainer.parallel.sharding import (
+    is_cut,
+    keep_recurrent_weights_in_place,
+    move_what_is_whole,
+    refuse_unsupported,
+    shard_by_blocks,
+)
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks

@@ -16,9 +16,6 @@ class AccumulationWindow:
     """The window that runs, or ran last: `trainer.accumulation_window`. Nothing here waits for the device.
 
     Before training is set up there is none: nothing is open, and everything else is None or empty.
-
-    Args:
-        runtime: The parts of the trainer whose window it is.
     """
 
     __slots__ = ("_runtime",)

@@ -15,11 +15,10 @@ from dream_trainer.checks import all_of
 from dream_trainer.config.combinations import refuse_combinations, settings_of
 from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.events.callback import Callback
+from dream_trainer.events.collection import BaseCallback
 from dream_trainer.parallel.axes import AXES
 from dream_trainer.parallel.axis import Parallelism
-from dream_trainer.trainer.event_table import EVENTS
-from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.trainer.hooks import EVENTS, Hooks
 from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
@@ -69,11 +68,11 @@ def _check_hooks(cls: type) -> None:
                 )
 
 
-def _hooks(cls: type[MixinHooks], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
+def _hooks(cls: type[MixinHooks], callbacks: Iterable[BaseCallback]) -> dict[type, set[str]]:
     """The overridable names of the user's trainer and of each callback class."""
     of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
     hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
-    return hooks | {type(callback): {*vars(Callback)} for callback in callbacks}
+    return hooks | {type(callback): {*vars(BaseCallback), *EVENTS} for callback in callbacks}
 
 
 def _refuse_uncalled(cls: type, names: set[str]) -> None:
@@ -117,7 +116,7 @@ def _refuse_lost_state(cls: type) -> None:
 _ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
 
 
-def _check_signatures(cls: type[MixinHooks], callbacks: Iterable[Callback]) -> None:
+def _check_signatures(cls: type[MixinHooks], callbacks: Iterable[BaseCallback]) -> None:
     for kind, names in _hooks(cls, callbacks).items():
         if issubclass(kind, Hooks):
             names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
@@ -156,9 +155,8 @@ def _check_arguments(part: type, name: str, declared: Any) -> None:
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:
-    """`signature` without types, and without what only catches mistakes."""
-    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    return inspect.Signature([parameter for parameter in parameters if parameter.name != "unknown"])
+    """`signature` without types."""
+    return inspect.Signature([one.replace(annotation=one.empty) for one in signature.parameters.values()])
 
 
 def _may_change_arguments(decorated: Any) -> bool:
