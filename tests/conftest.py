@@ -37,7 +37,6 @@ CI_ONLY = tuple(
         loggers/test_mlflow_and_trackio.py loggers/test_weights_and_biases.py
         meta/test_worlds.py::test_every_mesh_gets_the_bits_of_one_process[3
         meta/test_worlds.py::test_every_mesh_gets_the_bits_of_one_process[4 modules/test_compiled_attention_ranks.py
-        optim/test_muon.py::test_weights_and_momentum_are_bit
         optim/test_muon.py::test_weights_and_momentum_are_pytorchs_bits_in_one_process[rows simple/test_load_best.py
         stores/test_local_checkpoints.py stores/test_other_stores.py stores/test_runs.py testing/ tools/test_gpu.py
         trainer/test_arithmetic_parity.py::test_training_equals_a_loop_written_by_hand[1 trainer/test_branched_parts.py
@@ -187,16 +186,10 @@ def environment_is_left_alone() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    changed = {
-        name
-        for name in before.keys() | after.keys()
-        if before.get(name) != after.get(name) and name not in RUNNER_VARIABLES
-    }
-    for name in changed:
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            del os.environ[name]
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} - RUNNER_VARIABLES
+    for name in changed - before.keys():
+        del os.environ[name]
+    os.environ |= {name: before[name] for name in changed & before.keys()}
     assert not changed, f"environment variables left changed: {sorted(changed)}"
 
 

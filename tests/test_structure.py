@@ -279,7 +279,7 @@ MOST = {
     "files of the package": 262,
     "lines of the package": 50_731,
     "lines of testing/ and planning/": 2_697,
-    "`raise` statements": 793,
+    "`raise` statements": 794,
     "modules under 60 lines": 18,
     "modules with one importer, in their folder": 12,
     "modules in the largest folder": 26,
