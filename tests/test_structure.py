@@ -277,7 +277,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 262,
-    "lines of the package": 50_705,
+    "lines of the package": 50_700,
     "lines of testing/ and planning/": 2_493,
     "`raise` statements": 793,
     "modules under 60 lines": 18,
@@ -291,7 +291,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 2,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 59_975,
+    "lines of tests": 59_983,
 }
 
 
