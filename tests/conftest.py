@@ -71,8 +71,7 @@ CI_ONLY = tuple(
         weights/test_weights_ranks.py
     """.split()
 )
-# Nor in the quick tier: what runs programs, servers or processes of its own, and what takes seconds
-# without, such as to import torchmetrics, transformers or datasets.
+# Nor in the quick tier: programs, servers, processes, and imports that take seconds (torchmetrics, transformers).
 NOT_QUICK = tuple(
     f"tests/{start}"
     for start in """

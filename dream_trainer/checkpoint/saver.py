@@ -88,10 +88,6 @@ class Saver(Saving):
         self._remote: RemoteRun | None = None
 
     @property
-    def is_writing(self) -> bool:
-        return self.writer.writing.is_busy
-
-    @property
     def is_overtaken(self) -> bool:
         return not self.only_when_called and any(trainings(d) != known for d, known in self._known_trainings.items())
 

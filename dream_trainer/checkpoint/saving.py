@@ -18,11 +18,6 @@ class Saving:
     best_value: float | None = None  # of `best_metric` so far
 
     @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk on this rank."""
-        return False
-
-    @property
     def is_overtaken(self) -> bool:
         """Whether another trainer of this process has trained this run since this one did or loaded it."""
         return False

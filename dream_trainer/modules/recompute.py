@@ -134,7 +134,7 @@ _calls = _Calls()
 
 def is_recomputed_by_others() -> bool:
     """Whether a checkpoint that is not ours will run this again: its second run is not in the modes of the first."""
-    return checkpoint_around() is not _calls.innermost or is_inside_function()
+    return checkpoint_around() not in (None, _calls.innermost) or is_inside_function()
 
 
 def mismatch(error: Exception) -> StepError:

@@ -158,10 +158,10 @@ def test_a_save_due_while_one_is_written_is_skipped_if_asked(tmp_path: Path, cap
     caplog.set_level(logging.INFO, "dream_trainer")
     with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:
         run.train(3)
-        assert run.saver.is_writing
+        assert run.saver.writer.writing.is_busy
         assert run.saved == []
         copies.gate.set()
-        while run.saver.is_writing:
+        while run.saver.writer.writing.is_busy:
             pass
         run.train()
         assert run.saved == [1]
@@ -239,4 +239,4 @@ def test_what_never_saves_answers_the_loop() -> None:
     saving = api.Saving()
     saving.save_if_due(step=1, epoch=1, is_last=True, requested=True)
     saving.save_after_exception(1)
-    assert (saving.flags(), saving.seconds, saving.is_writing) == ((False, False, False), 0.0, False)
+    assert (saving.flags(), saving.seconds) == ((False, False, False), 0.0)

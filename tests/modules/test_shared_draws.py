@@ -181,7 +181,15 @@ def test_inside_a_checkpoint_of_ones_own_in_or_around_a_recomputed_block_what_is
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(scaled, x, use_reentrant=False)  # type: ignore[no-any-return]
 
+    class OnTheHost(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return scaled(x)
+
     inner, outer, x = Scaled(), Checkpointed(), torch.ones(ROWS, PART, WIDTH, requires_grad=True)
+    kept = OnTheHost()
+    api.recompute(kept)
+    assert InAStep(0).run(lambda: kept(x)).requires_grad
     api.recompute(inner)
     api.recompute(outer)
     for refused in (outer, lambda x: checkpoint(inner, x, use_reentrant=False)):

@@ -30,7 +30,7 @@ from dream_trainer.data.mixtures.mixture_order import (
     segments,
     weights_by_position,
 )
-from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
+from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset, innermost
 from dream_trainer.data.sources.measured import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import ConfigError, DataError
@@ -389,18 +389,13 @@ class Mixture(OrderedDataset):
 
 def mixture_of(loader: object) -> Mixture:
     """The one mixture that a loader, or a group of them, reads; also where its documents are packed into rows."""
-    found = [mixture for one in training_loaders(loader).values() if (mixture := _mixture_behind(one)) is not None]
+    loaders = [one for one in training_loaders(loader).values() if isinstance(one, DataLoader | DistributedDataLoader)]
+    datasets = [innermost(one.dataset) for one in loaders if isinstance(one.dataset, OrderedDataset)]
+    found = [dataset for dataset in datasets if isinstance(dataset, Mixture)]
     if len(found) != 1:
         count = "no Mixture. Give it one as its dataset." if not found else f"{len(found)} mixtures. Name one of them."
         raise DataError(f"the loader ({type(loader).__name__}) reads {count}")
     return found[0]
-
-
-def _mixture_behind(loader: object) -> Mixture | None:
-    dataset = loader.dataset if isinstance(loader, DataLoader | DistributedDataLoader) else None
-    while isinstance(dataset, OrderedDataset) and not isinstance(dataset, Mixture):
-        dataset = dataset.source
-    return dataset if isinstance(dataset, Mixture) else None
 
 
 def _check_sources(sources: Mapping[str, Any]) -> None:

@@ -51,10 +51,6 @@ class RowPlan:
             zip(self.documents[part].tolist(), self.starts[part].tolist(), self.sizes[part].tolist(), strict=True)
         )
 
-    def row_tokens(self) -> NDArray[np.int64]:
-        before = np.concatenate(([0], np.cumsum(self.sizes)))
-        return np.diff(before[self.row_starts])
-
 
 def joined(plans: Sequence[RowPlan], first_documents: Sequence[int]) -> RowPlan:
     pieces = accumulate((len(plan.sizes) for plan in plans[:-1]), initial=0)
