@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
     Store as Store,
     TCPStore as TCPStore,
 )
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.overrides import _get_current_function_mode_stack
@@ -44,6 +45,11 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
     from torch.distributed.tensor import DTensor
 
     return isinstance(value, DTensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether it has any: not on meta, and not of a plan."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
