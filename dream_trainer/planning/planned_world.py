@@ -123,7 +123,7 @@ def sent_is_held() -> Iterator[None]:
         sent = [message.tensor for message in messages if message.op is dist.isend]
         return [*send(messages, *args, **kwargs), _Held(sent)]
 
-    schedules._batch_p2p = batch_p2p
+    schedules._batch_p2p = batch_p2p  # type: ignore[assignment]
     try:
         yield
     finally:
