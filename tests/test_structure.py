@@ -280,7 +280,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 MOST = {
     "files of the package": 263,
     "lines of the package": 50_731,
-    "lines of testing/ and planning/": 3_747,
+    "lines of testing/ and planning/": 3_749,
     "`raise` statements": 794,
     "modules under 60 lines": 19,
     "modules with one importer, in their folder": 12,

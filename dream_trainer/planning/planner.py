@@ -257,4 +257,5 @@ def from_json(text: str) -> MeshPlan:
 
 
 def _rank_plan(values: dict[str, Any]) -> RankPlan:
-    return RankPlan(**values | {"traffic": [Crossing(*each) for each in values["traffic"]]})
+    read: dict[str, Any] = {**values, "traffic": [Crossing(*each) for each in values["traffic"]]}
+    return RankPlan(**read)

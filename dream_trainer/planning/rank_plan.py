@@ -126,10 +126,11 @@ def _become(job: RankJob, scratch: Path) -> NoReturn:
         temporary.rename(scratch / "found")
         os._exit(0)
 
+    found = ""  # also if the first stage has to be planned before
     try:
         _run(job, scratch, end)
     except NeedsFirstStageError:
-        found = ""
+        pass
     except BaseException as error:
         found = _told(error)
     end(found)
