@@ -38,6 +38,8 @@ _NAMES = {
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
+    "dream_trainer.cli.trainers": "own_words",
+    "dream_trainer.planning.planner": "memory_of",
     "dream_trainer.cli.plot": "draw panels read_log smoothed",
     "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
@@ -50,7 +52,7 @@ _NAMES = {
         "EXPENSIVE_OPERATIONS ValueReads checkpoint_around is_inside_function name_of_operation operation"
     ),
     "dream_trainer.compat.pipelining": (
-        "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there bytes_sent "
+        "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there "
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
@@ -155,14 +157,14 @@ _NAMES = {
     "dream_trainer.stores.store_path": "StorePath as_path",
     "dream_trainer.testing.findings": "CHECKS TrainerChecks",
     "dream_trainer.testing.program": "Program",
-    "dream_trainer.testing.suite": "findings own_words",
+    "dream_trainer.testing.suite": "findings",
     "dream_trainer.trainer.abstract": "AbstractTrainer",
     "dream_trainer.trainer.base": "BaseTrainer",
     "dream_trainer.trainer.mixin_hooks": "MixinHooks",
     "dream_trainer.trainer.run_record": "RunRecord is_alive read_record write_record",
     "dream_trainer.trainer.receipt": "Start receipt",
     "dream_trainer.trainer.mixins.pipeline_parallel": "refuse_short_batches",
-    "dream_trainer.trainer.describe": "mesh_lines step_traffic",
+    "dream_trainer.trainer.describe": "mesh_lines",
     "dream_trainer.trainer.hooks": "EVENTS Hooks",
     "dream_trainer.trainer.limits": "Limits",
     "dream_trainer.parallel.micro_batches": "cut shapes_of",

@@ -37,6 +37,7 @@ ROOMS = [
     "simple",
     "recipes",
     "testing",
+    "planning",
     "cli",
 ]
 # What a type checker alone may see upward: a callback's argument is the trainer.
@@ -276,9 +277,9 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 262,
-    "lines of the package": 50_713,
-    "lines of testing/ and planning/": 2_697,
+    "files of the package": 263,
+    "lines of the package": 50_724,
+    "lines of testing/ and planning/": 3_953,
     "`raise` statements": 794,
     "modules under 60 lines": 18,
     "modules with one importer, in their folder": 12,
@@ -291,7 +292,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 2,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 59_993,
+    "lines of tests": 59_781,
 }
 
 

@@ -1063,13 +1063,6 @@ MUTANTS = [
         "tests/trainer/test_float8.py -k by_name",
     ),
     Mutant(
-        "shards in float8 count as those of the weights",
-        "dream_trainer/trainer/describe.py",
-        "gathered_dtype(p) or half_dtype(devices)",
-        "half_dtype(devices)",
-        "tests/trainer/test_float8.py -k cross_ranks",
-    ),
-    Mutant(
         "ranks that share sequences need no weight",
         "dream_trainer/trainer/step/accumulation.py",
         "            if self._divided_samples:\n",
@@ -1593,13 +1586,6 @@ MUTANTS = [
         "        data_ranks //= size\n",
         "        data_ranks //= 1 if name == 'tensor_parallel' else size\n",
         "tests/config/test_device.py",
-    ),
-    Mutant(
-        "a stage that follows on its own rank counts as sent",
-        "dream_trainer/parallel/pipeline.py",
-        "stage < self.last and self.ranks[stage + 1] != here",
-        "stage < self.last",
-        "tests/trainer/test_pipeline_parallel.py -k equals_a_loop",
     ),
     Mutant(
         "stages draw the same random numbers",
@@ -2168,13 +2154,6 @@ MUTANTS = [
         "(1.0 if self.is_training else LIMITS_OF_A_SETUP)",
         "1.0",
         "tests/distributed/test_heartbeat.py -k silent_for_longer",
-    ),
-    Mutant(
-        "a ring's links between hosts are taken for links inside",
-        "dream_trainer/trainer/describe.py",
-        "sent[world.host_of(following) == world.host_number] += n_bytes",
-        "sent[True] += n_bytes",
-        "tests/faults/test_traffic.py",
     ),
     Mutant(
         "workers average gradients with one another",

@@ -179,7 +179,7 @@ class Checkpoints:
         | Annotated[Prune, subcommand("prune")]
         | Annotated[Export, subcommand("export")]
         | Annotated[Push, subcommand("push")]
-        | Annotated[Replay, subcommand("replay")]
+        | Annotated[RunReplay, subcommand("replay")]
     )
 
     def run(self) -> int:
@@ -396,7 +396,7 @@ class Push(ModelWeights):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
+class RunReplay:
     """Train recorded steps of a run again in a scratch directory, started where the run was started. The exit code is 1
     if losses or tensors do not come out as recorded."""
 

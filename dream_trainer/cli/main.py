@@ -17,7 +17,7 @@ from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
 from dream_trainer.cli.runs import RUN_VERBS, RunConfig, Runs
-from dream_trainer.cli.trainers import CheckTrainer, DescribeTrainer
+from dream_trainer.cli.trainers import FLAGS, CheckTrainer, DescribeTrainer, PlanTrainer, own_words
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {
@@ -29,6 +29,7 @@ GROUPS: dict[str, Callable[..., Any]] = {
     "plot": Plot,
     "describe": DescribeTrainer,
     "check": CheckTrainer,
+    "plan": PlanTrainer,
     "env": Environment,
 }
 
@@ -38,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
         own = words
-        if [*words[:1]] == ["check"]:
-            from dream_trainer.testing.suite import own_words
-
+        if words and words[0] in FLAGS:
             own = own_words(words)
         command = _parse(own)
         code: int = command.run(*words[len(own) :])

@@ -1,13 +1,16 @@
-"""`dream-trainer describe` and `check`: print a trainer's plan, and check its properties."""
+"""`dream-trainer describe`, `check` and `plan`: a trainer's setup, its properties, and what it needs on many ranks."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from dream_trainer.errors import ConfigError
+from dream_trainer.screen import show
 from dream_trainer.testing.program import Program
 
 
@@ -63,3 +66,71 @@ class CheckTrainer:
         program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
         checks = CHECKS if self.only is None else (self.only,)
         return report(program, checks, quick=self.quick, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTrainer:
+    """Print what a rank of many would hold and send in a step, planned on one CPU: memory by kind and module, and each
+    collective. Flags after the program change its config, such as --device-parameters.tensor-parallel 2."""
+
+    target: Annotated[Positional[str], arg(metavar="PROGRAM[:NAME]")]
+    """A Python file or a module; and a trainer class in it, or a function that returns a trainer. Without a name: the
+    first trainer that the program fits."""
+    world: int
+    """Number of ranks, up to 4096."""
+    rank: int | None = None
+    """The rank to plan; None plans the first and the last, and prints the one that needs more memory."""
+    gpu_memory: str | None = None
+    """Memory of a device, such as 80GiB. If a rank needs more, plans of changes follow, and the exit code is 1."""
+    ranks_per_host: int = 8
+    """Neighbouring ranks on one host."""
+    function: str = "default_config"
+    """The function there, without arguments, that returns the config of a trainer class."""
+    json: bool = False
+    """Whether to print JSON."""
+
+    def run(self, *overrides: str) -> int:
+        from dream_trainer.planning.planner import make_plan, memory_of, to_json
+        from dream_trainer.planning.report import markdown
+
+        path, _, name = self.target.rpartition(":")
+        program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
+        found = make_plan(
+            program,
+            self.world,
+            rank=self.rank,
+            ranks_per_host=self.ranks_per_host,
+            memory=None if self.gpu_memory is None else memory_of(self.gpu_memory),
+            tell=_tell,
+        )
+        show(to_json(found) if self.json else markdown(found))
+        return int(found.fits is False)
+
+
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        show(f"planning {line} ...", sys.stderr)
+
+
+FLAGS: dict[str, dict[str, int]] = {
+    "check": {"--quick": 0, "--no-quick": 0, "--json": 0, "--no-json": 0, "--only": 1, "--function": 1},
+    "plan": {"--world": 1, "--rank": 1, "--gpu-memory": 1, "--ranks-per-host": 1, "--function": 1, "--json": 0},
+}
+"""Of the commands that hand flags on to a program their own, with the number of words that follow."""
+
+
+def own_words(words: Sequence[str]) -> list[str]:
+    """The words of such a command before those that change the config of the program."""
+    flags = FLAGS[words[0]] | {"--help": 0, "-h": 0, "--no-json": 0}
+    takes, own = 1, list(words[:1])
+    for word in words[1:]:
+        flag, equals, _ = word.partition("=")
+        if flag in flags:
+            takes = 0 if equals else flags[flag]
+            takes += len(own) == 1  # the program is still to come
+        elif flag.startswith("-") or takes == 0:
+            break
+        else:
+            takes -= 1
+        own.append(word)
+    return own

@@ -463,15 +463,11 @@ def is_shared(module: FSDPModule) -> bool:
     return isinstance(module._get_fsdp_state()._fsdp_param_group, SharedGroup)
 
 
-def parameters_of(module: FSDPModule) -> list[torch.nn.Parameter]:
+def take_note(module: FSDPModule) -> None:
+    """Has it look at its parameters, whose tensors are others now."""
     group = module._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
-
-
-def gathers_of(module: FSDPModule) -> int:
-    """How often a micro-batch gathers them: for forward, and for backward where they were given back."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return 2 if group is not None and group._reshard_after_forward else 1
+    for parameter in () if group is None else group.fsdp_params:
+        parameter.reset_sharded_param()
 
 
 def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:

@@ -116,12 +116,6 @@ class _Weights(nn.Module):
         return self._of[0].parameters(recurse)
 
 
-def bytes_sent(tensor: Tensor) -> tuple[int, int]:
-    """Bytes sent for a stage's output tensor: forward, and for its gradient backward."""
-    back = tensor.is_floating_point() or _ALL_HAVE_GRADIENTS
-    return _as_sent(tensor).nbytes, _as_sent(tensor).nbytes * back
-
-
 def _as_sent(tensor: Tensor) -> Tensor:
     """A tensor as it is sent between stages: integers as the bits of floats, if all tensors have gradients."""
     if not _ALL_HAVE_GRADIENTS or tensor.is_floating_point() or tensor.is_complex():

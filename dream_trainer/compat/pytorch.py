@@ -45,6 +45,12 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether it has any: not on meta, and not of a plan."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return not (tensor.is_meta or (module is not None and isinstance(tensor, module.FakeTensor)))
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, without `to_local()`'s autograd node (5 us); a plain tensor as it is."""
     from torch.distributed.tensor import DTensor

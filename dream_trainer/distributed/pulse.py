@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dream_trainer.distributed.world import World
 
@@ -45,7 +44,7 @@ class Pulse:
         if self._world.world_size == 1:
             return mine
         self._sums.copy_(torch.tensor(mine))
-        dist.all_reduce(self._sums, group=self._world.cpu_group)
+        self._world.all_reduce(self._sums)
         return Flags(*self._sums.tolist())
 
 

@@ -182,6 +182,19 @@ class World(Ranks):
         """The setting that gives ranks parts of the same samples, and so different numbers of labels; "" without."""
         return self.mesh_shape.setting("cp") if self.mesh_shape.cp > 1 else ""
 
+    def send_numbers(self, numbers: list[int], to: int, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+        """Sends a rank of `group` numbers that it does not know; to be waited for."""
+        tensor = torch.tensor(numbers, device=self.device)
+        work = dist.isend(tensor, to, group=group)
+        assert work is not None  # this rank is of the group
+        return work, tensor
+
+    def receive_numbers(self, count: int, source: int, group: dist.ProcessGroup) -> list[int]:
+        numbers = torch.empty(count, dtype=torch.int64, device=self.device)
+        dist.recv(numbers, source, group=group)
+        found: list[int] = numbers.tolist()
+        return found
+
     def stage_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the other stages of this one's model, in order; None without stages."""
         return None if self.mesh is None or self.stages == 1 else self.mesh["pp"].get_group()
@@ -231,22 +244,10 @@ class World(Ranks):
         timeout = timedelta(seconds=self._parameters.start_timeout_seconds)
         _launches.count += 1
         if not dist.is_initialized():
-            backend, kind = "gloo", self.device.type
-            if kind != "cpu":
-                backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-            store = job_store.store_for_group(_launches.count, self.rank, self.world_size, timeout)
-            self._meet_other_hosts()
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timeout,
-                device_id=self.device if self.device.type == "cuda" else None,
-            )
+            self._make_default_group(timeout)
             _launches.own_group = True
         _launches.are_open += 1
-        self.cpu_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+        self.cpu_group = self._make_cpu_group(timeout)
         sizes = {name: size for name, size in vars(self._parameters).items() if type(size) is int}
         mesh = {**self.mesh_shape._asdict(), **sizes}  # laid in two ways, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
@@ -257,6 +258,24 @@ class World(Ranks):
             if self.parameter_shape == self.mesh_shape
             else init_device_mesh(self.device.type, tuple(self.parameter_shape), mesh_dim_names=MESH_DIMS)
         )
+
+    def _make_default_group(self, timeout: timedelta) -> None:
+        backend, kind = "gloo", self.device.type
+        if kind != "cpu":
+            backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+        store = job_store.store_for_group(_launches.count, self.rank, self.world_size, timeout)
+        self._meet_other_hosts()
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+
+    def _make_cpu_group(self, timeout: timedelta) -> dist.ProcessGroup:
+        return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
     def _meet_other_hosts(self) -> None:
         store, place = job_store.job_store(), place_among_hosts(_launches.count)
@@ -333,9 +352,9 @@ class World(Ranks):
         """The same ranks on a further gloo group with the long time-out, for a thread; every rank calls it."""
         if self.world_size == 1:
             return Ranks.alone()
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
+        group = self._make_cpu_group(timedelta(seconds=self._parameters.start_timeout_seconds))
         copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies, "stages": self.stages}
-        return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), **copies)
+        return Ranks(self.rank, self.world_size, group, **copies)
 
     def leave_lost_job(self) -> None:
         """Ends this process with status 1 if a rank of this job has said that it failed; does not wait."""

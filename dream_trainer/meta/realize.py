@@ -38,6 +38,7 @@ class Plan:
     by_owner: dict[tuple[nn.Module, str], _Note] = field(default_factory=dict)
     by_name: dict[str, _Note] = field(default_factory=dict)
     attributes: list[tuple[Tensor, _Note]] = field(default_factory=list)
+    values: Replay = field(default_factory=lambda: Replay())
     _parameters: dict[int, tuple[Callable[[], Tensor | None], str]] = field(default_factory=dict)
 
     def note_parameter(self, tensor: Tensor, name: str) -> None:
@@ -52,8 +53,20 @@ class Plan:
         return found[1] if found is not None and found[0]() is tensor else None
 
 
+class Replay:
+    """How tensors become real."""
+
+    def fill(self, group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
+        """Replays one storage and gives every tensor that looks at it its values."""
+        _fill(group, tape, device)
+
+    def settle(self, model: nn.Module, device: torch.device) -> None:
+        """Also lets FSDP and recurrent modules take note of their new parameters."""
+        model.to(device)
+
+
 @dataclass(slots=True)
-class _Place:
+class MetaPlace:
     """One tensor object that is on meta now, every slot of a module that holds it, and room for this rank's part."""
 
     tensor: Tensor
@@ -90,16 +103,16 @@ def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.devic
     device = torch.device(device)
     _refuse_left_behind(models, plan)
     places = _places(models, plan)
-    by_storage: dict[int, list[_Place]] = {}
+    by_storage: dict[int, list[MetaPlace]] = {}
     for place in places:
         if is_dtensor(place.tensor):
             # All parts before any full tensor: interleaved, the heap kept holes worth 25% of the shard.
             place.part = torch.empty_like(place.tensor, device=device)
         by_storage.setdefault(place.note.ref.storage, []).append(place)
     for group in by_storage.values():
-        _fill(group, plan.tape, device)
+        plan.values.fill(group, plan.tape, device)
     for model in models.values():
-        model.to(device)  # also lets FSDP and recurrent modules take note of their new parameters
+        plan.values.settle(model, device)
     modules = [pair for name, model in models.items() for pair in model.named_modules(prefix=name)]
     tensors = ((prefix, *found) for prefix, part in modules for found in (*_named_tensors(part), *_attributes(part)))
     left = [f"{prefix}.{name}" for prefix, name, tensor in tensors if tensor.is_meta]
@@ -125,9 +138,9 @@ def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
                     )
 
 
-def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[_Place]:
+def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[MetaPlace]:
     """Every distinct tensor object on meta; non-leaf attributes first, whose graphs would hold on to parameters."""
-    places: dict[int, _Place] = {}
+    places: dict[int, MetaPlace] = {}
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
             for name, tensor in _named_tensors(module):
@@ -139,20 +152,19 @@ def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[_Place]:
                         f"{prefix}.{name} is on the meta device and is not what configure_models() left there. "
                         "Create and reshape parameters in configure_models(); parallelise without replacing them."
                     )
-                place = places.setdefault(id(tensor), _Place(tensor, note))
+                place = places.setdefault(id(tensor), MetaPlace(tensor, note))
                 if (module, name) not in place.slots:
                     place.slots.append((module, name))
-    attributes: dict[int, _Place] = {}
+    attributes: dict[int, MetaPlace] = {}
     for tensor, note in plan.attributes:
         if tensor.is_meta and id(tensor) not in places:
-            attributes.setdefault(id(tensor), _Place(tensor, note))
+            attributes.setdefault(id(tensor), MetaPlace(tensor, note))
     plan.attributes.clear()  # a second reference to a tensor would forbid swapping it
     plan.by_owner.clear()
     return [*attributes.values(), *places.values()]
 
 
-def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
-    """Replays one storage and gives every tensor that looks at it its values."""
+def _fill(group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
     storage, used_uninitialised = tape.history.replay(group[0].note.ref)
     for place in group:
         _check(place, place.note.ref.view(storage), used_uninitialised, tape)
@@ -167,15 +179,15 @@ def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
         full = place.note.ref.view(storage)
         if place.part is not None:
             _cut(full, place.part)
-            _put(place, place.part)
+            put(place, place.part)
         elif shared is not None:
-            _put(place, place.note.ref.view(shared))
+            put(place, place.note.ref.view(shared))
         else:
             values = torch.empty_strided(full.size(), full.stride(), dtype=full.dtype, device=device)
-            _put(place, values.copy_(full))
+            put(place, values.copy_(full))
 
 
-def _check(place: _Place, full: Tensor, used_uninitialised: bool, tape: Tape) -> None:
+def _check(place: MetaPlace, full: Tensor, used_uninitialised: bool, tape: Tape) -> None:
     """Refuses parameters (and buffers whose constructor ran outside the tape) that hold no chosen values."""
     if full.numel() == 0 or not used_uninitialised:
         return
@@ -212,7 +224,7 @@ def fill(tensor: Tensor, full: Tensor) -> None:
         tensor.copy_(full)
 
 
-def _put(place: _Place, real: Tensor) -> None:
+def put(place: MetaPlace, real: Tensor) -> None:
     """Turns a meta tensor into `real`: the same object if PyTorch can, otherwise in the same slots."""
     old = place.tensor
     place.tensor, place.part = real, None  # no second reference to either, or they cannot be swapped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,6 @@ from dream_trainer.compat.async_collectives import options_of_mode, waited, why_
 from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.modules.class_change import Changed, change_class
-from dream_trainer.modules.precision import half_dtype
-from dream_trainer.modules.recompute import Recomputed
 from dream_trainer.parallel.axis import AxisSetup, MeshParallelism, Parallelism
 from dream_trainer.parallel.expert_exchange import (
     divide_rows,
@@ -22,7 +20,7 @@ from dream_trainer.parallel.expert_exchange import (
     shard_experts,
     whole_experts,
 )
-from dream_trainer.parallel.mixture_of_experts import ExpertBalance, MoE
+from dream_trainer.parallel.mixture_of_experts import ExpertBalance
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,14 +53,6 @@ class PipelineParallelism(MeshParallelism):
     def apply(self, setup: AxisSetup) -> None:
         """Makes the hook cut models; ties between stages are its own to keep."""
         self.split(setup, self.mesh(setup))
-
-    def sent_per_batch(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """As if each model's forward_backward ran once for each batch."""
-        from dream_trainer.parallel.pipeline import Pipelined
-
-        of_models = [model._pipeline.bytes_of_a_batch for model in models if isinstance(model, Pipelined)]
-        known = [n_bytes for n_bytes in of_models if n_bytes is not None]
-        return sum(known) if len(known) == len(of_models) else None
 
 
 class TensorParallelism(MeshParallelism):
@@ -161,21 +151,6 @@ class ExpertParallelism(MeshParallelism):
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
         """Each rank has all experts."""
         return whole_experts(model)
-
-    def sent_per_token(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """If experts are chosen evenly; None for other MoE layers, whose sizes are unknown."""
-        devices = config.device_parameters
-        mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
-        if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
-            return None
-        again = [part for model in models for part in model.modules() if isinstance(part, Recomputed)]
-        computed_again = {part for block in again for part in block.modules()}
-        sent = 0.0
-        for mixture in mixtures:
-            dtype, times = half_dtype(devices) or mixture.experts.gate.dtype, 6 if mixture in computed_again else 4
-            sent += times * mixture.top_k * mixture.router.in_features * dtype.itemsize
-        # Ranks that share layers send a part of the rows each.
-        return float(sent * (1 - 1 / devices.expert_parallel) / devices.tensor_parallel)
 
 
 PIPELINE = PipelineParallelism(

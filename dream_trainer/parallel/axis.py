@@ -5,7 +5,7 @@ A mixin brings its own as `_parallelism`; so does one from another package (docs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -118,14 +118,6 @@ class Parallelism:
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
         """Compiles `block` in its own way if this parallelism is on and needs to; returns whether it did."""
         return False
-
-    def sent_per_token(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """Bytes that a rank sends for each of its tokens, forward and backward; None if unknown."""
-        return None
-
-    def sent_per_batch(self, models: Collection[nn.Module], config: Any) -> float | None:
-        """Bytes that a rank sends for each of its batches; None if unknown."""
-        return None
 
 
 class MeshParallelism(Parallelism):

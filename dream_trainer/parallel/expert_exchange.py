@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dream_trainer.compat.pytorch import all_gather_flat, is_dtensor
+from dream_trainer.compat.pytorch import all_gather_flat, has_values, is_dtensor
 from dream_trainer.distributed.world import linear
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class
@@ -68,13 +68,21 @@ class ExpertExchange:
         from_ranks = torch.empty_like(counts)
         dist.all_to_all_single(from_ranks, counts, group=self._group)
         to_ranks, from_ranks = counts.view(self._size, -1), from_ranks.view(self._size, -1)
-        leaving, coming = torch.stack((to_ranks.sum(1), from_ranks.sum(1))).tolist()
+        if has_values(counts):
+            leaving, coming = torch.stack((to_ranks.sum(1), from_ranks.sum(1))).tolist()
+        else:
+            leaving = coming = even_parts(len(rows), self._size)
         received = _sent(rows, coming, leaving, self._group)
         experts = torch.arange(1, from_ranks.shape[1] + 1, device=rows.device).repeat(self._size)
         of_rows = experts.repeat_interleave(from_ranks.flatten(), output_size=sum(coming))
         order = of_rows.sort(stable=True).indices
         own = received.index_select(0, order)
         return Visitors(own, from_ranks.sum(0), order, coming, leaving, self._group, self._alike, n_rows)
+
+
+def even_parts(rows: int, parts: int) -> list[int]:
+    """How many of `rows` each part has, without values that would say how many."""
+    return [rows // parts + (number < rows % parts) for number in range(parts)]
 
 
 @dataclass(frozen=True)

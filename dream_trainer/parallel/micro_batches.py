@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dream_trainer.compat.pytorch import has_values
 from dream_trainer.errors import DataError
 from dream_trainer.nested import leaves, map_children
 
@@ -49,11 +50,10 @@ def is_of_samples(tree: Any, rows: int) -> bool:
     return not any(isinstance(entry, Tensor) or next(leaves(entry), None) is not entry for entry in tree)
 
 
-def digest(batch: Any) -> int:
-    """Digest of the values of its tensors; waits for the device."""
-    found = 0
+def digest(batch: Any, found: int = 0) -> int:
+    """Digest of the values of its tensors that have some, continued from `found`; waits for the device."""
     for leaf in leaves(batch):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and has_values(leaf):
             values = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
             found = zlib.crc32(values.numpy().tobytes(), found)
     return found

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dream_trainer.checks import check_boolean, check_choice, check_integer
+from dream_trainer.compat.pytorch import has_values
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
-from dream_trainer.parallel.expert_exchange import ExpertExchange
+from dream_trainer.parallel.expert_exchange import ExpertExchange, even_parts
 
 Scores = Literal["sigmoid", "softmax"]
 
@@ -190,7 +191,7 @@ def gated(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) 
         apply = _Grouped(counts)
         return apply(F.silu(apply(rows, gate)) * apply(rows, up), down)
     # Tensors without values show what is computed, and not how many rows an expert has.
-    sizes = [len(rows), *[0] * (len(counts) - 1)] if counts.is_meta else counts.tolist()
+    sizes = counts.tolist() if has_values(counts) else even_parts(len(rows), len(counts))
     parts = zip(rows.split(sizes), gate.unbind(), up.unbind(), down.unbind(), strict=True)
     return torch.cat([F.linear(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in parts])
 

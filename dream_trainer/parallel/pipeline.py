@@ -22,7 +22,6 @@ from dream_trainer.compat.pipelining import (
     ScheduledStage,
     as_tuple,
     asked_for_what_is_not_there,
-    bytes_sent,
     new_schedule,
     refresh_copy,
 )
@@ -123,7 +122,6 @@ class Pipeline:
         self._losses: list[Tensor] = []
         self._loss_fn: LossFunction | None = None
         self._scaled: Callable[[Tensor], Tensor] | None = None
-        self.bytes_of_a_batch: int | None = None  # sent by this rank, there and back, in the last batch of a new shape
         change_class(model, Pipelined)
         model._pipeline = self  # type: ignore[assignment]
 
@@ -258,7 +256,6 @@ class Pipeline:
             )
             for number, like in seen.items()
         ]
-        self.bytes_of_a_batch = self.microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
         try:
             with self.aside():
                 return new_schedule(self.schedule, stages, self.microbatches)
@@ -267,15 +264,6 @@ class Pipeline:
                 f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self.ranks)} "
                 f"stages on {max(self.ranks) + 1} ranks: {error}"
             ) from error
-
-    def _bytes_of(self, stage: int, seen: _Seen) -> int:
-        """Bytes a stage sends for a micro-batch: outputs to the next one, and gradients of its inputs back."""
-        here, total = self.world.stage_rank, 0
-        if stage < self.last and self.ranks[stage + 1] != here:
-            total += sum(bytes_sent(tensor)[0] for tensor in seen.outputs)
-        if stage > 0 and self.ranks[stage - 1] != here:
-            total += sum(bytes_sent(tensor)[1] for tensor in seen.inputs)
-        return total
 
     # -- without gradients
 
@@ -398,7 +386,7 @@ class StageMessages:
         assert group is not None  # there are several stages
         assert world.mesh is not None
         self.group: dist.ProcessGroup = group
-        self._device, self.last = world.device, last
+        self._world, self._device, self.last = world, world.device, last
         self._is_last = world.stage_rank == last
         self._layer_mesh: DeviceMesh = world.mesh["tp"]
 
@@ -425,11 +413,9 @@ class StageMessages:
             header += [_DTYPES.index(part.dtype), int(tensor.requires_grad), layout_of(tensor), part.ndim, *part.shape]
         if len(header) > _HEADER:
             raise HookError(f"a stage gave {len(tensors)} tensors to the next one, more than fit in a message.")
-        numbers = torch.tensor(header + [0] * (_HEADER - len(header)), device=self._device)
-        messages = [numbers, *(part.detach().contiguous() for part in self.parts(tensors))]
         to = dist.get_global_rank(self.group, rank)
-        sent: list[Message] = []
-        for message in messages:
+        sent = [self._world.send_numbers(header + [0] * (_HEADER - len(header)), to, self.group)]
+        for message in [part.detach().contiguous() for part in self.parts(tensors)]:
             work = dist.isend(message, to, group=self.group)
             assert work is not None  # this rank is of the group
             sent.append((work, message))
@@ -437,9 +423,7 @@ class StageMessages:
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
         source = dist.get_global_rank(self.group, rank)
-        numbers = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
-        dist.recv(numbers, source, group=self.group)
-        count, *rest = numbers.tolist()
+        count, *rest = self._world.receive_numbers(_HEADER, source, self.group)
         received = []
         for _ in range(count):
             dtype, needs_gradient, layout, ndim, *rest = rest

@@ -155,11 +155,6 @@ class ShardedModel:
 
     # -- called by the trainer
 
-    @property
-    def bytes_of_part(self) -> int:
-        """Bytes that this rank sends to each other one when the parameters are gathered."""
-        return self._sent.nbytes
-
     def gather(self, *, after_step: bool) -> None:
         """Fills the whole parameters from the shards of all ranks; a collective."""
         if not self._parameters:

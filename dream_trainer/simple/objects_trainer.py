@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from dream_trainer.best_value import refuse_missing
 from dream_trainer.checks import check_choice, check_names
+from dream_trainer.compat.pytorch import has_values
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
@@ -114,7 +115,7 @@ class Loss:
         if not self.is_of_classes or targets.is_floating_point() or targets.shape == outputs.shape:
             return targets
         targets = targets.long()
-        if self._checks_classes:  # a wrong number is an assert on an accelerator, which ends the process
+        if self._checks_classes and has_values(targets):  # on an accelerator a wrong one ends the process
             self._checks_classes = False
             counted, classes = targets[targets != self.ignore_index], outputs.shape[1]
             if counted.numel() and (counted.min() < 0 or counted.max() >= classes):

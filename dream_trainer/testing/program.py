@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -92,6 +92,19 @@ class Program:
         if is_file:
             sys.path.insert(0, str(Path(path).resolve().parent))
         exec(compile(Path(path).read_bytes(), vars(main)["__file__"], "exec"), vars(main))
+
+
+def overridden(config: Any, program: Program) -> Any:
+    """The config with the arguments; a script has read them itself."""
+    if not (program.name or program.pickled) or not program.arguments or sys.argv[1:] == [*program.arguments]:
+        return config
+    from dream_trainer.config.command_line import parse
+
+    parsed = parse(config, program.arguments)
+    for each in fields(config):
+        if each.name != "callbacks":
+            setattr(config, each.name, vars(parsed)[each.name])
+    return config
 
 
 def load(program: str) -> ModuleType:

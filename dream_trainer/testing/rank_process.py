@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
-from dream_trainer.testing.program import Program
+from dream_trainer.testing.program import Program, overridden
 
 Mesh = Literal["alone", "replicas", "shards", "hybrid", "tensor", "context", "pipeline"]
 
@@ -187,7 +187,7 @@ def _run(job: Job, rank: int) -> None:
     def new(kind: type, *args: Any, **kwargs: Any) -> Any:
         configs = [each for each in (*args, *kwargs.values()) if isinstance(each, BaseTrainerConfig)]
         if configs and is_checked(kind):
-            changed(_overridden(configs[0], program), job)
+            changed(overridden(configs[0], program), job)
             hooks: Any = kind
             hooks.configure_dataloaders = _validating_as_before(hooks.configure_dataloaders)
         return object.__new__(kind)
@@ -243,19 +243,6 @@ def _kind_of_probe() -> Any:
     from dream_trainer.testing.run_probe import Probe
 
     return Probe
-
-
-def _overridden(config: Any, program: Program) -> Any:
-    """The config with the arguments; a script has read them itself."""
-    if not (program.name or program.pickled) or not program.arguments or sys.argv[1:] == [*program.arguments]:
-        return config
-    from dream_trainer.config.command_line import parse
-
-    parsed = parse(config, program.arguments)
-    for each in fields(config):
-        if each.name != "callbacks":
-            setattr(config, each.name, vars(parsed)[each.name])
-    return config
 
 
 def _validating_as_before(make_loaders: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -138,19 +138,3 @@ def report(program: Program, checks: Sequence[str], *, quick: bool, as_json: boo
 def _progress(line: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-
-
-def own_words(words: Sequence[str]) -> list[str]:
-    """The words of `dream-trainer check` before those that change the config of the program."""
-    takes, own = 1, list(words[:1])
-    for word in words[1:]:
-        flag, equals, _ = word.partition("=")
-        if flag in ("--quick", "--no-quick", "--json", "--no-json", "--help", "-h", "--only", "--function"):
-            takes = 0 if equals else {"--only": 1, "--function": 1}.get(flag, 0)
-            takes += len(own) == 1  # the program is still to come
-        elif flag.startswith("-") or takes == 0:
-            break
-        else:
-            takes -= 1
-        own.append(word)
-    return own

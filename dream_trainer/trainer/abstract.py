@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack, cast
 
 import torch.nn as nn
 from torch.optim import Optimizer
@@ -37,6 +38,19 @@ from dream_trainer.trainer.user_class.class_checks import check_assignment, chec
 
 C = TypeVar("C", bound=BaseCallback)
 
+_instead: ContextVar[Callable[[type], type]] = ContextVar("instead", default=lambda cls: cls)
+"""The class to build instead of a trainer's: a subclass of it."""
+
+
+@contextmanager
+def building_instead(subclass: Callable[[type], type]) -> Iterator[None]:
+    """Inside, each trainer that is built is one of `subclass(its class)`."""
+    token = _instead.set(subclass)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
 
 class AbstractTrainer(MixinHooks):
     """The interface of a trainer. Build on `BaseTrainer` or `DreamTrainer`.
@@ -56,6 +70,9 @@ class AbstractTrainer(MixinHooks):
         # Inferred and not declared, so that a user's class may say `config: MyConfig`: pyright takes no narrower
         # declaration of what is declared and can be assigned.
         config = cast(BaseTrainerConfig, ...)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        return super().__new__(_instead.get()(cls))
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from dream_trainer.config.checkpoint_parameters import Mode
+from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.distributed.world import World
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.loggers.buffer import Reduction
 from dream_trainer.loggers.records import Records
@@ -80,6 +82,10 @@ class MixinHooks(Hooks):
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""
         return []
+
+    def _join_world(self, parameters: DeviceParameters, workers: int | Literal["hosts"]) -> World:
+        """The ranks that train."""
+        return World(parameters, shard_by_default=self._shards_parameters, workers=workers)
 
     def _finish_setup(self) -> None:
         """Models, data and optimizers are ready; loggers and checkpoints open here."""

@@ -13,7 +13,7 @@ from dream_trainer.compat.pytorch import enable_flight_recorder
 from dream_trainer.config.trainer_config import let_go
 from dream_trainer.distributed.failure import is_lost_connection
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
-from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
+from dream_trainer.distributed.world import choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError, NonFiniteError, StepError
 from dream_trainer.events.collection import Timed
 from dream_trainer.trainer.data_setup import connect_data
@@ -226,9 +226,8 @@ def launch(runtime: Runtime) -> None:
     device = runtime.config.device_parameters.device
     if world_size > 1 and choose_device(device, local_rank).type == "cuda":
         enable_flight_recorder(runtime.run_dir / "flight_recorder")
-    world = runtime.launched = runtime.coordinator.world = World(
-        runtime.config.device_parameters, shard_by_default=cls._shards_parameters, workers=runtime.workers
-    )
+    world = runtime.hooks._join_world(runtime.config.device_parameters, runtime.workers)
+    runtime.launched = runtime.coordinator.world = world
     if world.world_size > 1 and not cls._keeps_ranks_equal:
         raise ConfigError(
             f"{cls.__name__} runs on {world.world_size} ranks, but nothing in it keeps them equal. "

@@ -262,11 +262,6 @@ def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:
     assert torch.equal(copied(torch.ones(2), torch.ones(2)), torch.full((2,), 4.0))
 
 
-def test_what_crosses_is_counted_there_and_back() -> None:
-    assert api.bytes_sent(torch.zeros(3)) == (12, 12)
-    assert api.bytes_sent(torch.zeros(3, dtype=torch.int64)) == (24, 0 if torch.__version__ >= "2.13" else 24)
-
-
 def test_an_error_about_what_a_stage_does_not_have_is_known() -> None:
     with pytest.raises(ValueError) as empty:
         torch.optim.AdamW([])

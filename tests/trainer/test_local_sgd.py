@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -275,9 +274,9 @@ def test_it_is_the_loop_by_hand(trained: dict[str, list[dict[str, Any]]], name: 
 
 def test_describe_says_what_crosses_workers(trained: dict[str, list[dict[str, Any]]]) -> None:
     of_replicas, of_shards = trained["two of two replicas"][0]["mesh"], trained["two of two shards"][0]["mesh"]
-    of_weights = "parameters of [1-9][0-9]* B between them, once per round"
-    assert re.search(f"2 workers: gradients of [1-9][0-9]* B within each, once per step; {of_weights}", of_replicas)
-    assert re.search(f"2 workers: {of_weights}", of_shards)
+    of_weights = "parameters between them, once per round"
+    assert f"2 workers: gradients within each, once per step; {of_weights}" in of_replicas
+    assert f"2 workers: {of_weights}" in of_shards
 
 
 def test_workers_go_apart_in_a_round_and_frozen_weights_stay(trained: dict[str, list[dict[str, Any]]]) -> None:

@@ -265,6 +265,9 @@ class CheckpointMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
+        self._make_saver()
+
+    def _make_saver(self) -> None:
         parameters = self.__parameters()
         if parameters.best_metric is not None:
             refuse_other_places(parameters.best_metric, self._runtime.data.validation, named_by="best_metric")

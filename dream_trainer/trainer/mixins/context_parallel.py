@@ -6,7 +6,6 @@ their number.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +21,7 @@ from dream_trainer.errors import DataError, HookError, RanksDifferError
 from dream_trainer.loggers.records import NoRecord
 from dream_trainer.parallel.axes import CONTEXT
 from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.micro_batches import digest
 from dream_trainer.parallel.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.runtime import Runtime
@@ -185,8 +185,7 @@ class SequenceCut:
                 "padded in the loader (with labels that do not count)."
             )
         if not self._is_compared:
-            values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            self._digest = zlib.crc32(values.numpy().tobytes(), self._digest)
+            self._digest = digest(tensor, self._digest)
         part = parts.cut(tensor, dim)
         self._attention.lengths.add(part.shape[dim])
         self._attention.shapes.add(part, dim, part.shape[dim], part.shape[dim] // self._world.mesh_shape.tp or 1)

@@ -97,10 +97,13 @@ class SetupMixin(AbstractTrainer):
         build.frozen_draws = frozen_draws(models, build.tape)
         self._runtime.parallel.verification = verification = verified_against_now(self._runtime)
         for stage in setup_stages(self._runtime):
-            stage.run(self._runtime, self.__build)
+            self._run_stage(stage, self.__build)
         if verification is not None:
             verification.begin()
         del self.__build
+
+    def _run_stage(self, stage: SetupStage, build: Build) -> None:
+        stage.run(self._runtime, build)
 
     @property
     def planned_steps(self) -> int:

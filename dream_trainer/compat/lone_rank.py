@@ -1,0 +1,66 @@
+"""PyTorch's parts for a rank without the others, whose tensors have no values. Loading them takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode,
+)
+
+
+def without_values() -> FakeTensorMode:
+    """A mode whose operations give tensors without values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def make_group_alone(rank: int, world_size: int) -> None:
+    """Makes the default group of a rank whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def inside_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def name_of_group(args: Any) -> str | None:
+    """The name of the group in a collective's arguments."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg).group_name
+        if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
+            return arg
+    return None
+
+
+def ranks_of_group(name: str) -> list[int]:
+    group = next(group for group, known in dist.distributed_c10d._world.pg_names.items() if known == name)
+    return dist.get_process_group_ranks(group)
+
+
+@contextmanager
+def without_propagation(paused: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """DTensor finds out global shapes by operations on tensors without values, in a mode that is on if there is one:
+    they are nothing that a rank holds. Inside, it does that in `paused()`."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def apart(self: ShardingPropagator, schema: Any) -> Any:
+        with paused():
+            return propagate(self, schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = apart  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

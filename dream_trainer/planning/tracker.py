@@ -1,0 +1,265 @@
+"""Tracker: the bytes that live on a rank, of what kind and made by which module, and its collectives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type as is_wrapper
+from torch.utils._pytree import tree_leaves
+
+from dream_trainer.compat.lone_rank import FakeTensor, inside_backward, name_of_group, without_propagation
+from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.users_code import is_users, line_of
+
+KINDS = ("parameters", "buffers", "gradients", "optimizer state", "inputs", "communication", "activations")
+TEMPORARIES = "temporaries"  # made in backward or by the optimizer, and none of the above
+
+
+@dataclass(slots=True, eq=False)
+class Label:
+    """What a storage is for; may be found out after it was made."""
+
+    kind: str
+    module: str
+
+
+class Piece(NamedTuple):
+    """Bytes that lived between two ticks."""
+
+    n_bytes: int
+    label: Label
+    born: int
+    died: int | None
+
+
+@dataclass
+class Traffic:
+    """A collective over one group, in a step."""
+
+    calls: int = 0
+    n_bytes: int = 0
+    """Of whole tensors: gathered, before they are scattered, or reduced."""
+
+
+@dataclass
+class StepMeasure:
+    """A window on one rank."""
+
+    peak: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)
+    """Bytes at the peak by kind."""
+    modules: dict[str, int] = field(default_factory=dict)
+    """Bytes at the peak by the module that made them; parameters, gradients and optimizer state by their own."""
+    end: dict[str, int] = field(default_factory=dict)
+    """Bytes after the window by kind."""
+    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    """By operation and group."""
+    read: dict[str, int] = field(default_factory=dict)
+    """Lines that asked a tensor for its value, with the number of times."""
+
+
+class Tracker(TorchDispatchMode):
+    """Follows the storages of tensors that operations make while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, tuple[int, Label, int]] = {}  # by storage: bytes, label, birth
+        self._dead: list[Piece] = []
+        self._tick = self._total = self._peak = self._peak_at = 0
+        self._traffic: dict[tuple[str, str], Traffic] = {}
+        self._read: Counter[str] = Counter()
+        self._names: dict[int, str] = {}
+        self._inside: list[str] = []
+        self.phase = "activations"
+
+    # -- what lives
+
+    def mark(self, tensors: Iterable[Any], kind: str, module: str | None = None) -> None:
+        """Says what tensors are for, from their birth on."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                label = self._note(local_tensor(tensor), kind)
+                label.kind = kind
+                label.module = label.module if module is None else module
+
+    def _note(self, tensor: Tensor, kind: str) -> Label:
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            return known[1]
+        label = Label(kind, self._inside[-1] if self._inside else "")
+        self._add(storage._cdata, storage.nbytes(), label)
+        weakref.finalize(storage, self._remove, storage._cdata).atexit = False
+        return label
+
+    def _add(self, key: int, n_bytes: int, label: Label) -> None:
+        self._tick += 1
+        self._alive[key] = n_bytes, label, self._tick
+        self._total += n_bytes
+        if self._total > self._peak:
+            self._peak, self._peak_at = self._total, self._tick
+
+    def _remove(self, key: int) -> Label:
+        n_bytes, label, born = self._alive.pop(key)
+        self._total -= n_bytes
+        self._dead.append(Piece(n_bytes, label, born, self._tick))
+        return label
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._alive:
+            self._add(storage._cdata, storage.nbytes(), self._remove(storage._cdata))
+
+    # -- one window
+
+    @contextmanager
+    def window(self, models: dict[str, nn.Module]) -> Iterator[StepMeasure]:
+        """Inside, counts; afterwards the result is complete."""
+        self._names = {
+            id(part): path for name, model in models.items() for path, part in model.named_modules(prefix=name)
+        }
+        self._dead.clear()
+        self._traffic, self._read, self._inside = {}, Counter(), []
+        self._peak, self._peak_at, self.phase = self._total, self._tick, "activations"
+        found = StepMeasure()
+        with ExitStack() as stack:
+            stack.enter_context(_resizes_heard(self._resized))
+            stack.enter_context(without_propagation(self._paused))
+            for hook in (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ):
+                stack.callback(hook.remove)
+            stack.enter_context(self)
+            yield found
+        pieces = [*self._dead, *(Piece(*alive, died=None) for alive in self._alive.values())]
+        kinds, modules, end = Counter[str](), Counter[str](), Counter[str]()
+        for piece in pieces:
+            if piece.died is None:
+                end[piece.label.kind] += piece.n_bytes
+            if piece.born <= self._peak_at and (piece.died is None or piece.died >= self._peak_at):
+                kinds[piece.label.kind] += piece.n_bytes
+                modules[piece.label.module] += piece.n_bytes
+        found.peak, found.at_peak, found.modules = self._peak, dict(kinds), dict(modules)
+        found.end, found.traffic, found.read = dict(end), self._traffic, dict(self._read)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self._names.get(id(module), self._inside[-1] if self._inside else ""))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+
+    _is_paused = False
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    # -- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):  # runs the operation on what it wraps
+            return NotImplemented
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func in _READS and isinstance(args[0], FakeTensor):
+            return self._answer(func, args[0])
+        # Without values it would be another tensor.
+        is_wait = func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor)
+        result = args[0] if is_wait else func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
+            self._note_communication(func, args, kwargs, result)
+        kind = TEMPORARIES if self.phase == "activations" and not self._inside and inside_backward() else self.phase
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or is_wrapper(type(tensor))):
+                self._note(tensor, kind)
+        return result
+
+    def _answer(self, func: Any, tensor: Tensor) -> float | int | bool:
+        """A value of a tensor that has none: 1, False, and that two tensors are equal."""
+        if line := asking_line(sys._getframe(2)):
+            self._read[line] += 1
+        if func is torch.ops.aten.equal.default:
+            return True
+        return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def _note_communication(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        if func.namespace == "fsdp":  # copies between parameters and what is sent
+            of = tree_leaves(kwargs.get("out", result))
+            for tensor in (each for each in of if isinstance(each, Tensor)):
+                self._is_for_communication(tensor)
+            if name == "chunk_cat":
+                self.mark(tree_leaves(args[0]), "gradients")
+            return
+        group = name_of_group(args)
+        if group is None or name in ("wait_tensor", "barrier"):
+            return
+        for tensor in (*given, *tree_leaves(result)):
+            if isinstance(tensor, Tensor):
+                self._is_for_communication(tensor)
+        operation, whole = _COLLECTIVES.get(name, (name.strip("_"), lambda given, result: given))
+        traffic = self._traffic.setdefault((operation, group), Traffic())
+        traffic.calls += 1
+        traffic.n_bytes += sum(tensor.nbytes for tensor in tree_leaves(whole(given, result)))
+
+    def _is_for_communication(self, tensor: Tensor) -> None:
+        label = self._note(tensor, "communication")
+        if label.kind in ("activations", TEMPORARIES):
+            label.kind = "communication"
+
+
+def asking_line(innermost: FrameType) -> str:
+    """The line outside of PyTorch that runs; empty if it is none of a user's."""
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return "" if frame is None or not is_users(frame.f_code.co_filename) else line_of(frame.f_code, frame.f_lineno)
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+Whole = Callable[[list[Tensor], Any], Any]
+_COLLECTIVES: dict[str, tuple[str, Whole]] = {
+    "_allgather_base_": ("all_gather", lambda given, result: given[0]),
+    "_reduce_scatter_base_": ("reduce_scatter", lambda given, result: given[1]),
+    "alltoall_base_": ("all_to_all", lambda given, result: given[1]),
+    "allreduce_": ("all_reduce", lambda given, result: given),
+    "broadcast_": ("broadcast", lambda given, result: given),
+    "all_gather_into_tensor": ("all_gather", lambda given, result: result),
+    "reduce_scatter_tensor": ("reduce_scatter", lambda given, result: given[0]),
+    "all_to_all_single": ("all_to_all", lambda given, result: given[0]),
+    "recv_": ("receive", lambda given, result: given),
+}
+
+
+@contextmanager
+def _resizes_heard(heard: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """FSDP frees and remakes parameters by resizing their storages, which no mode sees."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        heard(storage)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

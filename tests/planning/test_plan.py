@@ -1,0 +1,126 @@
+"""`dream-trainer plan`: what it says of a program, of a rank that does not fit, and of one that cannot be planned."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dream_trainer.planning import PlanError, plan
+from tests.api import ConfigError, main, memory_of, own_words
+
+PROGRAM = """
+import torch
+from torch import nn
+import dream_trainer as dt
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        {LINE}
+        return x
+
+class Trainer(dt.DreamTrainer):
+    def configure_models(self):
+        self.model = Net()
+
+    def model_blocks(self, model):
+        return list(model.layers)
+
+    def configure_dataloaders(self):
+        data = torch.utils.data.TensorDataset(torch.zeros(32768, 64))
+        return torch.utils.data.DataLoader(data, self.micro_batch_size), None
+
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(batch[0]).square().mean()
+        self.backward(loss)
+        self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+def default_config():
+    return dt.DreamTrainerConfig(
+        experiment="planned",
+        device_parameters=dt.DeviceParameters(dp_replicate=1),
+        fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
+        training_parameters=dt.TrainingParameters(max_steps=4, train_batch_size=128),
+    )
+"""
+
+
+def written(directory: Path, line: str = "") -> str:
+    path = directory / "planned.py"
+    path.write_text(PROGRAM.replace("{LINE}", line or "pass"))
+    return f"{path}:Trainer"
+
+
+def test_a_rank_of_many_is_planned_alone_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = plan(written(tmp_path), world=64, rank=63)
+    n_parameters = 4 * (64 * 64 + 64)
+    assert found.worst.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 64, "cp": 1, "tp": 1}
+    assert found.worst.parameters == n_parameters / 64
+    assert found.worst.after["parameters"] == 4 * n_parameters / 64
+    assert found.worst.after["optimizer state"] == 8 * n_parameters / 64 + 8 * 4  # with each parameter's count of steps
+    assert [row for row in found.worst.traffic if row.operation == "all_gather"] == [
+        ("all_gather", "dp_shard", 64, 8, 2 * 4 * n_parameters, 2 * 4 * n_parameters * 63 // 64)
+    ]
+    assert found.ranks.keys() == {63}
+    assert os.listdir(tmp_path) == ["planned.py"] or sorted(os.listdir(tmp_path)) == ["__pycache__", "planned.py"]
+
+
+def test_where_a_rank_does_not_fit_the_smallest_change_is_named_with_its_own_plan(tmp_path: Path) -> None:
+    program = written(tmp_path)
+    peak = plan(program, world=2, rank=0).worst.peak
+    found = plan(program, world=2, rank=0, gpu_memory=f"{peak / 2**20 * 0.9}MiB")
+    assert not found.fits
+    assert found.answer is not None
+    assert found.answer.plan is not None
+    as_changed = plan(program, *found.answer.flags.split(), world=2, rank=0)
+    assert as_changed.worst.peak == found.answer.plan.peak <= 0.9 * peak
+    assert found.tried[-1] is found.answer
+
+
+def test_a_shape_that_depends_on_values_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"depends on values.*planned\.py:\d+ `x = x\[x > 0\]`"):
+        plan(written(tmp_path, "x = x[x > 0]"), world=2, rank=0)
+
+
+def test_lines_that_read_values_are_reported(tmp_path: Path) -> None:
+    (line,) = plan(written(tmp_path, "assert x.sum().item() == 1"), world=2, rank=0).worst.read
+    assert line.endswith("`assert x.sum().item() == 1`")
+
+
+def test_errors_of_a_configuration_are_the_trainers(tmp_path: Path) -> None:
+    flags = ["--device-parameters.dp-shard", "3"]
+    with pytest.raises(PlanError, match=r"dp_replicate=1 x dp_shard=3 makes 3 ranks, but world_size=8"):
+        plan(written(tmp_path), *flags, world=8, rank=0)
+
+
+@pytest.mark.parametrize(("text", "n_bytes"), [("80GiB", 80 * 2**30), ("80", 80 * 2**30), ("1.5 GB", 1_500_000_000)])
+def test_memory_has_a_unit(text: str, n_bytes: int) -> None:
+    assert memory_of(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 apples", "-1GiB"])
+def test_memory_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        memory_of(text)
+
+
+def test_flags_before_and_after_the_program_are_told_apart() -> None:
+    words = "plan train.py --world 8 --json --gpu-memory=1GiB --training.max-steps 3 --world 9"
+    assert own_words(words.split()) == words.split()[:6]
+
+
+@pytest.mark.parametrize("flags", [["--world", "5000"], ["--world", "2", "--rank", "2"]])
+def test_there_is_no_such_rank(flags: list[str], capsys: Any) -> None:
+    assert main(["plan", "nowhere.py", *flags]) == 2
+    assert "ranks" in capsys.readouterr().err
