@@ -457,8 +457,7 @@ class AbstractTrainer(MixinHooks):
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
         return frozen(*models)
 
-    @contextmanager
-    def gathered(self, *models: nn.Module) -> Iterator[None]:
+    def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps the full weights of sharded `models` on each rank, for forwards that ranks do not run together.
 
         For example to generate text, which ends sooner on some ranks than on others; it is also faster, since each
@@ -466,8 +465,7 @@ class AbstractTrainer(MixinHooks):
         the full models.
         """
         self.world.refuse_if_forbidden()
-        with self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models):
-            yield
+        return _both(self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models))
 
     # -- ours
 
@@ -480,3 +478,9 @@ class AbstractTrainer(MixinHooks):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield

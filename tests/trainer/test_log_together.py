@@ -36,7 +36,7 @@ def test_a_dict_is_logged_as_its_values_one_by_one(method: str) -> None:
     [
         (({"loss": 1.0}, 2.0), {}, "a dict and a value"),
         (("loss",), {}, r"log\('loss'\) has no value"),
-        (({"loss": 1.0},), {"step": 4}, "no option 'step': the step is the optimizer step"),
+        (({"loss": 1.0},), {"step": 4}, "unexpected keyword argument 'step'"),
     ],
 )
 def test_neither_a_name_with_a_value_nor_a_dict(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
