@@ -144,7 +144,7 @@ def _tried(plan: MeshPlan, job: RankJob, tell: Callable[[str], None]) -> Iterato
 
 def _try(change: str, changes: Changes, job: RankJob) -> Tried:
     flags = " ".join(
-        f"--{group}.{name}".replace("_", "-") + f"={value}"
+        f"--{group.removesuffix('_parameters')}.{name}".replace("_", "-") + f"={value}"
         for group, values in changes.items()
         for name, value in values.items()
     )

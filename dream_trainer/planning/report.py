@@ -55,7 +55,7 @@ def _verdict(plan: MeshPlan) -> str:
 
 
 def _tried(plan: MeshPlan) -> list[str]:
-    rows = ["| Change | Peak | Crossing in a step | Flags |", "| --- | --- | --- | --- |"]
+    rows = ["| Change | Peak | Sent in a step | Flags |", "| --- | --- | --- | --- |"]
     return rows + [f"| {each.change} | {_numbers(each)} | `{each.flags}` |" for each in plan.tried]
 
 
