@@ -100,7 +100,7 @@ def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -
 
 def test_base_trainer_defines_no_hook_and_every_mixin_hands_cooperative_hooks_on_and_has_no_public_event() -> None:
     hooks = {name for part in (dt.AbstractTrainer, Hooks, MixinHooks) for name in vars(part) if name[:2] != "__"}
-    mixed = {"__init__", "__doc__", "_required_hooks", "_config_class"}
+    mixed = {"__init__", "__doc__", "_required_hooks", "_config_class", "_default_callbacks"}
     assert hooks & set(vars(dt.BaseTrainer)) - mixed == set()
     for mixin in [*MIXINS, *PARALLEL, dt.LocalSGDMixin]:
         assert not set(EVENTS) & set(vars(mixin))
