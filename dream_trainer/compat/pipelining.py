@@ -91,7 +91,9 @@ class ScheduledStage(PipelineStage):
             and _part_once(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
         )
         if backward_type == "input" and not is_split:
-            gradients, _ = self.backward_maybe_with_nosync("full", _in_one(bwd_kwargs), *args, **more)
+            is_loss = bwd_kwargs["output_grads"] is None  # a single tensor in a whole backward
+            of = bwd_kwargs | ({"stage_output": bwd_kwargs["stage_output"][0]} if is_loss else {})
+            gradients, _ = self.backward_maybe_with_nosync("full", of, *args, **more)
             bwd_kwargs["stage_output"] = ()  # whose graph would be kept until the weights' turn
             return gradients, None
         if is_split:  # which detaches outputs in place, and cannot those that are views
@@ -174,11 +176,6 @@ def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
             # In separate memory; `clone` of a partial DTensor would sum it over ranks.
             weight.grad = with_local(weight.grad, local_tensor(weight.grad).clone())
     after_accumulation(weights)
-
-
-def _in_one(of: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a whole backward instead of one for the inputs; a loss is then a single tensor."""
-    return of | {"stage_output": of["stage_output"][0]} if of["output_grads"] is None else dict(of)
 
 
 def _of_those_with_gradients(of: dict[str, Any]) -> dict[str, Any]:

@@ -69,9 +69,9 @@ def local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
     return [p.grad._local_tensor for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
 
 
-def storage_id(tensor: Tensor) -> int:
+def storage_id(of: Tensor | torch.UntypedStorage) -> int:
     """An identity shared by all tensors that view one storage, for meta tensors too (whose data pointer is 0)."""
-    return int(tensor.untyped_storage()._cdata)
+    return int((of.untyped_storage() if isinstance(of, Tensor) else of)._cdata)
 
 
 def default_generator_of(device: torch.device) -> torch.Generator:

@@ -48,7 +48,8 @@ class SampleCount:
         count = counts[0]
         # One of the shape of the batch before it was looked at with that.
         is_new = counts != self._former
-        if is_new and count != declared and self._warn is not None and _are_doubtful(counts, lists):
+        is_doubtful = min(counts) != max(counts) or any(map(_are_alike, lists))
+        if is_new and count != declared and self._warn is not None and is_doubtful:
             warn, self._warn = self._warn, None
             shapes = [str([*leaf.shape]) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
             more = ", ..." if len(shapes) > 4 else ""
@@ -84,10 +85,6 @@ def _counts(batch: Any) -> tuple[list[int], list[list[Any]]]:
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
             pending += [attrgetter(field.name)(part) for field in dataclasses.fields(part)][::-1]
     return counts, lists
-
-
-def _are_doubtful(counts: list[int], lists: list[list[Any]]) -> bool:
-    return min(counts) != max(counts) or any(_are_alike(parts) for parts in lists)
 
 
 def _are_alike(parts: list[Any]) -> bool:

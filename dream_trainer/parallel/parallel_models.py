@@ -117,7 +117,7 @@ class ParallelModels:
     def gathered(self, *models: nn.Module) -> Iterator[None]:
         """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No
         gradients."""
-        with gathered(*models), ExitStack() as stack:
+        with self.whole(), gathered(*models), ExitStack() as stack:
             for model in models:
                 for axis in self.axes:
                     stack.enter_context(axis.whole(model))

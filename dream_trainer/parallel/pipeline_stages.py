@@ -338,17 +338,14 @@ class Apart:
             self._why = str(error)
             return ()
         pairs = zip(found, inputs, strict=True)
-        return tuple([torch.zeros_like(of) if grad is None else _laid_out(grad, of) for grad, of in pairs])
+        given: list[tuple[Any, Tensor]] = [(torch.zeros_like(of) if g is None else g, of) for g, of in pairs]
+        return tuple([g.redistribute(placements=of.placements) if is_dtensor(of) else g for g, of in given])
 
     def _refuse_failures(self, kind: type[Exception]) -> None:
         """Raises on all ranks what failed on one."""
         whys = [why for why in all_gather_objects(self._why, self.group) if why]
         if whys:
             raise kind(whys[0])
-
-
-def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    return gradient.redistribute(placements=like.placements) if is_dtensor(like) else gradient  # type: ignore[attr-defined]
 
 
 def _called(pipeline: Pipeline, number: int) -> str:

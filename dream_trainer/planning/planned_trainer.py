@@ -10,16 +10,16 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from dream_trainer.checks import refuse
-from dream_trainer.compat.lone_rank import without_values
+from dream_trainer.compat.lone_rank import FakeTensorMode, sent_is_held
 from dream_trainer.compat.pytorch import has_values
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
-from dream_trainer.planning.planned_world import PlannedWorld, Valueless, sent_is_held
+from dream_trainer.nested import leaves, map_tensors
+from dream_trainer.planning.planned_world import PlannedWorld, Valueless
 from dream_trainer.planning.tracker import StepMeasure, Tracker
 from dream_trainer.testing.program import Program, overridden
 from dream_trainer.trainer.base import BaseTrainer
@@ -93,16 +93,17 @@ class MeasuredTrainer(BaseTrainer):
         inner = super()._wrap_step(step)
 
         def run(batch: Any, batch_idx: int) -> Any:
-            self._tracker.phase = "activations"
+            self._tracker.phase, self._tracker.is_users_turn = "activations", True
             inner(batch, batch_idx)
+            self._tracker.is_users_turn = False
             return {}
 
         return run
 
     def _moved(self, batch: Any) -> Any:
         """A batch that `move_batch` has moved: on another device it would be a copy of the loader's."""
-        moved = tree_map_only(Tensor, self._copy, batch)
-        self._tracker.mark(tree_leaves(moved), "inputs")
+        moved = map_tensors(self._copy, batch)
+        self._tracker.mark(leaves(moved), "inputs")
         return moved
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -113,12 +114,12 @@ class MeasuredTrainer(BaseTrainer):
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], scheduler: Any | Sequence[Any] | None = None
     ) -> Tensor | None:
         self._mark_gradients()
-        self._tracker.phase = "temporaries"
+        self._tracker.phase, self._tracker.is_users_turn = "temporaries", False
         norm = super().step(model, optimizer, scheduler)
-        self._tracker.phase = "activations"
+        self._tracker.phase, self._tracker.is_users_turn = "activations", True
         for each in self._runtime.registry.optimizers().values():
             for parameter, state in each.state.items():
-                self._tracker.mark(tree_leaves(dict(state)), "optimizer state", self._owners.get(id(parameter)))
+                self._tracker.mark(leaves(dict(state)), "optimizer state", self._owners.get(id(parameter)))
         return norm
 
     def _mark_gradients(self) -> None:
@@ -159,7 +160,7 @@ class PlannedTrainer(MeasuredTrainer):
     _made: Valueless
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self)["_made"] = Valueless(without_values())
+        vars(self)["_made"] = Valueless(FakeTensorMode(allow_non_fake_inputs=True))
         super().__init__(config, *args, **kwargs)
 
     @override

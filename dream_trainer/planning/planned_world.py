@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import schedules
 from typing_extensions import override
 
 from dream_trainer.compat.fully_shard import take_note
@@ -104,30 +103,6 @@ class PlannedWorld(World):
     @override
     def all_gather(self, values: Tensor) -> Tensor:
         return values.repeat(self.world_size, *[1] * values.ndim)
-
-
-class _Held(NamedTuple):
-    """What is sent stays until the schedule drops the work, which the fake group does not hold it in."""
-
-    tensors: list[Tensor]
-
-    def wait(self) -> None: ...
-
-
-@contextmanager
-def sent_is_held() -> Iterator[None]:
-    """Inside, stages of a pipeline hold what they send as long as real ones do."""
-    send = schedules._batch_p2p
-
-    def batch_p2p(messages: list[dist.P2POp], *args: Any, **kwargs: Any) -> list[Any]:
-        sent = [message.tensor for message in messages if message.op is dist.isend]
-        return [*send(messages, *args, **kwargs), _Held(sent)]
-
-    schedules._batch_p2p = batch_p2p  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        schedules._batch_p2p = send
 
 
 class Valueless(Replay):

@@ -131,6 +131,9 @@ def _become(job: RankJob, scratch: Path) -> NoReturn:
         _run(job, scratch, end)
     except NeedsFirstStageError:
         pass
+    except SystemExit:  # the program has said why
+        lines = (scratch / "output").read_text(errors="replace").strip().splitlines()
+        found = " ".join(lines[-3:]).removeprefix("error: ") or "the program has ended itself."
     except BaseException as error:
         found = _told(error)
     end(found)

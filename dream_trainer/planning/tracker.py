@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type as is_wrapper
-from torch.utils._pytree import tree_leaves
 
-from dream_trainer.compat.lone_rank import FakeTensor, inside_backward, name_of_group, without_propagation
-from dream_trainer.compat.pytorch import local_tensor
-from dream_trainer.users_code import is_users, line_of
+from dream_trainer.compat.lone_rank import (
+    FakeTensor,
+    TorchDispatchMode,
+    inside_backward,
+    is_traceable_wrapper_subclass_type,
+    name_of_group,
+    without_propagation,
+)
+from dream_trainer.compat.operations import name_of_operation
+from dream_trainer.compat.pytorch import local_tensor, storage_id
+from dream_trainer.nested import leaves
+from dream_trainer.users_code import line_running_in
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer state", "inputs", "communication", "activations")
 TEMPORARIES = "temporaries"  # made in backward or by the optimizer, and none of the above
@@ -82,6 +88,7 @@ class Tracker(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._inside: list[str] = []
         self.phase = "activations"
+        self.is_users_turn = False  # whether the user's step runs, and nothing that it has called of ours to step
 
     # -- what lives
 
@@ -94,13 +101,12 @@ class Tracker(TorchDispatchMode):
                 label.module = label.module if module is None else module
 
     def _note(self, tensor: Tensor, kind: str) -> Label:
-        storage = tensor.untyped_storage()
-        known = self._alive.get(storage._cdata)
-        if known is not None:
-            return known[1]
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        if key in self._alive:
+            return self._alive[key][1]
         label = Label(kind, self._inside[-1] if self._inside else "")
-        self._add(storage._cdata, storage.nbytes(), label)
-        weakref.finalize(storage, self._remove, storage._cdata).atexit = False
+        self._add(key, storage.nbytes(), label)
+        weakref.finalize(storage, self._remove, key).atexit = False
         return label
 
     def _add(self, key: int, n_bytes: int, label: Label) -> None:
@@ -117,8 +123,8 @@ class Tracker(TorchDispatchMode):
         return label
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._alive:
-            self._add(storage._cdata, storage.nbytes(), self._remove(storage._cdata))
+        if (key := storage_id(storage)) in self._alive:
+            self._add(key, storage.nbytes(), self._remove(key))
 
     # -- one window
 
@@ -173,51 +179,51 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_wrapper, types)):  # runs the operation on what it wraps
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # runs the operation on what it wraps
             return NotImplemented
         if self._is_paused:
             return func(*args, **kwargs)
-        if func in _READS and isinstance(args[0], FakeTensor):
-            return self._answer(func, args[0])
-        # Without values it would be another tensor.
-        is_wait = func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor)
-        result = args[0] if is_wait else func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
-            self._note_communication(func, args, kwargs, result)
+        namespace, name = name_of_operation(func) or ("", "")
+        has_none = bool(args) and isinstance(args[0], FakeTensor)
+        if has_none and namespace == "aten" and name in ("_local_scalar_dense", "equal"):
+            return self._answer(name, args[0])
+        # Without values what is waited for would be another tensor.
+        result = args[0] if has_none and name == "wait_tensor" else func(*args, **kwargs)
+        if namespace in ("c10d", "_c10d_functional", "fsdp"):
+            self._note_communication(namespace, name, args, kwargs, result)
         kind = TEMPORARIES if self.phase == "activations" and not self._inside and inside_backward() else self.phase
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not (tensor.is_meta or is_wrapper(type(tensor))):
+        for tensor in leaves(result):
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or is_traceable_wrapper_subclass_type(type(tensor))):
                 self._note(tensor, kind)
         return result
 
-    def _answer(self, func: Any, tensor: Tensor) -> float | int | bool:
+    def _answer(self, name: str, tensor: Tensor) -> float | int | bool:
         """A value of a tensor that has none: 1, False, and that two tensors are equal."""
-        if line := asking_line(sys._getframe(2)):
-            self._read[line] += 1
-        if func is torch.ops.aten.equal.default:
+        if self.is_users_turn:
+            self._read[line_running_in(sys._current_frames()[threading.get_ident()])] += 1
+        if name == "equal":
             return True
         return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
-    def _note_communication(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = func._schema.name.partition("::")[2]
-        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-        if func.namespace == "fsdp":  # copies between parameters and what is sent
-            of = tree_leaves(kwargs.get("out", result))
+    def _note_communication(self, namespace: str, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        given = [tensor for tensor in leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        if namespace == "fsdp":  # copies between parameters and what is sent
+            of = leaves(kwargs.get("out", result))
             for tensor in (each for each in of if isinstance(each, Tensor)):
                 self._is_for_communication(tensor)
             if name == "chunk_cat":
-                self.mark(tree_leaves(args[0]), "gradients")
+                self.mark(leaves(args[0]), "gradients")
             return
         group = name_of_group(args)
         if group is None or name in ("wait_tensor", "barrier"):
             return
-        for tensor in (*given, *tree_leaves(result)):
+        for tensor in (*given, *leaves(result)):
             if isinstance(tensor, Tensor):
                 self._is_for_communication(tensor)
         operation, whole = _COLLECTIVES.get(name, (name.strip("_"), lambda given, result: given))
         traffic = self._traffic.setdefault((operation, group), Traffic())
         traffic.calls += 1
-        traffic.n_bytes += sum(tensor.nbytes for tensor in tree_leaves(whole(given, result)))
+        traffic.n_bytes += sum(tensor.nbytes for tensor in leaves(whole(given, result)))
 
     def _is_for_communication(self, tensor: Tensor) -> None:
         label = self._note(tensor, "communication")
@@ -225,16 +231,6 @@ class Tracker(TorchDispatchMode):
             label.kind = "communication"
 
 
-def asking_line(innermost: FrameType) -> str:
-    """The line outside of PyTorch that runs; empty if it is none of a user's."""
-    frame: FrameType | None = innermost
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return "" if frame is None or not is_users(frame.f_code.co_filename) else line_of(frame.f_code, frame.f_lineno)
-
-
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 Whole = Callable[[list[Tensor], Any], Any]
 _COLLECTIVES: dict[str, tuple[str, Whole]] = {
     "_allgather_base_": ("all_gather", lambda given, result: given[0]),

@@ -78,13 +78,18 @@ class Program:
             f"has {trainers or 'no trainers'}."
         )
 
-    def run_as_script(self) -> None:
-        """Runs the program as `python PROGRAM ARGUMENTS` does."""
+    def script(self) -> str:
+        """The file of the program, or ConfigError if there is none."""
         is_file = self.path.endswith(".py")
         found = None if is_file else find_spec(self.path)
         path = self.path if is_file or found is None else found.origin
         if path is None or not Path(path).is_file():
             raise ConfigError(f"there is no program {self.path!r}. Give a Python file, or a module.")
+        return path
+
+    def run_as_script(self) -> None:
+        """Runs the program as `python PROGRAM ARGUMENTS` does."""
+        path, is_file = self.script(), self.path.endswith(".py")
         main = ModuleType("__main__")
         vars(main).update(__file__=str(Path(path).resolve()), __builtins__=__builtins__)
         vars(main)["__package__"] = None if is_file else self.path.rpartition(".")[0]

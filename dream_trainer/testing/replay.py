@@ -13,16 +13,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from dream_trainer.checks import refuse
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.testing.program import Program
+from dream_trainer.trainer.abstract import building_instead
+from dream_trainer.trainer.base import BaseTrainer
 
 NAMES = ("project", "group", "experiment")
 
@@ -102,6 +105,13 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
     refuse(not start < end <= last, f"--to {end} is not among the steps {start + 1} to {last} that were trained.")
     between = [step for step in steps if start < step <= end]
     words = [program or record.argv[0], *record.argv[1:]]
+    Program(path=words[0]).script()
+    before = _values(run / LOG_NAME, start, end)
+    refuse(
+        not between and not before,
+        f"steps {start + 1} to {end} have no checkpoint and no logged value: there is nothing to compare. There are "
+        f"checkpoints of steps {steps}.",
+    )
     ranks, names = saved[start].world_size, [config[name] for name in NAMES]
     with tempfile.TemporaryDirectory(prefix="dream-trainer-replay-") as scratch:
         again = Path(scratch, *names)
@@ -118,7 +128,7 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
             raise ConfigError(
                 f"{' '.join(words)} {reached} (exit code {ended.returncode}); see above. Is it the program?"
             )
-        before, after = (_values(path / LOG_NAME, start, end) for path in (run, again))
+        after = _values(again / LOG_NAME, start, end)
         both = {step: Path(again, "checkpoints", saved[step].path.name) for step in between}
         tensors = {
             step: difference_of_tensors(StoredTensors(saved[step].path), StoredTensors(path), values=True)
@@ -161,43 +171,46 @@ class _Interval(Callback):
             trainer.request_stop("replayed")
 
 
-def main() -> None:
-    """Runs the program of a job's file, up to the end of the interval."""
-    from dataclasses import replace
+class _ReplayedTrainer(BaseTrainer):
+    """Stands before the class of the program's trainers; that of the run is redirected, and ends with its `fit`."""
 
-    from dream_trainer.config.trainer_config import BaseTrainerConfig
-    from dream_trainer.trainer.abstract import AbstractTrainer
-    from dream_trainer.trainer.base import BaseTrainer
+    _job: ClassVar[dict[str, Any]]
 
-    job = json.loads(Path(sys.argv[1]).read_text())
-    fit = BaseTrainer.fit
-
-    def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         for config in (*args, *kwargs.values()):
-            if isinstance(config, BaseTrainerConfig) and [getattr(config, name) for name in NAMES] == job["names"]:
-                every: dict[str, Any] = dict.fromkeys(
-                    ("save_every_n_steps", "save_every_n_minutes", "save_every_n_epochs")
-                )
-                kept = dict.fromkeys(("keep_last", "keep_every_n_steps", "keep_best", "save_local_every_n_steps"))
-                places = {"directory": None, "local_directory": None, "resume": "latest", "save_on_best": False}
-                parameters: Any = config
-                parameters.checkpoint_parameters = replace(parameters.checkpoint_parameters, **every | kept | places)
-                parameters.logger_parameters = replace(parameters.logger_parameters, loggers=("jsonl",))
-                config.runs_dir = job["runs_dir"]
-                config.callbacks.add_default(_Interval(job["saves"], job["end"]))
-        return object.__new__(kind)
+            if isinstance(config, BaseTrainerConfig) and [getattr(config, n) for n in NAMES] == self._job["names"]:
+                _redirect(config, **self._job)
+        super().__init__(*args, **kwargs)
 
-    def fit_once(trainer: Any) -> None:
-        fit(trainer)
-        if trainer.config.callbacks.get(_Interval) is not None:
-            trainer.close()
+    @override
+    def fit(self) -> None:
+        super().fit()
+        if self.config.callbacks.get(_Interval) is not None:
+            self.close()
             sys.stdout.flush()
             os._exit(0)  # what the program does with a trained model is not replayed
 
-    AbstractTrainer.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
-    BaseTrainer.fit = fit_once  # type: ignore[method-assign, assignment]
+
+def _redirect(config: Any, *, runs_dir: str, saves: list[int], end: int, **_: Any) -> None:
+    every: dict[str, Any] = dict.fromkeys(("save_every_n_steps", "save_every_n_minutes", "save_every_n_epochs"))
+    kept = dict.fromkeys(("keep_last", "keep_every_n_steps", "keep_best", "save_local_every_n_steps"))
+    places = {"directory": None, "local_directory": None, "resume": "latest", "save_on_best": False}
+    config.checkpoint_parameters = replace(config.checkpoint_parameters, **every | kept | places)
+    config.logger_parameters = replace(config.logger_parameters, loggers=("jsonl",))
+    config.runs_dir = runs_dir
+    config.callbacks.add_default(_Interval(saves, end))
+
+
+def main() -> None:
+    """Runs the program of a job's file, up to the end of the interval."""
+    job = json.loads(Path(sys.argv[1]).read_text())
     path, *arguments = job["words"]
-    Program(path=path, arguments=tuple(arguments)).run_as_script()
+
+    def replayed(cls: type) -> type:
+        return type(cls.__name__, (_ReplayedTrainer, cls), {"__module__": cls.__module__, "_job": job})
+
+    with building_instead(replayed):
+        Program(path=path, arguments=tuple(arguments)).run_as_script()
 
 
 if __name__ == "__main__":

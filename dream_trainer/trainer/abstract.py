@@ -465,7 +465,7 @@ class AbstractTrainer(MixinHooks):
         the full models.
         """
         self.world.refuse_if_forbidden()
-        return _both(self._runtime.parallel.whole(), self._runtime.parallel.gathered(*models))
+        return self._runtime.parallel.gathered(*models)
 
     # -- ours
 
@@ -478,9 +478,3 @@ class AbstractTrainer(MixinHooks):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield

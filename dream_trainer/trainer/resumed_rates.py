@@ -177,7 +177,8 @@ class ResumedRates:
     ) -> list[str]:
         saved, bases = shared["schedulers"][name], list(scheduler.base_lrs)
         n_groups = len(bases)
-        factors = _for_groups(_factors(saved), n_groups)
+        pairs = zip(saved["_last_lr"], saved["base_lrs"], strict=True)
+        factors = _for_groups([float(rate) / float(base) if float(base) else 1.0 for rate, base in pairs], n_groups)
         if len(saved["base_lrs"]) == n_groups:
             scheduler.load_state_dict(dict(saved))
         else:
@@ -185,12 +186,12 @@ class ResumedRates:
         if name in shared.get("rate_caps", {}):
             self._cap(scheduler, _for_groups(shared["rate_caps"][name], n_groups))
         now = [form(scheduler.last_epoch) for form in scheduler.lr_lambdas]
-        pairs, warned = list(zip(now, factors, strict=True)), []
+        changes, warned = list(zip(now, factors, strict=True)), []
         if branch.schedule == "extend":
-            climbs = [after > before and not math.isclose(after, before) for after, before in pairs]
+            climbs = [after > before and not math.isclose(after, before) for after, before in changes]
             if any(climbs):
                 self._cap(scheduler, [cap if climb else math.inf for cap, climb in zip(factors, climbs, strict=True)])
-        elif any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs):
+        elif any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in changes):
             warned.append(
                 f"{name} has another form than in the checkpoint, as for another total_steps. At step "
                 f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}. The new form, which "
@@ -307,14 +308,6 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 def _kind(scheduler: Scheduler) -> str:
     """The name of its class; PyTorch's for one of ours."""
     return next(cls.__name__ for cls in type(scheduler).__mro__ if not is_ours(cls))
-
-
-def _factors(state: Mapping[str, Any]) -> list[float]:
-    """The factor of a LambdaLR on each group's base rate when it was saved."""
-    return [
-        float(rate) / float(base) if float(base) else 1.0
-        for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)
-    ]
 
 
 def _for_groups(factors: Sequence[float], n_groups: int) -> list[float]:

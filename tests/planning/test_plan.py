@@ -104,6 +104,13 @@ def test_errors_of_a_configuration_are_the_trainers(tmp_path: Path) -> None:
         plan(written(tmp_path), *flags, world=8, rank=0)
 
 
+def test_what_a_script_says_before_it_ends_itself_is_the_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('error: no such flag', file=sys.stderr)\nsys.exit(2)\n")
+    with pytest.raises(PlanError, match="^no such flag$"):
+        plan(str(script), world=2, rank=0)
+
+
 @pytest.mark.parametrize(("text", "n_bytes"), [("80GiB", 80 * 2**30), ("80", 80 * 2**30), ("1.5 GB", 1_500_000_000)])
 def test_memory_has_a_unit(text: str, n_bytes: int) -> None:
     assert memory_of(text) == n_bytes

@@ -37,8 +37,8 @@ if __name__ == "__main__":
 """
 
 
-def train(ranks: int) -> Path:
-    Path("train.py").write_text(PROGRAM)
+def train(ranks: int, program: str = PROGRAM) -> Path:
+    Path("train.py").write_text(program)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     subprocess.run([sys.executable, *torchrun, "train.py"], check=True, capture_output=True)
     return Path("runs/p/g/e")
@@ -85,11 +85,13 @@ def test_a_changed_program_is_found_at_its_first_step(capsys: pytest.CaptureFixt
 
 
 def test_what_cannot_be_replayed_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(1)
+    run = train(1, PROGRAM.replace("log_every_n_steps=1", "log_every_n_steps=100"))
     for words, told in {
         "--from 5": "no whole checkpoint of step 5. There are steps [4, 8, 12, 16, 20]",
         "--from 8 --to 8": "--to 8 is not among the steps 9 to 20",
-        "--program other.py": "other.py trained nothing of it",
+        "--from 8 --to 9": "steps 9 to 9 have no checkpoint and no logged value",
+        "--program other.py": "there is no program 'other.py'",
+        f"--program {ROOT}/tests/programs.py": "programs.py trained nothing of it",
     }.items():
         assert main(["checkpoints", "replay", str(run), *words.split()]) > 0
         assert told in capsys.readouterr().err

@@ -154,6 +154,7 @@ class PipelineParallelMixin(AbstractTrainer):
         pipelines: dict[nn.Module, Pipeline] = {}
         verification = self._runtime.parallel.verification
         devices: DeviceParameters = self._runtime.config.device_parameters
+        is_plain = devices.activation_checkpointing == "none" and devices.float8 == "none" and not devices.compile
         for name, model in models.items():
             if is_cut(model):
                 is_cast = half_dtype(devices) is not None and bool(fsdp_modules(model))
@@ -171,7 +172,7 @@ class PipelineParallelMixin(AbstractTrainer):
                     aside=self._outside_forward,
                     warn=lambda message: self.warn_once(message, message),
                     beside=pipelines,
-                    splits_backwards=_may_split(devices),
+                    splits_backwards=is_plain,  # gradients of weights apart from those of inputs
                     whole=whole if parameters.computes_weights_apart else [],
                     verify=None if verification is None else partial(verification.run, name, model),
                 )
@@ -249,11 +250,6 @@ class PipelineParallelMixin(AbstractTrainer):
             "state_dict() within gathered() only has the weights of this rank's stages; in one process it has the "
             "whole model's. export() writes the whole model, and so do checkpoints.",
         )
-
-
-def _may_split(devices: DeviceParameters) -> bool:
-    """Whether gradients of weights may be computed apart from those of inputs."""
-    return devices.activation_checkpointing == "none" and devices.float8 == "none" and not devices.compile
 
 
 def refuse_short_batches(runtime: Runtime, microbatches: int) -> None:
