@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         "a doubtful count of samples is passed over",
         "dream_trainer/data/sample_count.py",
-        "min(counts) != max(counts) or any(_are_alike(parts) for parts in lists)",
+        "min(counts) != max(counts) or any(map(_are_alike, lists))",
         "False",
         "tests/data/test_sample_count.py",
     ),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException as DynamicOutputShapeException,
     FakeTensor as FakeTensor,
     FakeTensorMode as FakeTensorMode,
 )
-from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
     is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type,
@@ -65,27 +63,3 @@ def without_propagation(paused: Callable[[], AbstractContextManager[None]]) -> I
         yield
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
-
-
-class _Held(NamedTuple):
-    """What is sent stays until the schedule drops the work, which the fake group does not hold it in."""
-
-    tensors: list[Tensor]
-
-    def wait(self) -> None: ...
-
-
-@contextmanager
-def sent_is_held() -> Iterator[None]:
-    """Inside, stages of a pipeline hold what they send as long as real ones do."""
-    send = schedules._batch_p2p
-
-    def batch_p2p(messages: list[dist.P2POp], *args: Any, **kwargs: Any) -> list[Any]:
-        sent = [message.tensor for message in messages if message.op is dist.isend]
-        return [*send(messages, *args, **kwargs), _Held(sent)]
-
-    schedules._batch_p2p = batch_p2p  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        schedules._batch_p2p = send

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
+    schedules,
 )
 
 from dream_trainer.compat.pytorch import after_accumulation, local_tensor, with_local
@@ -262,3 +263,27 @@ def asked_for_what_is_not_there(error: ValueError | AttributeError) -> bool:
 
 def _the_loss(loss: Tensor, number: Tensor) -> Tensor:
     return loss
+
+
+class _Held(NamedTuple):
+    """What is sent stays until the schedule drops the work, which the fake group does not hold it in."""
+
+    tensors: list[Tensor]
+
+    def wait(self) -> None: ...
+
+
+@contextmanager
+def sent_is_held() -> Iterator[None]:
+    """Inside, stages of a pipeline hold what they send as long as real ones do."""
+    send = schedules._batch_p2p
+
+    def batch_p2p(messages: list[dist.P2POp], *args: Any, **kwargs: Any) -> list[Any]:
+        sent = [message.tensor for message in messages if message.op is dist.isend]
+        return [*send(messages, *args, **kwargs), _Held(sent)]
+
+    schedules._batch_p2p = batch_p2p  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = send

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dream_trainer.checks import refuse
-from dream_trainer.compat.lone_rank import FakeTensorMode, sent_is_held
+from dream_trainer.compat.lone_rank import FakeTensorMode
+from dream_trainer.compat.pipelining import sent_is_held
 from dream_trainer.compat.pytorch import has_values
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.world import World
