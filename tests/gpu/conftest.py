@@ -23,6 +23,13 @@ def cuda() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
+def ranks_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA cannot be copied into a forked rank, and packages such as torchao start it as they are imported."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr("tests.worlds.start_method", "spawn")
+
+
+@pytest.fixture(autouse=True)
 def waiting_is_allowed_again() -> Iterator[None]:
     yield
     if torch.cuda.is_available():
