@@ -79,8 +79,8 @@ def parts(is_dry: bool) -> list[Part]:
     tests = "-m pytest -o addopts=-ra -p no:cacheprovider -q -m gpu tests/gpu" + (" --on-cpu" if is_dry else "")
     return [
         Part("tests", tests.split(), 200),
-        Part("llama", f"tools/bench/llama.py {llama} {steps}".split(), 190),
-        Part("saves", f"tools/bench/llama_save.py {llama}".split(), 130),
+        Part("llama", f"tools/bench/llama.py {llama} {steps}".split(), 150),
+        Part("saves", f"tools/bench/llama_save.py {llama}".split(), 120),
         Part("small models", [*f"tools/bench/overhead.py --device {device} {repeats} --only".split(), rows], 70),
     ]
 
