@@ -84,6 +84,11 @@ class PlanTrainer:
     """Memory of a device, such as 80GiB. If a rank needs more, plans of changes follow, and the exit code is 1."""
     ranks_per_host: int = 8
     """Neighbouring ranks on one host."""
+    search: bool = False
+    """Whether to plan meshes and recomputation, and to list those that fit, the cheapest first. Takes minutes."""
+    rates: Annotated[tuple[float, float, float], arg(metavar="TFLOPS HOST_GB NETWORK_GB")] = (400.0, 300.0, 40.0)
+    """What a search counts with: 10^12 operations a second of a device, as training reaches them, and 10^9 bytes a
+    second that a rank sends to ranks of its host, and of other hosts."""
     function: str = "default_config"
     """The function there, without arguments, that returns the config of a trainer class."""
     json: bool = False
@@ -92,6 +97,7 @@ class PlanTrainer:
     def run(self, *overrides: str) -> int:
         from dream_trainer.planning.planner import make_plan, memory_of, to_json
         from dream_trainer.planning.report import markdown
+        from dream_trainer.planning.search import Rates
 
         path, _, name = self.target.rpartition(":")
         program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
@@ -100,6 +106,7 @@ class PlanTrainer:
             self.world,
             rank=self.rank,
             ranks_per_host=self.ranks_per_host,
+            rates=Rates(*self.rates) if self.search else None,
             memory=None if self.gpu_memory is None else memory_of(self.gpu_memory),
             tell=_tell,
         )
@@ -114,7 +121,17 @@ def _tell(line: str) -> None:
 
 FLAGS: dict[str, dict[str, int]] = {
     "check": {"--quick": 0, "--no-quick": 0, "--json": 0, "--no-json": 0, "--only": 1, "--function": 1},
-    "plan": {"--world": 1, "--rank": 1, "--gpu-memory": 1, "--ranks-per-host": 1, "--function": 1, "--json": 0},
+    "plan": {
+        "--world": 1,
+        "--rank": 1,
+        "--gpu-memory": 1,
+        "--ranks-per-host": 1,
+        "--function": 1,
+        "--json": 0,
+        "--search": 0,
+        "--no-search": 0,
+        "--rates": 3,
+    },
 }
 """Of the commands that hand flags on to a program their own, with the number of words that follow."""
 

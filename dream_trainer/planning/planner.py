@@ -19,6 +19,7 @@ from dream_trainer.planning.rank_plan import (
     RankPlan,
     plan_rank,
 )
+from dream_trainer.planning.search import Cost, Mesh, Rates, search_meshes
 from dream_trainer.testing.program import Program
 
 MOST_RANKS = 4096
@@ -48,6 +49,10 @@ class MeshPlan:
     """Bytes of a device; None if nothing was asked."""
     tried: list[Tried] = field(default_factory=list)
     """What was tried where it does not fit."""
+    meshes: list[Mesh] = field(default_factory=list)
+    """What a search has planned: those that fit first, the cheapest of them at the top."""
+    rates: Rates = Rates()  # noqa: RUF009
+    """What the costs of meshes are counted with."""
 
     @property
     def fits(self) -> bool | None:
@@ -79,12 +84,20 @@ def make_plan(
     rank: int | None = None,
     ranks_per_host: int = 8,
     memory: int | None = None,
+    rates: Rates | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> MeshPlan:
-    """Plans in processes forked from this one, which should have no threads; `plan` can be called anywhere."""
+    """Plans in processes forked from this one, which should have no threads; `plan` can be called anywhere.
+
+    With `rates`, searches meshes instead of changes that would fit.
+    """
     plans, job = _plans(program, world_size, rank=rank, ranks_per_host=ranks_per_host, tell=tell)
     worst = max(plans.values(), key=lambda each: each.peak)
     found = MeshPlan(worst=worst, ranks={number: each.peak for number, each in plans.items()}, memory=memory)
+    if rates is not None:
+        refuse(memory is None, "--search needs the memory of a device. Write it too, such as --gpu-memory 80GiB.")
+        assert memory is not None
+        return replace(found, rates=rates, meshes=search_meshes(job, memory, rates, _plan_of, tell))
     if found.fits is not False:
         return found
     return replace(found, tried=list(_tried(found, replace(job, rank=worst.rank), tell)))
@@ -212,6 +225,7 @@ def plan(
     rank: int | None = None,
     gpu_memory: str | None = None,
     ranks_per_host: int = 8,
+    search: bool = False,
 ) -> MeshPlan:
     """Plans a program's trainer on many ranks, in one process without a device.
 
@@ -222,6 +236,7 @@ def plan(
         rank: The one to plan. None plans the first and the last.
         gpu_memory: Memory of a device, such as "80GiB". If a rank does not fit, changes are tried.
         ranks_per_host: Neighbouring ranks on one host.
+        search: Whether to plan meshes and recomputation too, see `MeshPlan.meshes`. Needs `gpu_memory`.
 
     Raises:
         PlanError: The program cannot be planned, or has an error that a run would have too.
@@ -236,6 +251,7 @@ def plan(
     """
     options = [f"--world={world}", f"--ranks-per-host={ranks_per_host}", "--json"]
     options += [] if rank is None else [f"--rank={rank}"]
+    options += ["--search"] if search else []
     options += [] if gpu_memory is None else [f"--gpu-memory={gpu_memory}"]
     words = [sys.executable, "-m", "dream_trainer", "plan", program, *options, *overrides]
     run = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -253,7 +269,15 @@ def from_json(text: str) -> MeshPlan:
     values = json.loads(text)
     ranks = {int(number): peak for number, peak in values["ranks"].items()}
     tried = [Tried(**each | {"plan": each["plan"] and _rank_plan(each["plan"])}) for each in values["tried"]]
-    return MeshPlan(worst=_rank_plan(values["worst"]), ranks=ranks, memory=values["memory"], tried=tried)
+    meshes = [
+        Mesh(
+            **each | {"plan": each["plan"] and _rank_plan(each["plan"]), "cost": each["cost"] and Cost(**each["cost"])}
+        )
+        for each in values["meshes"]
+    ]
+    rates = Rates(*values["rates"])
+    worst = _rank_plan(values["worst"])
+    return MeshPlan(worst=worst, ranks=ranks, memory=values["memory"], tried=tried, meshes=meshes, rates=rates)
 
 
 def _rank_plan(values: dict[str, Any]) -> RankPlan:

@@ -20,6 +20,7 @@ from torch.distributions import Distribution
 
 from dream_trainer.compat.lone_rank import DynamicOutputShapeException, ranks_of_group
 from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.config.parallel_parameters import PipelineParallelParameters
 from dream_trainer.errors import ConfigError, DreamTrainerError
 from dream_trainer.planning.planned_trainer import LEFT_OUT, PlannedTrainer, in_place_of
 from dream_trainer.planning.planned_world import NeedsFirstStageError, PlanError, become_rank
@@ -43,6 +44,8 @@ class Crossing(NamedTuple):
     """Of whole tensors: gathered, before they are scattered, or reduced."""
     sent: int
     """By this rank, if a collective is a ring."""
+    hosts: int
+    """On which the ranks are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +66,12 @@ class RankPlan:
     after: dict[str, int]
     """Bytes after a step by kind."""
     traffic: list[Crossing]
+    flops: int
+    """Of matrix products and attention in a step, with what is computed again."""
     read: dict[str, int]
     """Lines that asked a tensor for its value, with the number of times."""
     settings: dict[str, Any]
-    """The config's values that a smaller peak would change."""
+    """The config's values that a smaller peak would change, and the parts of a batch in a pipeline."""
     left_out: str
     numbers: list[int] | None = None
     """What the first stage of a pipeline tells the next one."""
@@ -163,11 +168,14 @@ def plan_of(trainer: Any, measured: StepMeasure) -> RankPlan:
     own = {id(p): p for model in trainer.named_models().values() for p in model.parameters()}
     traffic = [_sent(world, name, group, each) for (name, group), each in measured.traffic.items()]
     training, devices = config.training_parameters, config.device_parameters
+    pipeline: PipelineParallelParameters | None = vars(config).get("pipeline_parallel_parameters")
+    stages = world.mesh_shape.pp
     settings = {
         "activation_checkpointing": devices.activation_checkpointing,
         "train_batch_size": training.train_batch_size,
         "global_batch_size": training.global_batch_size,
         "accumulation": trainer.accumulation_steps,
+        "parts": 1 if pipeline is None else pipeline.stages_of_each_rank * (pipeline.microbatches or 2 * stages),
     }
     return RankPlan(
         trainer=type(trainer).__name__,
@@ -180,6 +188,7 @@ def plan_of(trainer: Any, measured: StepMeasure) -> RankPlan:
         modules=measured.modules,
         after=measured.end,
         traffic=sorted(traffic, key=lambda row: (row.dimensions, row.operation)),
+        flops=measured.flops,
         read={line: times for line, times in measured.read.items() if line},
         settings=settings,
         left_out=", ".join([*LEFT_OUT, *(["compilation"] if trainer.left_out_compilation else [])]),
@@ -196,7 +205,13 @@ def _sent(world: Any, operation: str, group: str, traffic: Traffic) -> Crossing:
     n = len(ranks)
     share = _SHARES[operation] * (n - 1) / n if operation in _SHARES else float(operation != "receive")
     return Crossing(
-        operation, _dimensions(world, ranks), n, traffic.calls, traffic.n_bytes, round(share * traffic.n_bytes)
+        operation,
+        _dimensions(world, ranks),
+        n,
+        traffic.calls,
+        traffic.n_bytes,
+        round(share * traffic.n_bytes),
+        len(set(map(world.host_of, ranks))),
     )
 
 

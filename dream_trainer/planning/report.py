@@ -25,9 +25,10 @@ _SHOWN_MODULES, _SHOWN_LINES = 12, 5
 def markdown(plan: MeshPlan) -> str:
     """The whole report."""
     worst = plan.worst
-    mesh = " x ".join(f"{name}={size}" for name, size in worst.mesh.items() if size > 1) or "one rank"
+    mesh = " x ".join(f"{name}={size}" for name, size in worst.mesh.items() if size > 1)
+    ranks = f"{worst.world_size} ranks ({mesh})" if mesh else "one rank"
     others = ", ".join(f"rank {rank}: {format_bytes(peak)}" for rank, peak in plan.ranks.items() if rank != worst.rank)
-    lines = [f"# Plan of {worst.trainer} on {worst.world_size} ranks ({mesh})", ""]
+    lines = [f"# Plan of {worst.trainer} on {ranks}", ""]
     lines += [f"Peak of a step on rank {worst.rank}: {format_bytes(worst.peak)}{f' ({others})' if others else ''}."]
     if plan.memory is not None:
         lines[-1] += f" {_verdict(plan)}"
@@ -35,6 +36,7 @@ def markdown(plan: MeshPlan) -> str:
     kinds = [name for name in _MEANS if worst.at_peak.get(name)]
     lines += [f"| {name} | {format_bytes(worst.at_peak[name])} | {_MEANS[name]} |" for name in kinds]
     lines += ["", *_tried(plan)] if plan.tried else []
+    lines += ["", *_searched(plan)] if plan.meshes else []
     lines += ["", *_modules(worst), "", *_traffic(worst), *_reads(worst)]
     took = f"{worst.seconds:.0f} s and {format_bytes(worst.process_bytes)} of this machine"
     lines += ["", f"Left out: {worst.left_out}. Kernels are those of the CPU. Took {took}."]
@@ -63,6 +65,34 @@ def _numbers(tried: Tried) -> str:
     if tried.plan is None:
         return f"{tried.error.replace('|', '/')} | -"
     return f"{format_bytes(tried.plan.peak)} | {format_bytes(sum(row.sent for row in tried.plan.traffic))}"
+
+
+def _searched(plan: MeshPlan) -> list[str]:
+    """Meshes that fit; then those that need too much memory, or cannot be planned."""
+    rates = plan.rates
+    fitting = [each for each in plan.meshes if each.fits and each.plan and each.cost]
+    lines = ["| Mesh that fits | Peak | ms of a sample | Computing | In hosts | On the network |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"] if fitting else []
+    for each in fitting:
+        assert each.plan is not None
+        assert each.cost is not None
+        cost, n = each.cost, each.cost.samples
+        parts = " | ".join(f"{1000 * seconds / n:.3g}" for seconds in (cost.compute, cost.host, cost.network))
+        lines.append(f"| `{each.flags}` | {format_bytes(each.plan.peak)} | {1000 * cost.per_sample:.3g} | {parts} |")
+    if not fitting:
+        lines = ["No mesh that was planned fits."]
+    lines += [
+        "",
+        f"Counted with {rates.tflops:g} TFLOP/s, {rates.host_gb:g} GB/s in a host and {rates.network_gb:g} GB/s",
+    ]
+    lines[-1] += " between hosts (`--rates`), as if nothing overlapped."
+    too_large = [
+        f"`{each.flags}` ({format_bytes(each.plan.peak)})" for each in plan.meshes if each.plan and not each.fits
+    ]
+    lines += ["", f"Too large: {', '.join(too_large)}."] if too_large else []
+    for each in plan.meshes:
+        lines += ["", f"Not possible: `{each.flags}`: {each.error}"] if each.error else []
+    return lines
 
 
 def _modules(plan: RankPlan) -> list[str]:

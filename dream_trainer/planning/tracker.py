@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from dream_trainer.compat.lone_rank import (
     FakeTensor,
@@ -71,6 +72,8 @@ class StepMeasure:
     """Bytes after the window by kind."""
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     """By operation and group."""
+    flops: int = 0
+    """Of matrix products and attention, with what is computed again."""
     read: dict[str, int] = field(default_factory=dict)
     """Lines that asked a tensor for its value, with the number of times."""
 
@@ -82,7 +85,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[int, Label, int]] = {}  # by storage: bytes, label, birth
         self._dead: list[Piece] = []
-        self._tick = self._total = self._peak = self._peak_at = 0
+        self._tick = self._total = self._peak = self._peak_at = self._flops = 0
         self._traffic: dict[tuple[str, str], Traffic] = {}
         self._read: Counter[str] = Counter()
         self._names: dict[int, str] = {}
@@ -135,7 +138,7 @@ class Tracker(TorchDispatchMode):
             id(part): path for name, model in models.items() for path, part in model.named_modules(prefix=name)
         }
         self._dead.clear()
-        self._traffic, self._read, self._inside = {}, Counter(), []
+        self._traffic, self._read, self._inside, self._flops = {}, Counter(), [], 0
         self._peak, self._peak_at, self.phase = self._total, self._tick, "activations"
         found = StepMeasure()
         with ExitStack() as stack:
@@ -158,6 +161,7 @@ class Tracker(TorchDispatchMode):
                 modules[piece.label.module] += piece.n_bytes
         found.peak, found.at_peak, found.modules = self._peak, dict(kinds), dict(modules)
         found.end, found.traffic, found.read = dict(end), self._traffic, dict(self._read)
+        found.flops = self._flops
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside.append(self._names.get(id(module), self._inside[-1] if self._inside else ""))
@@ -191,6 +195,8 @@ class Tracker(TorchDispatchMode):
         result = args[0] if has_none and name == "wait_tensor" else func(*args, **kwargs)
         if namespace in ("c10d", "_c10d_functional", "fsdp"):
             self._note_communication(namespace, name, args, kwargs, result)
+        if (count := _FLOPS.get(name) if namespace == "aten" else None) is not None:
+            self._flops += count(*args, **kwargs, out_val=result)
         kind = TEMPORARIES if self.phase == "activations" and not self._inside and inside_backward() else self.phase
         for tensor in leaves(result):
             if isinstance(tensor, Tensor) and not (tensor.is_meta or is_traceable_wrapper_subclass_type(type(tensor))):
@@ -231,6 +237,13 @@ class Tracker(TorchDispatchMode):
             label.kind = "communication"
 
 
+_FLOPS: dict[str, Callable[..., int]] = {
+    **{name[1]: count for packet, count in flop_registry.items() if (name := name_of_operation(packet)) is not None},
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+        grad.shape, q.shape, k.shape, v.shape
+    ),
+}
 Whole = Callable[[list[Tensor], Any], Any]
 _COLLECTIVES: dict[str, tuple[str, Whole]] = {
     "_allgather_base_": ("all_gather", lambda given, result: given[0]),

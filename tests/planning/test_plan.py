@@ -70,7 +70,7 @@ def test_a_rank_of_many_is_planned_alone_and_leaves_no_files(tmp_path: Path, mon
     assert found.worst.after["parameters"] == 4 * n_parameters / 64
     assert found.worst.after["optimizer state"] == 8 * n_parameters / 64 + 8 * 4  # with each parameter's count of steps
     assert [row for row in found.worst.traffic if row.operation == "all_gather"] == [
-        ("all_gather", "dp_shard", 64, 8, 2 * 4 * n_parameters, 2 * 4 * n_parameters * 63 // 64)
+        ("all_gather", "dp_shard", 64, 8, 2 * 4 * n_parameters, 2 * 4 * n_parameters * 63 // 64, 8)
     ]
     assert found.ranks.keys() == {63}
     assert os.listdir(tmp_path) == ["planned.py"] or sorted(os.listdir(tmp_path)) == ["__pycache__", "planned.py"]
@@ -86,6 +86,41 @@ def test_where_a_rank_does_not_fit_the_smallest_change_is_named_with_its_own_pla
     as_changed = plan(program, *found.answer.flags.split(), world=2, rank=0)
     assert as_changed.worst.peak == found.answer.plan.peak <= 0.9 * peak
     assert found.tried[-1] is found.answer
+
+
+def test_a_search_lists_the_meshes_that_fit_the_cheapest_first(tmp_path: Path) -> None:
+    found = plan(written(tmp_path), world=16, gpu_memory="0.45MiB", search=True)
+    fitting = [each for each in found.meshes if each.fits]
+    assert [each.flags for each in fitting] == [
+        "--device.dp-replicate=2 --device.dp-shard=8",
+        "--device.dp-replicate=1 --device.dp-shard=16",
+    ]
+    of_a_host, of_all = fitting
+    assert of_all.plan is not None
+    assert of_all.cost is not None
+    n_bytes, products = 4 * 4 * (64 * 64 + 64), 4 + 4 + 3  # forward, and gradients of weights and of all inputs but one
+    assert of_all.plan.flops == products * 2 * 128 * 64 * 64
+    assert of_all.cost.compute == pytest.approx(of_all.plan.flops / 400e12)
+    norm = of_all.plan.traffic[1]
+    assert norm.operation == "all_reduce"
+    sent = (2 + 1) * n_bytes * 15 / 16 + norm.sent
+    assert (of_all.cost.host, of_all.cost.network) == (0, pytest.approx(sent / 40e9))
+    assert of_all.cost.samples == 16 * 128
+    assert of_a_host.cost is not None
+    assert of_a_host.cost.per_sample < of_all.cost.per_sample
+    too_large = [each.flags for each in found.meshes if each.plan is not None and not each.fits]
+    copies = "--device.dp-replicate=16 --device.dp-shard=1"
+    recomputing = [f"{copies} --device.activation-checkpointing={way}" for way in ("selective", "full")]
+    assert sorted(too_large) == sorted([copies, *recomputing])
+    (no_layers, no_parts, no_stages) = [each.error for each in found.meshes if each.error]
+    assert "tensor_parallel=2, but Trainer does not override apply_tensor_parallel" in no_layers
+    assert "context_parallel=2, but Trainer does not override cut_batch" in no_parts
+    assert "pipeline_parallel=2" in no_stages
+
+
+def test_a_search_needs_the_memory_of_a_device(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--gpu-memory 80GiB"):
+        plan(written(tmp_path), world=2, search=True)
 
 
 def test_a_shape_that_depends_on_values_is_refused_with_its_line(tmp_path: Path) -> None:
