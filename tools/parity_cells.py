@@ -149,8 +149,22 @@ def all_cells() -> list[Cell]:
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
     cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
     cells += [*pipelines(), *tied_pipelines(), *sparse_pipelines(), *backwards_in_one()]
-    cells += [*odd_pipelines(), *sparse_parts_of_sequences()]
+    cells += [*odd_pipelines(), *sparse_parts_of_sequences(), *further_pairs()]
     return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
+
+
+def further_pairs() -> list[Cell]:
+    """Axes and options that are together in none of the other cells."""
+    by_blocks, overlapping = Cell(dp_shard=2, by_blocks=True), Cell(dp_replicate=2, overlap_reduce=True)
+    return [
+        *(Cell(cp=2, backend="aot_eager"), by_blocks._replace(cp=2, accumulation=2)),
+        Cell(cp=2, attention="ulysses", backend="aot_eager", recompute="selective"),
+        *(by_blocks._replace(ep=2, experts=True), by_blocks._replace(pp=2, packed=True)),
+        *(by_blocks._replace(tp=2, recompute="selective"), by_blocks._replace(backend="aot_eager", tied=True)),
+        *(overlapping._replace(cp=2), overlapping._replace(dp_shard=2, by_blocks=True)),
+        *(overlapping._replace(ep=2, experts=True), overlapping._replace(backend="aot_eager", packed=True)),
+        *(overlapping._replace(tied=True, weighted=False), overlapping._replace(recompute="selective")),
+    ]
 
 
 def tied_pipelines() -> list[Cell]:
