@@ -52,7 +52,7 @@ _NAMES = {
         "EXPENSIVE_OPERATIONS ValueReads checkpoint_around is_inside_function name_of_operation operation"
     ),
     "dream_trainer.compat.pipelining": (
-        "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there "
+        "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple "
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
@@ -133,6 +133,7 @@ _NAMES = {
     "dream_trainer.parallel.mixture_of_experts": "GatedExperts _Grouped MoE",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
+    "dream_trainer.parallel.parallel_models": "naming_what_is_elsewhere",
     "dream_trainer.parallel.pipeline_stages": (
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),
