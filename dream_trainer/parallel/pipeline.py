@@ -25,7 +25,7 @@ from dream_trainer.compat.pipelining import (
     refresh_copy,
 )
 from dream_trainer.compat.pytorch import is_dtensor, trained_by, write_count
-from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.distributed.seeds import numbers_of_place, preserved_random_state
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
@@ -35,7 +35,6 @@ from dream_trainer.parallel.expert_exchange import without_exchange
 from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.parallel.pipeline_stages import Apart, view_of, without_value
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
-from dream_trainer.parallel.shared_draws import numbers_of_place
 
 Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]
