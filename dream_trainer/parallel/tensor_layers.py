@@ -27,7 +27,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Placement) -> None:
-    """Declares how a random layer's input lies on tensor-parallel ranks; for `apply_tensor_parallel`.
+    """Declares how a random layer's input lies on tensor-parallel ranks, or on those that share sequences.
 
     A layer whose input is cut draws different numbers on each rank. One with a whole input draws the same on all. In
     both cases the generators of all ranks stay equal, a resumed run is exact to the bit, and a block that is recomputed
@@ -36,7 +36,7 @@ def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Plac
     Args:
         module: A dropout, or any module that draws from torch's, Python's or numpy's global generators for its whole
             input; changed in place.
-        mesh: The one-dimensional mesh that `apply_tensor_parallel` receives.
+        mesh: The one-dimensional mesh that `apply_tensor_parallel` receives, or `world.mesh["cp"]`.
         input_layout: `Shard(dim)` between a `ColwiseParallel` and a `RowwiseParallel`, and along with a
             `SequenceParallel`; otherwise `Replicate()`.
 
