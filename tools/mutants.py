@@ -1546,13 +1546,6 @@ MUTANTS = [
         "tests/trainer/test_dropout_meshes.py",
     ),
     Mutant(
-        "ranks that share sequences draw the same random numbers",
-        "dream_trainer/trainer/session.py",
-        'hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank)',
-        'hash_seed(b"rank", runtime.config.seed, runtime.world.dp_rank)',
-        "tests/trainer/test_dropout_meshes.py",
-    ),
-    Mutant(
         "ranks that share layers draw other random numbers",
         "dream_trainer/trainer/session.py",
         'hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank)',

@@ -134,7 +134,10 @@ class Pipeline:
 
     # -- training
 
-    def refuse_unfit(self, inputs: Any, targets: Any) -> None:
+    def accept(self, inputs: Any, targets: Any, weight: Callable[[Any], Weight] | None) -> list[Weight] | None:
+        """Weights of the micro-batches of a batch for training, by their targets; refuses an unfit batch on all ranks.
+
+        The first batch is compared between the ranks of the pipeline, by a collective."""
         # A graph would continue beyond the first or last stage.
         if any(leaf.requires_grad for leaf in leaves((inputs, targets)) if isinstance(leaf, Tensor)):
             raise StepError(
@@ -148,16 +151,11 @@ class Pipeline:
                 f"a batch of {rows} samples cannot be cut into microbatches={n} of one size. Use batches of a multiple "
                 f"of {n} samples, with drop_last=True, or another microbatches in pipeline_parallel_parameters."
             )
-
-    def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
-        """Looks at the first batch, a collective then; RanksDifferError if ranks of the pipeline have others."""
+        weights = None if weight is None else [weight(part) for part in cut(targets, n, rows)]
         if not self._is_compared:
             _refuse_different_batches((inputs, targets), weights, self.world)
             self._is_compared = True
-
-    def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
-        """Of each micro-batch in training, by its targets."""
-        return [weight(part) for part in cut(targets, self.microbatches, rows_of(inputs))]
+        return weights
 
     def train(
         self,

@@ -218,9 +218,7 @@ class PipelineParallelMixin(AbstractTrainer):
         batch: tuple[Any, dict[str, Any]] = (inputs, {})
         if not self.training or not torch.is_grad_enabled():
             return pipeline.evaluate(batch, targets, loss_fn, weight)
-        pipeline.refuse_unfit(batch, targets)
-        weights = None if weight is None else pipeline.weights(targets, batch, weight)
-        pipeline.compare_first(batch, targets, weights)
+        weights = pipeline.accept(batch, targets, weight)
         total = None if weights is None else sum(weights[1:], start=weights[0])
         accumulation, own_time = self._runtime.accumulation, self._runtime.parallel.gradients.own_time
         reduces, scale = accumulation.is_last, accumulation.loss_scale
