@@ -48,16 +48,14 @@ _NAMES = {
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.compat.huggingface": "files_read shuffles_in_a_buffer",
     "dream_trainer.gradient_state": "GradientState",
-    "dream_trainer.compat.operations": (
-        "EXPENSIVE_OPERATIONS ValueReads checkpoint_around is_inside_function name_of_operation operation"
-    ),
     "dream_trainer.compat.pipelining": (
-        "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple asked_for_what_is_not_there "
+        "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple "
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
-        "TCPStore after_accumulation all_gather_flat changes_gradients gathered_twins has_hooks in_backward "
-        "keep_hooks local_tensor local_tensors reading_waits set_group_timeout shard_dim without_hooks"
+        "EXPENSIVE_OPERATIONS TCPStore ValueReads after_accumulation all_gather_flat changes_gradients gathered_twins "
+        "has_hooks in_backward keep_hooks local_tensor local_tensors name_of_operation operation reading_waits "
+        "set_group_timeout shard_dim without_hooks"
     ),
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
@@ -133,12 +131,11 @@ _NAMES = {
     "dream_trainer.parallel.mixture_of_experts": "GatedExperts _Grouped MoE",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
+    "dream_trainer.parallel.parallel_models": "naming_what_is_elsewhere",
     "dream_trainer.parallel.pipeline_stages": (
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),
-    "dream_trainer.parallel.equal_parts": "EqualParts",
-    "dream_trainer.parallel.random_parts": "declare_random_layer undeclared_dropouts",
-    "dream_trainer.parallel.shared_draws": "is_draw seed_for_sequence",
+    "dream_trainer.parallel.tensor_layers": "EqualParts declare_random_layer undeclared_dropouts",
     "dream_trainer.modules.recompute": "Recomputed recompute",
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported remember_cut repeated_blocks shard_by_blocks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -30,6 +31,12 @@ def waited(value: Any) -> Any:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-untyped-call]
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether the compiler makes a graph of what is computed with a tensor."""
+    module = sys.modules.get("torch._subclasses.functional_tensor")
+    return module is not None and isinstance(tensor, module.FunctionalTensor)
 
 
 def gathered_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:

@@ -9,10 +9,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as _flex_operation
 from torch.nn.attention.bias import CausalBias as CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask as BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
+
+_VARLEN = torch.ops.torch_attn._varlen_attn
+KERNELS = frozenset((_flex_operation, _VARLEN, _VARLEN.default))
+"""The operations of the two in graphs."""
 
 _elsewhere = False
 

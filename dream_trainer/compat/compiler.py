@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,58 +35,23 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
-def in_no_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function that the compiler calls as it is, for this reason. Imports the compiler."""
-    return partial(torch.compiler.disable, reason=reason)
+def is_opaque(function: Any) -> bool:
+    """Whether it is Python code that a graph calls as it is: the compiler does not trace it."""
+    place = getattr(function, "__module__", None) or ""
+    # Functions of the compiler's own call such code: an autograd.Function, or what is not traced strictly.
+    is_pytorchs = place.partition(".")[0] == "torch" and not place.startswith("torch._dynamo.")
+    return isinstance(function, FunctionType) and not is_pytorchs
 
 
-class Call:
-    """A call in a graph that the compiler has traced, as a function mode would see it in Python."""
-
-    def __init__(self, node: torch.fx.Node, is_in_function: bool) -> None:
-        from torch.fx.node import map_arg
-
-        self._node, self.is_in_function = node, is_in_function
-        args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta.get("example_value"))
-        self.args: tuple[Any, ...] = tuple(args)  # like its arguments: tensors without data
-        self.kwargs: dict[str, Any] = dict(kwargs)
-        self.function: Any = _as_in_python(node, isinstance(next(iter(args), None), torch.Tensor))
-        self.result: Any = node.meta.get("example_value")  # like what it gives
-        self.stack = node.stack_trace or ""
-
-    @property
-    def is_flex_attention(self) -> bool:
-        return isinstance(self.function, torch._ops.HigherOrderOperator) and self.function.name() == "flex_attention"
-
-    @property
-    def is_opaque(self) -> bool:
-        """Whether it calls Python code that the compiler does not trace."""
-        place = getattr(self.function, "__module__", None) or ""
-        # Functions of the compiler's own call such code: an autograd.Function, or what is not traced strictly.
-        is_pytorchs = place.partition(".")[0] == "torch" and not place.startswith("torch._dynamo.")
-        return isinstance(self.function, FunctionType) and not is_pytorchs
-
-    def replace(self, function: Callable[..., Any]) -> None:
-        self._node.target = function
-
-
-def _as_in_python(node: torch.fx.Node, is_of_tensor: bool) -> Any:
-    if node.op == "call_method":
-        return getattr(torch.Tensor, str(node.target), None)
-    name = getattr(node.target, "__name__", "")
-    if is_of_tensor and getattr(operator, name, None) is node.target:
-        return getattr(torch.Tensor, f"__{name}__", node.target)
-    return node.target
-
-
-def change_calls(graph: torch.fx.GraphModule, change: Callable[[Call], None]) -> None:
-    """Calls `change` with each call in a graph, and in what the graph calls as one, such as checkpoints."""
+def change_calls(graph: torch.fx.GraphModule, change: Callable[[torch.fx.Node, bool], None]) -> None:
+    """Calls `change` with each call of a function in a graph, or in what the graph calls as one, such as checkpoints,
+    and with whether it is in a `torch.autograd.Function`."""
     parts = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     in_functions = {inner for part in parts for each in _parts_of_functions(part) for inner in each.modules()}
     for part in parts:
         for node in part.graph.nodes:
-            if node.op in ("call_function", "call_method"):
-                change(Call(node, part in in_functions))
+            if node.op == "call_function":
+                change(node, part in in_functions)
         part.recompile()
 
 
@@ -132,33 +95,8 @@ def own_errors(kind: type[Exception], of_shapes: Callable[[str], Exception]) -> 
         raise of_shapes(str(error)) from error
 
 
-class CompiledTooOften(Exception):
-    """A function has the maximum number of graphs, and none fits. The text says what changed."""
-
-
-class _Limits(logging.Filter):
-    """Takes what is logged where a function is compiled too often, and lets all else through."""
-
-    changed = "unknown"
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "hit config.%s" not in str(record.msg):
-            return True
-        reason = record.getMessage().partition("last reason: ")[2].partition("\n")[0]
-        self.changed = reason.partition(": ")[2] or reason  # it begins with the id of what was compiled
-        return False
-
-
-@contextmanager
-def too_often_is_told() -> Iterator[None]:
-    """Inside, a function that needs more than the maximum number of graphs raises CompiledTooOften and logs nothing."""
+def compiled_too_often() -> type[Exception]:
+    """The error of a function that has the maximum number of graphs, none of which fits."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    log, limits = logging.getLogger("torch._dynamo.convert_frame"), _Limits()
-    log.addFilter(limits)
-    try:
-        yield
-    except FailOnRecompileLimitHit as error:
-        raise CompiledTooOften(limits.changed) from error
-    finally:
-        log.removeFilter(limits)
+    return FailOnRecompileLimitHit

@@ -76,7 +76,6 @@ class UnseenState(FSDPState):
 
 
 def _with_dtype(values: Any, dtype: torch.dtype | None) -> Any:
-    """`values` with all floating-point tensors in `dtype`; None leaves them."""
     if dtype is None:
         return values
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
@@ -285,8 +284,6 @@ class DifferentiableGroup(FSDPParamGroup):
 
 
 class SharedGroup(DifferentiableGroup):
-    """A group whose parameters are sharded over ranks."""
-
     _number: int  # among the groups
 
     def unshard(self, async_op: bool = False) -> None:
@@ -603,6 +600,5 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
         self.__exit__(None, None, None)
 
     def leave_all(self) -> None:
-        """Leaves contexts that a failed forward did not leave."""
         while self._entered:
             self.end()

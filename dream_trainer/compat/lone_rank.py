@@ -26,11 +26,6 @@ def make_group_alone(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def inside_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def name_of_group(args: Any) -> str | None:
     """The name of the group in a collective's arguments."""
     for arg in args:

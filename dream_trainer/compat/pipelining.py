@@ -254,13 +254,6 @@ def _shared(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in own}
 
 
-def asked_for_what_is_not_there(error: ValueError | AttributeError) -> bool:
-    """Whether `error` is an optimizer's that was given an empty list of parameters, or speaks of something of None."""
-    if isinstance(error, AttributeError):
-        return error.name is not None and error.obj is None
-    return str(error) == "optimizer got an empty parameter list"
-
-
 def _the_loss(loss: Tensor, number: Tensor) -> Tensor:
     return loss
 

@@ -20,9 +20,12 @@ from torch._C._distributed_c10d import (
     Store as Store,
     TCPStore as TCPStore,
 )
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from typing_extensions import TypeIs
 
@@ -153,7 +156,7 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
         managed._unsharded_param = torch.nn.Parameter(whole, managed.sharded_param.requires_grad)  # 2.15 looks for it
         managed._setattr_on_modules(managed._unsharded_param)
     group._sharded_state = ShardedState.UNSHARDED
-    group._to_sharded = _do_nothing  # type: ignore[method-assign]
+    group._to_sharded = lambda: None  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -180,9 +183,6 @@ def whole_of(parameter: Any) -> Tensor:
     return DTensor.from_local(
         local, mesh["tp"], [tp_placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-
-
-def _do_nothing(*_: Any) -> None: ...
 
 
 def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
@@ -568,3 +568,58 @@ def after_accumulation(parameters: Iterable[nn.Parameter]) -> None:
         if parameter._post_accumulate_grad_hooks and parameter.grad is not None:
             for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
                 hook(parameter)
+
+
+# -- Named operations, and activation checkpointing.
+
+StopRecomputation = _StopRecomputationError
+"""Ends the second run of a checkpointed forward when all that its backward needs is there."""
+
+EXPENSIVE_OPERATIONS = (  # matrix products, convolutions, attention and collectives, kept by "selective"
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten.convolution.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+)
+
+
+def operation(name: str) -> OpOverload | None:
+    """The operation of a name such as `"aten.mm.default"`; None for one of our defaults that this PyTorch lacks."""
+    try:
+        namespace, packet, overload = name.split(".")
+        operation_of_name: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        return operation_of_name
+    except (ValueError, AttributeError, RuntimeError):
+        if name in EXPENSIVE_OPERATIONS:
+            return None
+        raise ValueError(
+            f'PyTorch has no operation {name!r}. Names look like "aten.mm.default": namespace, operation, overload.'
+        ) from None
+
+
+def name_of_operation(function: Any) -> tuple[str, str] | None:
+    """Namespace and name of an operation of `torch.ops`, whichever overload; None of any other function."""
+    if not isinstance(function, (OpOverload, OpOverloadPacket)):
+        return None
+    namespace, name, *_ = str(function).split(".")
+    return namespace, name
+
+
+class ValueReads(TorchDispatchMode):
+    """Inside, counts how often the value of a tensor is read on the host, as `item()` does: it waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -209,7 +209,6 @@ def _of_shards(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cut_as(shard: Any, values: Tensor) -> Tensor:
-    """`values`, whole or a shard, as a DTensor with the layout of `shard`."""
     if isinstance(values, DTensor):
         return values
     return distribute_tensor(values.detach(), shard.device_mesh, shard.placements, src_data_rank=None)

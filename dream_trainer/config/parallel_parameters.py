@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import torch
 
 from dream_trainer.checks import check_between, check_names, check_pattern, refuse, spell
-from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS, operation
+from dream_trainer.compat.pytorch import EXPENSIVE_OPERATIONS, operation
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 

@@ -154,7 +154,6 @@ def announce(store: Store, rank: int) -> None:
 
 
 def is_lost_connection(exc: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone."""
     if isinstance(exc, LostHostError):
         return True
     return isinstance(exc, RuntimeError) and _LOST.search(str(exc)) is not None

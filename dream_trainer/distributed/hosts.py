@@ -115,7 +115,6 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
 
 
 def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | None:
-    """Waits for the hosts; returns an error about the missing ones."""
     keys = [_key(place, number) for number in range(place.n_hosts)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
@@ -129,7 +128,6 @@ def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigEr
 
 
 def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError | None:
-    """An error if the hosts, which are all present, cannot run as one job."""
     hosts = [json.loads(value) for value in store.multi_get([_key(place, number) for number in range(place.n_hosts)])]
     names = [host_name(number, host["name"]) for number, host in enumerate(hosts)]
     problems = [f"{name}: {host['problem']}" for name, host in zip(names, hosts, strict=True) if host["problem"]]
@@ -155,7 +153,6 @@ def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError |
 
 
 def _differences(names: Sequence[str], facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Describes the facts that all hosts have and that differ."""
     for key in facts[0]:
         values = [own[key] for own in facts if key in own]
         if len(values) == len(facts) and len(set(values)) > 1:
@@ -307,7 +304,6 @@ def own_code() -> dict[str, CodeFile]:
 
 
 def digest_of_code(content: bytes) -> str:
-    """Short enough to be shown."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 

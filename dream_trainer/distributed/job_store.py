@@ -39,18 +39,12 @@ def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta)
     return PrefixStore(f"{_connection.attempt}/{number}", _connection.store)
 
 
-def job_store() -> Store | None:
-    """The keys of this attempt, for the main thread; None where no process group was made here."""
-    if _connection.store is None:
+def job_store(*, for_thread: bool = False) -> Store | None:
+    """The keys of this attempt; None where no process group was made here. A connection serves one thread at a time."""
+    store = _connection.store
+    if store is None:
         return None
-    return PrefixStore(_connection.attempt, _connection.store)
-
-
-def job_store_for_thread() -> Store | None:
-    """The same over a separate connection, since a connection serves one thread at a time."""
-    if _connection.store is None:
-        return None
-    return PrefixStore(_connection.attempt, connect_again(_connection.store))
+    return PrefixStore(_connection.attempt, connect_again(store) if for_thread else store)
 
 
 def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:

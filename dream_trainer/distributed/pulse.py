@@ -32,20 +32,9 @@ class Flags(NamedTuple):
     order_squared: int = 0  # the sums of both tell whether all ranks said the same
 
 
-class Pulse:
-    """One rank's side of the pulse."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._sums = torch.zeros(len(Flags._fields), dtype=torch.int64)
-
-    def exchange(self, mine: Flags) -> Flags:
-        """The sums of all ranks' flags; waits for every rank to call it."""
-        if self._world.world_size == 1:
-            return mine
-        self._sums.copy_(torch.tensor(mine))
-        self._world.all_reduce(self._sums)
-        return Flags(*self._sums.tolist())
+def exchange(world: World, mine: Flags) -> Flags:
+    """The sums of all ranks' flags; waits for every rank to call it."""
+    return mine if world.world_size == 1 else Flags(*world.all_reduce(torch.tensor(mine)).tolist())
 
 
 @dataclass(slots=True)
@@ -66,7 +55,6 @@ class Requests:
         return self.terminated or self.interrupted
 
     def heard_of_save(self) -> None:
-        """All ranks have heard that one of them wants a save."""
         self.save_requested = self.save_signalled = False
         self.save_is_known = self.save_is_owed = True
 
@@ -83,5 +71,4 @@ class Requests:
         return "max_time has passed"
 
     def forget_signals(self) -> None:
-        """Forgets the requests of signals so far, which are done."""
         self.terminated = self.hung_up = self.interrupted = self.save_signalled = False

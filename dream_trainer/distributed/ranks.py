@@ -267,14 +267,11 @@ def _spelled(values: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
-    spelled = [f"{value[:200]} on {_spelled_ranks(holders)}" for value, holders in list(ranks.items())[:4]]
+    spelled = [
+        f"{value[:200]} on rank{'s' if len(holders) > 1 else ''} {listed([*map(str, holders)], 8)}"
+        for value, holders in list(ranks.items())[:4]
+    ]
     return "; ".join([*spelled, "..."] if len(ranks) > 4 else spelled)
-
-
-def _spelled_ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
 def plain_facts(name: str, value: Any) -> dict[str, str]:

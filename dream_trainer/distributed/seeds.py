@@ -7,8 +7,8 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -182,6 +182,15 @@ class preserved_random_state(AbstractContextManager[None]):
         put_back(self._state)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
+
+
+@contextmanager
+def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterator[None]:
+    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay equal."""
+    shared = int(torch.randint(2**62, (), device="cpu", generator=torch.default_generator))
+    with preserved_random_state(device):
+        seed_device(hash_seed(purpose, shared, place), device)
+        yield
 
 
 _PREFIX = "random."

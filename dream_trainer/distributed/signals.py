@@ -44,7 +44,6 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _forked.i
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """Processes forked inside are workers of a loader."""
     _forked.is_worker = True
     try:
         yield

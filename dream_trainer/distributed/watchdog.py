@@ -21,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, NoReturn
 
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import Store, recorded_collectives
 from dream_trainer.distributed.failure import first_to_fail, tell_failure
 from dream_trainer.users_code import line_running_in
@@ -196,7 +197,7 @@ class Watchdog:
             with suppress(RuntimeError):
                 if self.store.check([key]):
                     ranks.setdefault(self.store.get(key).decode(), []).append(rank)
-        said = [f"\nrank {_numbers(of_line)} at {line}" for line, of_line in ranks.items() if line]
+        said = [f"\nrank {listed([*map(str, of_line)], 16)} at {line}" for line, of_line in ranks.items() if line]
         return "".join(said[:_LINES])
 
     def _leave(self, first: int) -> NoReturn:
@@ -215,14 +216,11 @@ class Watchdog:
         written = f"The stacks of all threads are in {self._path.parent}, a file for each rank."
         if not missing:
             return written
+        numbers = listed([*map(str, missing)], 16)
         return (
-            f"{written} {len(missing)} of {self.world_size} ranks wrote none ({_numbers(missing)}): they are gone, or "
-            f"in native code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
+            f"{written} {len(missing)} of {self.world_size} ranks wrote none ({numbers}): they are gone, or in native "
+            f"code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
         )
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
 
 
 def stacks() -> str:

@@ -317,7 +317,7 @@ class World(Ranks):
 
     def connect_to_store(self) -> Store | None:
         """A separate connection to the job's store, for a thread; None at world size 1."""
-        return None if self.world_size == 1 else job_store.job_store_for_thread()
+        return None if self.world_size == 1 else job_store.job_store(for_thread=True)
 
     @property
     def n_hosts(self) -> int:
@@ -333,12 +333,10 @@ class World(Ranks):
 
     @property
     def host(self) -> str:
-        """Name of this rank's host in messages."""
         name = socket.gethostname()
         return host_name(self.host_number, name) if self.n_hosts > 1 else name
 
     def links(self, ranks: Sequence[int]) -> str:
-        """Describes the links between `ranks`."""
         n_hosts = len(set(map(self.host_of, ranks)))
         return "inside the host" if n_hosts == 1 else f"between {n_hosts} hosts"
 
@@ -414,7 +412,6 @@ class World(Ranks):
 
 
 def close_at_exit(world: World) -> None:
-    """Closes `world` when the interpreter ends, unless it is closed already."""
     if world.world_size == 1:
         return
 
@@ -456,14 +453,14 @@ def linear(values: Tensor, operation: Callable[[Tensor], Tensor], adjoint: Calla
     return result
 
 
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, ...] of each rank to [ranks * n, ...] of all."""
     gathered = own.new_empty((group.size() * len(own), *own.shape[1:]))
     all_gather_flat(gathered, own.contiguous(), group)
     return gathered
 
 
-def _summed(every: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed_rows(every: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks * n, ...] of each rank to the sum over ranks of this one's [n, ...]."""
     summed = every.new_empty((len(every) // group.size(), *every.shape[1:]))
     sum_scatter_flat(summed, every.contiguous(), group)
@@ -478,7 +475,7 @@ def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tenso
         refuse_differences(ranks, {"values to gather": form}, "Only the number of rows may differ.")
     lengths = facts[ranks.rank % ranks.data_copies :: ranks.data_copies, 0].tolist()
     longest = max(lengths)
-    gather, add = partial(_gathered, group=group), partial(_summed, group=group)
+    gather, add = partial(gathered_rows, group=group), partial(summed_rows, group=group)
     if min(lengths) == longest:
         return linear(values, gather, add)
     padded = F.pad(values, (0, 0) * (values.dim() - 1) + (0, longest - len(values)))

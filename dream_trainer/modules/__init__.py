@@ -13,6 +13,6 @@ if TYPE_CHECKING:
         MoE as MoE,
         SharedExperts as SharedExperts,
     )
-    from dream_trainer.parallel.random_parts import declare_random_layer as declare_random_layer
+    from dream_trainer.parallel.tensor_layers import declare_random_layer as declare_random_layer
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -14,8 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from dream_trainer.compat.operations import StopRecomputation, checkpoint_around, is_inside_function, operation
-from dream_trainer.compat.pytorch import function_modes
+from dream_trainer.compat.pytorch import StopRecomputation, function_modes, operation
 from dream_trainer.errors import StepError
 from dream_trainer.modules.block_state import BlockState, Moves, put_back, tensors_in
 from dream_trainer.modules.class_change import Changed, change_class, own_class
@@ -56,7 +55,6 @@ class BlockCall:
         self.is_watched = self._state.is_new  # the first in these modes, whose second run has to give the same
         self._flags = [(parameter, parameter.requires_grad) for parameter in block.parameters()]
         self._modes = function_modes()  # backward runs without
-        self._is_foreign = is_recomputed_by_others()
         self._python = random.getstate()  # of torch's it is kept already
         self._inner: Any = None
         self._expected: list[tuple[Tensor, int]] | None = None  # what the first run gave, if it is watched
@@ -69,13 +67,7 @@ class BlockCall:
         return first, self
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        before = _calls.innermost
-        if not self._is_foreign:
-            _calls.innermost = checkpoint_around()
-        try:
-            output = self._forward(*args, **kwargs)
-        finally:
-            _calls.innermost = before
+        output = self._forward(*args, **kwargs)
         if self._again is not None and self._expected is not None:
             self._found = _values(output)
         return output
@@ -125,16 +117,10 @@ _REMEDY = (
 class _Calls:
     """The calls of this process's blocks."""
 
-    innermost: object = None  # the checkpoint of the block that runs for the first time
     last: Callable[[], Recomputed | None] | None = None  # the block that was computed again last
 
 
 _calls = _Calls()
-
-
-def is_recomputed_by_others() -> bool:
-    """Whether a checkpoint that is not ours will run this again: its second run is not in the modes of the first."""
-    return checkpoint_around() not in (None, _calls.innermost) or is_inside_function()
 
 
 def mismatch(error: Exception) -> StepError:

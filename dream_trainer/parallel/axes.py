@@ -59,7 +59,6 @@ class TensorParallelism(MeshParallelism):
     """Layers divided among ranks that see the same data."""
 
     def apply(self, setup: AxisSetup) -> None:
-        """Refuses a plan that split nothing, too."""
         super().apply(setup)
         if not any(is_dtensor(parameter) for model in setup.models.values() for parameter in model.parameters()):
             names = " or ".join(f"self.{name}" for name in setup.models)
@@ -93,23 +92,9 @@ class ContextParallelism(Parallelism):
     """Sequences divided among ranks; its mixin cuts each batch."""
 
     def compile_options(self, config: Any, world: World | None) -> dict[str, Any]:
-        """Each shape by itself."""
         return {"dynamic": False}
 
-    def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Refuses a block within another."""
-        names = {module: name for name, module in model.named_modules()}
-        for block in blocks:
-            inner = next((module for module in block.modules() if module is not block and module in blocks), None)
-            if inner is not None:
-                raise ConfigError(
-                    f"model_blocks gives {names.get(block)!r} and {names.get(inner)!r}, which is within it: under "
-                    "context_parallel each block is compiled whole, by itself. Name one of the two, or use "
-                    "compile=False."
-                )
-
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
-        """Compiled whole, with attention that communicates."""
         from dream_trainer.parallel.context_attention import compile_with_shared_attention
 
         compile_with_shared_attention(
@@ -122,7 +107,6 @@ class ExpertParallelism(MeshParallelism):
     """Experts of mixtures divided among ranks that see different data."""
 
     def split(self, setup: AxisSetup, mesh: DeviceMesh) -> None:
-        """Makes the hook divide experts, and shards each rank's part."""
         super().split(setup, mesh)
         models = setup.models
         if not any(setup.world.all_gather_object(bool(modules_of_experts(models.values())))):
@@ -149,7 +133,6 @@ class ExpertParallelism(MeshParallelism):
             )
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Each rank has all experts."""
         return whole_experts(model)
 
 

@@ -6,11 +6,10 @@ Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from functools import partial, wraps
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import FunctionType
 from typing import Any
 from weakref import ref
 
@@ -24,42 +23,41 @@ from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.checks import refuse
-from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, summed_in_graph
-from dream_trainer.compat.attention import CausalBias, attend_elsewhere, causal_to_the_last_key, has_keys_elsewhere
+from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, is_traced, summed_in_graph
+from dream_trainer.compat.attention import (
+    KERNELS,
+    CausalBias,
+    attend_elsewhere,
+    causal_to_the_last_key,
+    has_keys_elsewhere,
+)
 from dream_trainer.compat.compiler import (
-    Call,
     CompiledInside,
-    CompiledTooOften,
     change_calls,
     changing_backend,
-    in_no_graph,
+    compiled_too_often,
+    is_opaque,
     own_errors,
-    too_often_is_told,
 )
-from dream_trainer.compat.operations import name_of_operation
-from dream_trainer.compat.pytorch import all_gather_flat, function_modes, in_backward, is_dtensor, sum_scatter_flat
-from dream_trainer.distributed.world import linear
+from dream_trainer.compat.pytorch import function_modes, in_backward, is_dtensor
+from dream_trainer.distributed.world import gathered_rows, linear, summed_rows
 from dream_trainer.errors import ConfigError, DreamTrainerError, StepError
-from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.parallel.shared_draws import PartShapes, RandomFunction, is_draw
+from dream_trainer.modules.class_change import Changed, change_class
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Masked = Callable[..., Tensor]
 
 
 class ContextAttention(ABC):
-    """The common part of all methods."""
-
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts  # who has which positions
         self.lengths: set[int] = set()  # this rank's positions of the running batch's sequences
-        self.shapes = PartShapes()  # of the running batch
+        self.rows = 1  # samples in the running batch
+        self.given: list[tuple[Tensor, int | None]] = []  # the step's tensors, and the dimension of the cut, if any
 
-    def in_graphs(self) -> ContextAttention:
-        """The same for the lengths of now, with collectives that the compiler knows."""
-        attention = copy(self)
-        attention.parts, attention.lengths = self.parts.in_graphs(), _KnownLengths(self.lengths)
-        return attention
+    def _is_length(self, size: object) -> bool:
+        """Whether it is that of a part; a compiler may not know a size yet, such as how many tokens an expert gets."""
+        return isinstance(size, int) and size in self.lengths
 
     def scaled_dot_product_attention(
         self,
@@ -80,8 +78,8 @@ class ContextAttention(ABC):
                 "local heads (use_local_output=True, ColwiseParallel's default)."
             )
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
-        if key.shape[-2] not in self.lengths:
-            if query.shape[-2] in self.lengths and is_causal:
+        if not self._is_length(key.shape[-2]):
+            if self._is_length(query.shape[-2]) and is_causal:
                 raise StepError(
                     f"causal attention of {query.shape[-2]} queries, this rank's part of a sequence, to "
                     f"{key.shape[-2]} keys, which are no part of it. Cut both in cut_batch, or neither."
@@ -100,7 +98,7 @@ class ContextAttention(ABC):
     def _refuse_unlike(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> None:
         queries, keys = query.shape[-2], key.shape[-2]
         columns, wrong = keys * self.parts.size, ""
-        if queries not in self.lengths or (is_causal and queries != keys):
+        if not self._is_length(queries) or (is_causal and queries != keys):
             wrong = (
                 f"attention of {queries} queries to {keys} keys, which are this rank's part of a sequence: the queries "
                 "are no such part. Cut what they come from in cut_batch, too."
@@ -113,20 +111,10 @@ class ContextAttention(ABC):
             wrong = (
                 f"attn_mask has the shape {tuple(mask.shape)}, and this rank's {queries} queries see the keys of all "
                 f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Only cut a whole "
-                "mask along its queries, cut(mask, dim=-2), or make it with packed_attention_mask."
+                "mask along its queries, cut(mask, dim=-2), or make it with packed_attention_mask, outside compiled "
+                "blocks."
             )
         refuse(wrong, wrong, StepError)
-
-
-class _KnownLengths(set[int]):
-    """Looked for among sizes that a compiler may not know yet, such as how many tokens an expert gets."""
-
-    def __contains__(self, size: object) -> bool:
-        return isinstance(size, int) and super().__contains__(size)
-
-    def isdisjoint(self, sizes: Iterable[object]) -> bool:
-        """Whether none of `sizes` is known to be one of these."""
-        return not any(size in self for size in sizes)
 
 
 class GatheredAttention(ContextAttention):
@@ -213,13 +201,12 @@ def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 # only see this rank's positions: the first step's verification finds it (`parallel/verify.py`).
 
 
-Handler = Callable[..., Any]
-
 _COMPILED = (
     "torch.compile, or flex_attention, which is compiled, inside a step whose sequences are shared by ranks. Under "
     "context_parallel call scaled_dot_product_attention, uncompiled; for packed rows packed_attention, which may use "
     "flex_attention."
 )
+_BY_OPERATION = torch.ops.aten.scaled_dot_product_attention
 
 
 class AttentionTakeover(TorchFunctionMode):
@@ -228,23 +215,24 @@ class AttentionTakeover(TorchFunctionMode):
     def __init__(
         self,
         attention: ContextAttention,
-        further: Callable[[ContextAttention], Mapping[Callable[..., Any], Handler]],
-        warn: Callable[[str, str], None],
+        further: Callable[[ContextAttention], Mapping[Callable[..., Any], Callable[..., Any]]],
     ) -> None:
         super().__init__()
-        self.attention, self.further, self.warn = attention, further, warn
+        self.attention, self.further = attention, further
         self.compiled: dict[Any, Callable[..., Any]] = {}  # for the lengths of sequences, by whose it is
         self.runs_compiled = True  # whether blocks that are compiled run so
-        self._handlers = _Handlers(self._first_seen)
-        self._handlers |= further(attention)
-        self._handlers[F.scaled_dot_product_attention] = attention.scaled_dot_product_attention
+        names = (F.scaled_dot_product_attention, _BY_OPERATION, _BY_OPERATION.default)
+        self.handlers: dict[Any, Callable[..., Any]] = {
+            **further(attention),
+            **dict.fromkeys(names, attention.scaled_dot_product_attention),
+        }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_compiling():
             raise StepError(_COMPILED)
-        return self._handlers[func](*args, **(kwargs or {}))
+        return self.handlers.get(func, func)(*args, **(kwargs or {}))
 
     def is_on(self) -> bool:
         """Whether a step is running, outside `aside`."""
@@ -271,38 +259,6 @@ class AttentionTakeover(TorchFunctionMode):
         finally:
             self.runs_compiled = True
 
-    def _first_seen(self, function: Any) -> Handler:
-        """The replacement of a function that has no handler yet; computed once per function."""
-        operation = name_of_operation(function)
-        if operation == ("aten", F.scaled_dot_product_attention.__name__):
-            return self.attention.scaled_dot_product_attention
-        name = operation[1].strip("_") if operation is not None else _name_in_pytorch(function)
-        if is_draw(name) and function is not Tensor.__rand__:  # the reversed `&`
-            return RandomFunction(function, name, self.attention.shapes)
-        return function  # type: ignore[no-any-return]
-
-
-class _Handlers(dict[Any, Handler]):
-    """Handlers of functions, each found at the function's first call."""
-
-    def __init__(self, first_seen: Callable[[Any], Handler]) -> None:
-        super().__init__()
-        self._first_seen = first_seen
-
-    def __missing__(self, function: Any) -> Handler:
-        handler = self._first_seen(function)
-        if not isinstance(function, FunctionType) or function.__closure__ is None:  # such may be made for each call
-            self[function] = handler
-        return handler
-
-
-def _name_in_pytorch(function: Any) -> str:
-    """The name of a function of PyTorch's, without underscores around it; nothing for any other."""
-    if not isinstance(function, BuiltinFunctionType | FunctionType | MethodDescriptorType | WrapperDescriptorType):
-        return ""
-    is_pytorchs = not isinstance(function, FunctionType) or function.__module__.startswith("torch.")
-    return function.__name__.strip("_") if is_pytorchs else ""
-
 
 # -- The positions of a sequence that each rank has, and the collectives that join or exchange its parts.
 #
@@ -313,7 +269,7 @@ class SequenceParts:
     """The parts of sequences that the ranks of a group have."""
 
     def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
-        self.size, self._rank = size, rank
+        self.size = size
         self.n_chunks = 2 * size if is_balanced else size  # chunks of a sequence
         self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
         self.chunks = self._chunks_of[rank]  # this rank's chunks, rising
@@ -342,7 +298,11 @@ class SequenceParts:
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         assert self._group is not None
-        parts = self._all_gather(part.contiguous(), self._group)
+        part = part.contiguous()
+        if is_traced(part):
+            parts = gathered_in_graph(part.flatten(), self.size, self._group).view(self.size, *part.shape)
+        else:
+            parts = gathered_rows(part[None], self._group)
         length = part.shape[dim] * self.size // self.n_chunks
         owners = {chunk: (rank, place) for rank, own in enumerate(self._chunks_of) for place, chunk in enumerate(own)}
         places = [owners[chunk] for chunk in range(self.n_chunks)]
@@ -352,45 +312,22 @@ class SequenceParts:
         """The sum over ranks of this one's positions of `whole`, without gradients."""
         assert self._group is not None
         every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
-        return self._sum_scatter(every, self._group)
+        if is_traced(every):
+            return summed_in_graph(every.flatten(), self.size, self._group).view(every.shape[1:])
+        return summed_rows(every, self._group)[0]
 
     def exchange(self, by_rank: Tensor) -> Tensor:
         assert self._group is not None
-        return self._all_to_all(by_rank.contiguous(), self._group)
-
-    def in_graphs(self) -> SequenceParts:
-        """The same, with collectives that the compiler knows."""
-        return _PartsInGraphs(self._rank, self.size, self._group, is_balanced=self.n_chunks > self.size)
-
-    def _all_gather(self, part: Tensor, group: ProcessGroup) -> Tensor:
-        parts = part.new_empty((self.size, *part.shape))
-        all_gather_flat(parts.flatten(), part.flatten(), group)
-        return parts
-
-    def _sum_scatter(self, every: Tensor, group: ProcessGroup) -> Tensor:
-        own = torch.empty_like(every[0])
-        sum_scatter_flat(own.flatten(), every.flatten(), group)
-        return own
-
-    def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
+        by_rank = by_rank.contiguous()
+        if is_traced(by_rank):
+            return exchanged_in_graph(by_rank.flatten(), self.size, self._group).view(by_rank.shape)
         out = torch.empty_like(by_rank)
-        dist.all_to_all_single(out, by_rank, group=group)
+        dist.all_to_all_single(out, by_rank, group=self._group)
         return out
 
     def _part(self, whole: Tensor, dim: int, chunks: tuple[int, ...]) -> Tensor:
         length = whole.shape[dim] // self.n_chunks
         return torch.cat([whole.narrow(dim, chunk * length, length) for chunk in chunks], dim)
-
-
-class _PartsInGraphs(SequenceParts):
-    def _all_gather(self, part: Tensor, group: ProcessGroup) -> Tensor:
-        return gathered_in_graph(part.flatten(), self.size, group).view(self.size, *part.shape)
-
-    def _sum_scatter(self, every: Tensor, group: ProcessGroup) -> Tensor:
-        return summed_in_graph(every.flatten(), self.size, group).view(every.shape[1:])
-
-    def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
-        return exchanged_in_graph(by_rank.flatten(), self.size, group).view(by_rank.shape)
 
 
 # -- Compiled blocks.
@@ -403,9 +340,8 @@ class SharedBlock(CompiledInside, Changed):
     _whole: Callable[..., Any]  # the forward of its class, compiled as it is
 
     # A graph compiled around it would trace it as if there were no mode, and attend within this rank's positions.
-    @in_no_graph("blocks are compiled by themselves under context_parallel")
+    @torch.compiler.disable(reason="blocks are compiled by themselves under context_parallel")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
         modes = function_modes()
         takeover = next((mode for mode in modes if isinstance(mode, AttentionTakeover)), None)
         if (in_backward() and takeover is None) or (takeover is not None and takeover is not modes[-1]):
@@ -420,51 +356,31 @@ class SharedBlock(CompiledInside, Changed):
         forward = super().forward
         if not takeover.runs_compiled:
             return forward(*args, **kwargs)
-        lengths, own, changed = frozenset(takeover.attention.lengths), ref(self), ""
+        lengths, own = frozenset(takeover.attention.lengths), ref(self)
         # Equal blocks share graphs, up to PyTorch's limit; if blocks differ more, each gets separate graphs.
         for owner in (own,) if (own, lengths) in takeover.compiled else (type(self), own):
+            key = owner, lengths
+            if key not in takeover.compiled:
+                takeover.compiled[key] = _compiled(takeover, *type(self)._backend)
             try:
-                return _compiled_output(takeover, (owner, lengths), type(self)._backend, forward, args, kwargs)
-            except CompiledTooOften as error:
-                changed = str(error)
-        name = own_class(self).__name__
-        takeover.warn(f"{name} compiled too often", _TOO_OFTEN.format(name, changed))
+                with takeover.aside(), has_keys_elsewhere(), own_errors(DreamTrainerError, _misfit):
+                    output = takeover.compiled[key](forward, *args, **kwargs)
+            except compiled_too_often():  # from now on only its graphs that fit are used
+                takeover.compiled[key] = torch.compiler.set_stance("eager_on_recompile")(takeover.compiled[key])
+                continue
+            if output is not None:
+                return output[0]
         return forward(*args, **kwargs)
 
 
-_TOO_OFTEN = (
-    "a block of class {} was compiled as often as the compiler allows, and runs uncompiled where something changes "
-    "again: right, but slowly. Under context_parallel keep numbers that change out of its attributes, and pad batches "
-    "to few shapes. The compiler says that this changed: {}"
-)
-
-
-def _compiled_output(
-    takeover: AttentionTakeover,
-    key: Any,
-    backend: tuple[str, str | None, Any],
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    if key not in takeover.compiled:
-        # `_run`, compiled for the lengths of now
-        attention = takeover.attention.in_graphs()
-        share = partial(_share, _InGraphs(attention, takeover.further, takeover.warn))
-        torch.compiler.allow_in_graph(attend_elsewhere)
-        # A separate function has separate graphs, and its own limit on their number.
-        run = FunctionType(_run.__code__.replace(), globals())
-        takeover.compiled[key] = torch.compile(
-            run, backend=changing_backend(*backend, partial(change_calls, change=share)), fullgraph=True, dynamic=False
-        )
-    with takeover.aside(), has_keys_elsewhere(), own_errors(DreamTrainerError, _misfit), too_often_is_told():
-        output, is_compiled = takeover.compiled[key](forward, *args, **kwargs)
-    if not is_compiled:
-        raise StepError(
-            "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or with the "
-            "compiler switched off: its attention only saw this rank's part of a sequence. Use compile=False."
-        )
-    return output
+def _compiled(takeover: AttentionTakeover, name: str, mode: str | None, options: Any) -> Callable[..., Any]:
+    """`_run`, compiled for the lengths of now."""
+    share = partial(_share, _InGraphs(takeover.attention, takeover.further))
+    torch.compiler.allow_in_graph(attend_elsewhere)
+    # A separate function has separate graphs, and its own limit on their number.
+    run = FunctionType(_run.__code__.replace(), globals())
+    backend = changing_backend(name, mode, options, partial(change_calls, change=share))
+    return torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
 
 
 class _InGraphs(AttentionTakeover):
@@ -473,19 +389,9 @@ class _InGraphs(AttentionTakeover):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.handler(func)(*args, **(kwargs or {}))
+        return self.handlers.get(func, func)(*args, **(kwargs or {}))
 
-    def handler(self, function: Any) -> Handler:
-        """The replacement of a function; itself, if it has none."""
-        return self._handlers[function]
-
-    def attends(self, function: Any) -> bool:
-        """Whether a function is attention that goes to ours."""
-        return self.handler(function) == self.attention.scaled_dot_product_attention or function is attend_elsewhere
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, inside this mode."""
-
+    def around(self, function: Any) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -494,9 +400,9 @@ class _InGraphs(AttentionTakeover):
         return call
 
 
-def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
-    """The result of `forward`, and whether the compiler has traced it."""
-    return forward(*args, **kwargs), is_compiling()
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any] | None:
+    """The result of `forward`; None, uncomputed, if the compiler does not trace it."""
+    return (forward(*args, **kwargs),) if is_compiling() else None
 
 
 def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
@@ -506,32 +412,24 @@ def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str 
     change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
 
 
-def _share(in_graphs: _InGraphs, call: Call) -> None:
-    """Redirects a call of attention to ours."""
-    handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
-    if isinstance(handler, RandomFunction):
-        handler.refuse_in_graph(call.result, *call.args, **call.kwargs)
-        handler = handler.function
-    if attends and call.is_in_function:
+def _share(in_graphs: _InGraphs, node: torch.fx.Node, is_in_function: bool) -> None:
+    function: Any = node.target
+    handler = in_graphs.handlers.get(function)
+    if handler is not None and is_in_function:
         raise StepError(
             "attention inside a torch.autograd.Function, in a compiled block under context_parallel: its backward "
             "would be of this rank's part of a sequence. Call scaled_dot_product_attention outside of it."
         )
-    if attends:
-        call.replace(handler)
-    elif call.is_flex_attention or "attend_varlen" in call.stack:
+    if function in KERNELS:
         raise StepError(
             'flex_attention, or packed_attention with a mask of kind "flex" or "varlen", within a compiled block under '
             'context_parallel. Use scaled_dot_product_attention, or packed_attention_mask(..., kind="sdpa"); or '
             "compile=False."
         )
-    elif "in packed_attention_mask" in call.stack:
-        raise StepError(
-            "packed_attention_mask was called in a compiled block under context_parallel, and only sees this rank's "
-            "documents there. Make the mask before the blocks, and pass it to them; or use compile=False."
-        )
-    elif call.is_opaque:
-        call.replace(in_graphs.around(call.function))
+    if handler is not None:
+        node.target = handler
+    elif is_opaque(function):
+        node.target = in_graphs.around(function)
 
 
 def _misfit(text: str) -> StepError:

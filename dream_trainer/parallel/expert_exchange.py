@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dream_trainer.compat.pytorch import all_gather_flat, has_values, is_dtensor
-from dream_trainer.distributed.world import linear
+from dream_trainer.compat.pytorch import has_values, is_dtensor
+from dream_trainer.distributed.world import gathered_rows, linear
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class
+from dream_trainer.parallel.plain_run import plain
 
 EXPERT_DIM = "ep"
 
@@ -132,9 +133,7 @@ class Alike:
     def _all_rows(self, part: Tensor, n_rows: int) -> Tensor:
         most, of_row = -(-n_rows // self.size), part.shape[1:]
         padded = torch.cat((part, part.new_zeros((most - len(part), *of_row)))) if len(part) < most else part
-        parts = part.new_empty((self.size * most, *of_row))
-        all_gather_flat(parts, padded, self.group)
-        return parts.view(self.size, most, *of_row).transpose(0, 1).flatten(0, 1)[:n_rows]
+        return gathered_rows(padded, self.group).view(self.size, most, *of_row).transpose(0, 1).flatten(0, 1)[:n_rows]
 
 
 def _exchanged(rows: Tensor, coming: list[int], leaving: list[int], group: ProcessGroup) -> Tensor:
@@ -195,61 +194,53 @@ class _Unsent(ExpertExchange):
         self._group, self._size, self._alike = exchange._group, exchange._size, None
 
     def send(self, rows: Tensor, counts: Tensor) -> Visitors:
-        """None of `rows`."""
         none = counts.new_zeros(len(counts) // self._size)
         return _Nobody(rows[:0], none, none[:0], [], [], self._group, None, len(rows))
 
 
 class _Nobody(Visitors):
     def give_back(self, rows: Tensor) -> Tensor:
-        """Zeros for all rows."""
         return rows.new_zeros((self._n_rows, *rows.shape[1:])).requires_grad_(rows.requires_grad)
 
 
 @contextmanager
 def without_exchange(model: nn.Module) -> Iterator[None]:
     """Inside, forwards of `model` give results of the right shapes without communication: no expert gets a token."""
-    attributes = [vars(part) for part in model.modules()]
-    exchanges = [(of, of["exchange"]) for of in attributes if isinstance(of.get("exchange"), ExpertExchange)]
-    for of, exchange in exchanges:
-        of["exchange"] = _Unsent(exchange)
+    exchanges = _exchanges(model)
+    for part, exchange in exchanges.items():
+        vars(part)["exchange"] = _Unsent(exchange)
     try:
         yield
     finally:
-        for of, exchange in exchanges:
-            of["exchange"] = exchange
+        for part, exchange in exchanges.items():
+            vars(part)["exchange"] = exchange
 
 
 @contextmanager
 def whole_experts(model: nn.Module) -> Iterator[None]:
     """Inside, each rank has the weights of all experts of `model`, and forwards exchange nothing. No gradients."""
-    attributes = {part: vars(part) for part in model.modules()}
-    exchanges = {
-        part: of["exchange"] for part, of in attributes.items() if isinstance(of.get("exchange"), ExpertExchange)
-    }
+    exchanges = _exchanges(model)
     own = [(part, name, weight) for part in exchanges for name, weight in part.named_parameters(recurse=False)]
     split = [(part, name, weight) for part, name, weight in own if is_shared_by_experts(weight)]
     for part, name, weight in split:
-        part.register_parameter(name, nn.Parameter(_whole(weight), requires_grad=False))
+        part.register_parameter(name, nn.Parameter(plain(weight), requires_grad=False))
     for part in exchanges:
-        attributes[part]["exchange"] = None
+        vars(part)["exchange"] = None
     try:
         yield
     finally:
         for part, name, weight in split:
             part.register_parameter(name, weight)
         for part, exchange in exchanges.items():
-            attributes[part]["exchange"] = exchange
+            vars(part)["exchange"] = exchange
 
 
-def _whole(weight: nn.Parameter) -> Tensor:
-    assert is_dtensor(weight)
-    with torch.no_grad():
-        return weight.full_tensor()
+def _exchanges(model: nn.Module) -> dict[nn.Module, ExpertExchange]:
+    found = {part: vars(part).get("exchange") for part in model.modules()}
+    return {part: exchange for part, exchange in found.items() if isinstance(exchange, ExpertExchange)}
 
 
 def is_shared_by_experts(parameter: nn.Parameter) -> bool:
-    """Whether ranks have parts of `parameter` by experts."""
     return is_dtensor(parameter) and EXPERT_DIM in (parameter.device_mesh.mesh_dim_names or ())
 
 

@@ -48,7 +48,6 @@ class _Buffer(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """This rank's part, if the buffer is a DTensor."""
         tensor: Tensor = self.module.get_buffer(self.key)
         return local_tensor(tensor).detach()
 
@@ -80,7 +79,6 @@ class JoinedBuffers:
         return [*buffers.values()]
 
     def averaged_storages(self) -> set[int]:
-        """The identity of the storage of each averaged buffer (`storage_id`)."""
         return {storage_id(buffer.value) for buffer in self._buffers() if buffer.policy == "mean"}
 
     def with_policy(self, policy: BufferPolicy) -> list[str]:

@@ -124,7 +124,6 @@ class MoE(nn.Module):
         self.loads.zero_()
 
     def extra_repr(self) -> str:
-        """Options that its parts do not show."""
         return f"top_k={self.top_k}, scores={self.scores}, balance_rate={self.balance_rate}"
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.compat.pytorch import begin_root
-from dream_trainer.errors import HookError, StepError
+from dream_trainer.errors import StepError
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.sharded_model import ShardedModel
@@ -228,29 +228,15 @@ class ParallelModels:
         """Inside, optimizers are built, and lists of parameters hold those of steps; a collective on all ranks."""
         made_of_whole = MadeOfWhole(self._whole_of.values())
         touchable, self._touchable = self._touchable, None
-        with self.whole(), made_of_whole if self.whole_in_steps else nullcontext():
-            try:
-                yield
-            except (ValueError, AttributeError) as error:
-                self._explain_what_is_elsewhere(error)
-                raise
+        named = naming_what_is_elsewhere() if self.stages else _NOTHING
+        with self.whole(), made_of_whole if self.whole_in_steps else _NOTHING, named:
+            yield
         self._touchable = touchable
         shards, parts = self.gradients.shard_of, {}
         for tensor, parameter in made_of_whole.made:
             sharded = next(one for one in self.whole_in_steps if id(parameter) in one.shard_of)
             parts[id(tensor)] = sharded.part_of(parameter, tensor)
         self._optimizers.adopt(shards, parts)
-
-    def _explain_what_is_elsewhere(self, error: ValueError | AttributeError) -> None:
-        from dream_trainer.compat.pipelining import asked_for_what_is_not_there
-
-        if self.stages and asked_for_what_is_not_there(error):
-            raise HookError(
-                f"configure_optimizers failed ({error}): each rank only has the layers of its stage of the pipeline, "
-                "and None instead of others. Choose parameters by their names, and give them to the optimizer as a "
-                'group, which may be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if '
-                'name.startswith("head.")]}]).'
-            ) from error
 
     def forget_whole(self) -> None:
         """Code that may change shards has run: the next `whole` gathers them."""
@@ -289,6 +275,23 @@ class ParallelModels:
         self._is_whole = False
 
 
+@contextmanager
+def naming_what_is_elsewhere() -> Iterator[None]:
+    """Inside, an error of code that asks a part of a model for what other stages hold says so."""
+    try:
+        yield
+    except (ValueError, AttributeError) as error:
+        is_none = isinstance(error, AttributeError) and error.name is not None and error.obj is None
+        if is_none or str(error) == "optimizer got an empty parameter list":
+            error.add_note(
+                "Under pipeline_parallel each rank only has the layers of its stages, and None instead of others. "
+                "Check `is not None` first, or leave it to the model's forward. Choose an optimizer's parameters by "
+                'their names, and give them to it as a group, which may be empty: AdamW([{"params": [p for name, p in '
+                'self.model.named_parameters() if name.startswith("head.")]}]).'
+            )
+        raise
+
+
 _OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
 
 
@@ -320,8 +323,6 @@ class MadeOfWhole(TorchFunctionMode):
 
 
 class WholeOptimizers:
-    """Swaps the tensors that optimizers hold."""
-
     def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._optimizers = optimizers
         self._attributes: list[tuple[Optimizer, str]] = []

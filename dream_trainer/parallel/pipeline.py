@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,11 @@ from dream_trainer.compat.fully_shard import as_one_backward
 from dream_trainer.compat.pipelining import (
     ScheduledStage,
     as_tuple,
-    asked_for_what_is_not_there,
     new_schedule,
     refresh_copy,
 )
 from dream_trainer.compat.pytorch import is_dtensor, trained_by, write_count
-from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.distributed.seeds import numbers_of_place, preserved_random_state
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
@@ -36,7 +35,6 @@ from dream_trainer.parallel.expert_exchange import without_exchange
 from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.parallel.pipeline_stages import Apart, view_of, without_value
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
-from dream_trainer.parallel.shared_draws import numbers_of_place
 
 Weight = Tensor | float
 LossFunction = Callable[[Any, Any], Tensor]
@@ -90,7 +88,6 @@ class Pipeline:
     backward_context: AbstractContextManager[Any] | None
     output_dtype: torch.dtype | None
     aside: Callable[[], AbstractContextManager[Any]]
-    warn: Callable[[str], None]
     beside: Mapping[nn.Module, Pipeline]
     splits_backwards: bool
     whole: Sequence[nn.Module]
@@ -128,32 +125,37 @@ class Pipeline:
     def refuse_inside_another(self) -> None:
         """Refuses a collective call from inside the loss of another pipelined model."""
         for running in [pipeline for pipeline in self.beside.values() if pipeline.is_running]:
-            refuse_inside(running.name, self.name, self.world.stages)
+            raise StepError(
+                f"{self.name}, which is cut into stages by pipeline_parallel={self.world.stages}, was called in a loss "
+                f"or layer of {running.name}, which only some ranks compute. For a loss over both put both into one "
+                f"module, or keep {self.name} whole on each rank: have pipeline_stages return None for it. Otherwise "
+                "call it before, under torch.no_grad(), and pass its outputs as targets."
+            )
 
     # -- training
 
-    def refuse_unfit(self, inputs: Any, targets: Any) -> None:
-        """Refuses a batch for training, on all ranks."""
-        refuse_graphs((inputs, targets), self.name, self.world.stages)
+    def accept(self, inputs: Any, targets: Any, weight: Callable[[Any], Weight] | None) -> list[Weight] | None:
+        """Weights of the micro-batches of a batch for training, by their targets; refuses an unfit batch on all ranks.
+
+        The first batch is compared between the ranks of the pipeline, by a collective."""
+        # A graph would continue beyond the first or last stage.
+        if any(leaf.requires_grad for leaf in leaves((inputs, targets)) if isinstance(leaf, Tensor)):
+            raise StepError(
+                f"forward_backward of {self.name} was given inputs or targets that need gradients, as another model's "
+                f"outputs do, under pipeline_parallel={self.world.stages}, but gradients only pass from stage to "
+                "stage. Put both models into one module, or detach() inputs that this loss should not train."
+            )
         rows, n = rows_of(inputs), self.microbatches
         if rows == 0 or rows % n:
             raise DataError(
                 f"a batch of {rows} samples cannot be cut into microbatches={n} of one size. Use batches of a multiple "
                 f"of {n} samples, with drop_last=True, or another microbatches in pipeline_parallel_parameters."
             )
-
-    def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
-        """Looks at the first batch, a collective then; RanksDifferError if ranks of the pipeline have others."""
+        weights = None if weight is None else [weight(part) for part in cut(targets, n, rows)]
         if not self._is_compared:
-            # refuses a first batch that ranks of the pipeline differ in; a collective. Warns of labels without weights
             _refuse_different_batches((inputs, targets), weights, self.world)
-            if weights is None and _have_unequal_labels(targets, self.microbatches):
-                self.warn(_UNWEIGHTED)
             self._is_compared = True
-
-    def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
-        """Of each micro-batch in training, by its targets."""
-        return [weight(part) for part in cut(targets, self.microbatches, rows_of(inputs))]
+        return weights
 
     def train(
         self,
@@ -188,7 +190,11 @@ class Pipeline:
         if stage < self.last:
             parts = self.messages.parts(as_tuple(output))
             if any(now.requires_grad and not then.requires_grad for now, then in zip(parts, like.outputs, strict=True)):
-                refuse_unfrozen(stage, self.name)
+                raise StepError(  # the next stage has no buffer to send it back
+                    f"the outputs of stage {stage} of {self.name} need gradients, and did not in the first batch of "
+                    "this shape: layers before it were unfrozen since. In a pipeline unfreeze them before the first "
+                    "batch, or train them from the start at a rate of 0 and raise that."
+                )
             return parts
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
@@ -285,7 +291,12 @@ class Pipeline:
     def call(self, inputs: Any) -> Any:
         """The outputs of the whole model, on each rank of the pipeline."""
         self.refuse_inside_another()
-        refuse_calls_with_gradients(self.world.stages)
+        if torch.is_grad_enabled():
+            raise StepError(
+                f"the model was called under pipeline_parallel={self.world.stages}, with gradients, but each rank only "
+                "has some of its layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, "
+                "weight=...); elsewhere call the model under torch.no_grad(), on all ranks."
+            )
         self.world.refuse_if_forbidden()
         rows = rows_of(inputs)
         with self.running():
@@ -318,11 +329,13 @@ class Pipeline:
 
     def _like(self, number: int, args: tuple[Any, ...], output: Any) -> _Seen:
         is_last = number == self.last
-        outputs = (torch.empty(()),) if is_last else _without_values(self.messages.parts(as_tuple(output)))
+        outputs = (torch.empty(()),) if is_last else tuple(map(without_value, self.messages.parts(as_tuple(output))))
         if number == 0:
             return _Seen((torch.zeros(1, dtype=torch.int64),), outputs, (), ())
         changed = tuple([write_count(value) > 0 for value in args])
-        return _Seen(_without_values(self.messages.parts(args)), outputs, tuple(map(layout_of, args)), changed)
+        return _Seen(
+            tuple(map(without_value, self.messages.parts(args))), outputs, tuple(map(layout_of, args)), changed
+        )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -337,10 +350,6 @@ class Pipeline:
                 yield
             finally:
                 self.is_running = False
-
-
-def _without_values(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(map(without_value, tensors))
 
 
 def _checked(loss: Any) -> Tensor:
@@ -475,49 +484,6 @@ def layout_of(tensor: Tensor) -> int:
 # -- What a model in stages cannot be given, or called for, in the words of its user.
 
 
-_UNWEIGHTED = (
-    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out. Micro-batches "
-    "have unequal numbers of labels but count equally, so the loss is not one process's mean over labels. Pass "
-    "weight=lambda targets: (targets != -100).sum(), and have loss_fn return the mean over these labels."
-)
-
-
-def _have_unequal_labels(targets: Any, microbatches: int) -> bool:
-    """Whether micro-batches have unequal numbers of -100 among integers, the label that PyTorch's losses ignore."""
-    tensors = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
-    integers = [leaf for leaf in tensors if leaf.ndim and len(leaf) % microbatches == 0]
-    ignored = [(leaf == -100).unflatten(0, (microbatches, -1)).flatten(1).sum(1) for leaf in integers]
-    return any(bool((counts != counts[0]).any()) for counts in ignored)
-
-
-def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Callable[[Any, int], Any]:
-    """`step`, which says why where it asks a part of a model for something that other stages hold."""
-
-    def run(batch: Any, batch_idx: int) -> Any:
-        try:
-            return step(batch, batch_idx)
-        except AttributeError as error:
-            if not asked_for_what_is_not_there(error):
-                raise
-            raise StepError(
-                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}: each "
-                "rank only has the layers of its stages, and None instead of others. Check `is not None` first, or "
-                "leave it to the model's forward."
-            ) from error
-
-    return run
-
-
-def refuse_graphs(batch: Any, name: str, stages: int) -> None:
-    """Raises StepError if a tensor in a batch has a graph: it would continue beyond the first or last stage."""
-    if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
-        raise StepError(
-            f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "
-            f"do, under pipeline_parallel={stages}, but gradients only pass from stage to stage. Put both models into "
-            "one module, or detach() inputs that this loss should not train."
-        )
-
-
 def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:
     """Raises RanksDifferError if ranks of a pipeline have other batches, or other weights of the same; a collective."""
     numbers = None if weights is None else [torch.tensor(float(weight)) for weight in weights]
@@ -535,32 +501,3 @@ def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | No
             "stages would be scaled differently. Pass the same weight= to forward_backward on all of "
             "them, a function that only uses targets."
         )
-
-
-def refuse_calls_with_gradients(stages: int) -> None:
-    """Raises StepError if gradients are enabled, since no rank would have the graph."""
-    if torch.is_grad_enabled():
-        raise StepError(
-            f"the model was called under pipeline_parallel={stages}, with gradients, but each rank only has some of "
-            "its layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
-            "elsewhere call the model under torch.no_grad(), on all ranks."
-        )
-
-
-def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
-    """Raises StepError: the pipelined model `name` was called inside `running`, another pipelined model."""
-    raise StepError(
-        f"{name}, which is cut into stages by pipeline_parallel={stages}, was called in a loss or layer of {running}, "
-        "which only some ranks compute. For a loss over both put both into one module, or keep "
-        f"{name} whole on each rank: have pipeline_stages return None for it. Otherwise call it before, under "
-        "torch.no_grad(), and pass its outputs as targets."
-    )
-
-
-def refuse_unfrozen(stage: int, name: str) -> NoReturn:
-    """Raises StepError: a stage's output needs a gradient, and the next stage has no buffer to send it back."""
-    raise StepError(
-        f"the outputs of stage {stage} of {name} need gradients, and did not in the first batch of this shape: layers "
-        "before it were unfrozen since. In a pipeline unfreeze them before the first batch, or train them from the "
-        "start at a rate of 0 and raise that."
-    )

@@ -41,7 +41,7 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
     is_short = len(places) < n_stages
     _refuse_repeated(model, lambda entry: is_short or entry in blocks)
     if is_short:
-        found = f"{len(places)} repeated block{'s' if len(places) > 1 else ''}" if places else _where_looked(model)
+        found = f"{len(places)} repeated blocks, which are modules of one class in a ModuleList or Sequential"
         fewer = (
             f"Use at most {len(places)} stages, which are pipeline_parallel times the stages of each rank (1 under "
             "1F1B and GPipe, 2 or more under the others)"
@@ -95,35 +95,18 @@ def _refuse_shared(trained: Mapping[str, nn.Module], cut: Collection[nn.Module])
                 )
 
 
-def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            yield name or "the model itself", list(module)
-
-
 def _refuse_repeated(model: nn.Module, counts: Callable[[nn.Module], bool]) -> None:
-    for name, entries in _lists(model):
+    lists = [(n, part) for n, part in model.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    for name, entries in lists:
         layers = [entry for entry in entries if counts(entry) and next(entry.parameters(), None) is not None]
         if len(set(layers)) < len(layers):
             raise ConfigError(
-                f"{name} of {type(model).__name__} has {len(layers)} layers that are only {len(set(layers))} different "
-                "modules: layers that share all weights, so each stage needs a copy. Return from pipeline_stages "
+                f"{name or 'the list'} of {type(model).__name__} has {len(layers)} layers that are only "
+                f"{len(set(layers))} different modules: layers that share all weights, so each stage needs a copy. "
+                "Return from pipeline_stages "
                 f"the entries of each stage, such as '{name}.0' and '{name}.1': copies begin equal, and are trained "
                 "by the sum of their gradients."
             )
-
-
-def _where_looked(model: nn.Module) -> str:
-    """Which lists a model has, and why their modules do not count."""
-    found = [f"{name} has {_counted(parts)}" for name, parts in _lists(model)]
-    lists = "; ".join(found[:3]) or "it has neither"
-    return f"no repeated blocks, which are two or more modules of one class in a ModuleList or Sequential ({lists})"
-
-
-def _counted(parts: Sequence[nn.Module]) -> str:
-    if len(parts) < 2:
-        return f"{len(parts)} module"
-    return f"{len(parts)} modules of {len(set(map(own_class, parts)))} classes"
 
 
 def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:
@@ -140,7 +123,6 @@ def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[s
 
 
 def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: int) -> None:
-    """Checks that `stages` name each parameter of `model` once."""
     if len(stages) != n_stages or not all(stages):
         counts = ", ".join(str(len(names)) for names in stages)
         raise HookError(
@@ -342,7 +324,6 @@ class Apart:
         return tuple([g.redistribute(placements=of.placements) if is_dtensor(of) else g for g, of in given])
 
     def _refuse_failures(self, kind: type[Exception]) -> None:
-        """Raises on all ranks what failed on one."""
         whys = [why for why in all_gather_objects(self._why, self.group) if why]
         if whys:
             raise kind(whys[0])

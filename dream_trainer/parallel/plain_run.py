@@ -160,7 +160,6 @@ class Gradients:
         return with_local(gradient, local.new_zeros(()).expand(local.shape))
 
     def add_whole(self, path: str, gradient: Tensor) -> None:
-        """Adds to the expected gradient of the parameter at `path`."""
         path = self._path[path]
         self._add(self._whole, path, self._sketch(path, gradient, [torch.arange(size) for size in gradient.shape]))
 
@@ -253,7 +252,6 @@ class PlainRun:
         block.forward = forward
 
     def _gathered(self, name: str) -> Tensor:
-        """A whole parameter; a collective if ranks have parts of it."""
         if not self._tensors.is_trained(name):
             return self._tensors[name]
         gather, note = partial(self._tensors.__getitem__, name), partial(self.gradients.add_whole, name)

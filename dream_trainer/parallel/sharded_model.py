@@ -229,7 +229,6 @@ class ShardedModel:
                 )
 
     def whole_writes(self) -> list[int]:
-        """How often each whole parameter was written to."""
         return [write_count(parameter.whole) for parameter in self._parameters]
 
     def give_gradients_to_shards(self) -> None:
@@ -239,7 +238,6 @@ class ShardedModel:
                 parameter.shard.grad = with_local(parameter.shard, parameter.own_rows(gradient).contiguous())
 
     def drop_shards_gradients(self) -> None:
-        """Takes from the shards what `give_gradients_to_shards` gave them."""
         for parameter in self._parameters:
             parameter.shard.grad = None
 

@@ -51,7 +51,6 @@ def shard_by_blocks(
     the model is cut. Parameters without a dimension, and those that an axis has divided, stay as they are."""
     from torch.distributed.fsdp import fully_shard
 
-    _refuse_what_is_not_cut(model)
     _refuse_ties_across(model, blocks)
     left_out = {parameter for parameter in model.parameters() if parameter.ndim == 0 or is_part(parameter)}
     if left_out:
@@ -70,7 +69,6 @@ def shard_by_blocks(
 
 
 def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_wrapped: bool) -> None:
-    """Refuses models whose gradients cannot be handled."""
     owner: dict[int, str] = {}
     for model_name, model in models.items():
         for name, module in model.named_modules(prefix=model_name):
@@ -91,19 +89,6 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_
                 raise ConfigError(
                     f"{other} and {name} are one parameter in two models, which fully_shard cannot wrap twice. Put "
                     "both models into one module, assigned to self."
-                )
-
-
-def _refuse_what_is_not_cut(model: nn.Module) -> None:
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            kind = "has a TorchScript module" if isinstance(module, torch.jit.ScriptModule) else None
-            if not parameter.is_contiguous():
-                kind = f"has strides {parameter.stride()} and is not contiguous"
-            if kind is not None:
-                raise ConfigError(
-                    f"{name} {kind}, and fully_shard takes neither. Raise fsdp_parameters.min_group_mib above the "
-                    "model's size, make it a contiguous parameter of a Python module, or use dp_shard=1."
                 )
 
 
@@ -303,8 +288,6 @@ class Tie:
 
 
 class Described(NamedTuple):
-    """A parameter of a model."""
-
     names: tuple[str, ...]  # several if it is tied, first that of the stage
     parameter: nn.Parameter | None  # None if it is another stage's
     is_trained: bool  # of another stage's, whether it was when the model was cut

@@ -205,7 +205,7 @@ class Verification:
             with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, own_run.norms_as_in):
                 expected = run(whole_args, whole_kwargs)
         except WRONG as error:
-            self._cannot(name, self._why_it_failed(error))
+            self._cannot(name, f"it fails in one piece ({type(error).__name__}: {error})")
             return None
         has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
         misses[_DRAWS] = Miss(float(has_drawn), torch.inf, 0.0, 0.0)
@@ -322,15 +322,6 @@ class Verification:
                 if not key.startswith("_") and isinstance(value, list | dict):
                     vars(module)[key] = copy.copy(value)
 
-    def _why_it_failed(self, error: Exception) -> str:
-        takeover = self.takeover()
-        lengths = (
-            ""
-            if takeover is None
-            else f" on what is put together along the dimension of {sorted(takeover.attention.lengths)} positions"
-        )
-        return f"it fails in one piece{lengths} ({type(error).__name__}: {error})"
-
     def _cannot(self, name: str, why: str) -> None:
         self.warn_once(
             f"verification of self.{name}",
@@ -344,11 +335,11 @@ class Verification:
         if takeover is None:
             return tensor
         attention = takeover.attention
-        for part, cut_along in attention.shapes.given:
+        for part, cut_along in attention.given:
             if part is tensor:
                 return tensor if cut_along is None else attention.parts.joined(tensor, cut_along)
         dims = [dim for dim, size in enumerate(tensor.shape) if size in attention.lengths]
-        if dims and (dims[0] > 0 or tensor.shape[0] != attention.shapes.rows):
+        if dims and (dims[0] > 0 or tensor.shape[0] != attention.rows):
             return attention.parts.joined(tensor, dims[0])
         if len(dims) > 1:
             return attention.parts.joined(tensor, dims[1])
@@ -397,7 +388,7 @@ class Verification:
         (dim,), tensors = longer, world.mesh_shape.tp
         own = shape[dim]
         if takeover is not None:
-            parts, rows, lengths = takeover.attention.parts, takeover.attention.shapes.rows, takeover.attention.lengths
+            parts, rows, lengths = takeover.attention.parts, takeover.attention.rows, takeover.attention.lengths
             lengths = lengths | {length // tensors for length in lengths}
             if own not in lengths:  # a batch that is flattened with its positions, as logits are for a loss
                 if own % rows or own // rows not in lengths or whole.shape[dim] % rows:

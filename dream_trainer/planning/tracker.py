@@ -19,13 +19,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from dream_trainer.compat.lone_rank import (
     FakeTensor,
     TorchDispatchMode,
-    inside_backward,
     is_traceable_wrapper_subclass_type,
     name_of_group,
     without_propagation,
 )
-from dream_trainer.compat.operations import name_of_operation
-from dream_trainer.compat.pytorch import local_tensor, storage_id
+from dream_trainer.compat.pytorch import in_backward, local_tensor, name_of_operation, storage_id
 from dream_trainer.nested import leaves
 from dream_trainer.users_code import line_running_in
 
@@ -197,7 +195,7 @@ class Tracker(TorchDispatchMode):
             self._note_communication(namespace, name, args, kwargs, result)
         if (count := _FLOPS.get(name) if namespace == "aten" else None) is not None:
             self._flops += count(*args, **kwargs, out_val=result)
-        kind = TEMPORARIES if self.phase == "activations" and not self._inside and inside_backward() else self.phase
+        kind = TEMPORARIES if self.phase == "activations" and not self._inside and in_backward() else self.phase
         for tensor in leaves(result):
             if isinstance(tensor, Tensor) and not (tensor.is_meta or is_traceable_wrapper_subclass_type(type(tensor))):
                 self._note(tensor, kind)

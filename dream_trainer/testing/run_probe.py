@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from dream_trainer.compat.operations import ValueReads
-from dream_trainer.compat.pytorch import steps_taken
+from dream_trainer.compat.pytorch import ValueReads, steps_taken
 from dream_trainer.data.stream import loader_batch_size
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.events.callback import Callback

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from dream_trainer.checkpoint.saving import Saving
-from dream_trainer.distributed.pulse import Flags, Pulse, Requests
+from dream_trainer.distributed.pulse import Flags, Requests, exchange
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
@@ -39,7 +39,6 @@ class Coordinator:
 
     def begin(self, world: World, saver: Saving, gradients: GradientState, timed: Sequence[Timed]) -> None:
         self._world, self._saver, self._gradients = world, saver, gradients
-        self._pulse = Pulse(world)
         self._is_alone, self._is_main = world.world_size == 1, world.is_main
         gradients.own_time.is_wanted = world.world_size > 1
         self._is_one_stage = world.stages == 1  # stages run other blocks than each other
@@ -83,7 +82,7 @@ class Coordinator:
         )
         flags = local_flags
         if not self._is_alone:
-            flags = self._pulse.exchange(local_flags)
+            flags = exchange(self._world, local_flags)
             if flags.order_squared * self._world.world_size != flags.order * flags.order:
                 refuse_unlike_order(self._world, self._progress.global_step)
         self._clocks = flags.clocks
@@ -123,7 +122,7 @@ class Coordinator:
     def count_batches(self, local_flags: Flags) -> Flags:
         """Exchanges only whether there are batches, and no signals."""
         self.exchanges += 1
-        return self._pulse.exchange(local_flags)
+        return exchange(self._world, local_flags)
 
     def _stop(self, flags: Flags) -> None:
         if not self.stopped:

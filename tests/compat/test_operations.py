@@ -1,8 +1,6 @@
-"""Operations of PyTorch are known by name, whichever overload is called."""
+"""Operations of PyTorch are known by name, whichever overload is called, and reads of values counted."""
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tests import api
 
@@ -27,19 +25,3 @@ def test_reads_of_values_are_counted_and_nothing_else_is() -> None:
         doubled = torch.arange(4.0) * 2
         assert (float(doubled[1]), doubled.sum().item(), bool(doubled.any())) == (2.0, 12.0, True)
     assert reads.count == 3
-
-
-def test_a_first_run_inside_a_checkpoint_or_another_function_is_seen_and_nothing_else_is() -> None:
-    seen: list[tuple[bool, bool]] = []
-
-    def run(x: Tensor) -> Tensor:
-        seen.append((api.checkpoint_around() is not None, api.is_inside_function()))
-        return x.sin()
-
-    x = torch.ones(2, requires_grad=True)
-    for is_reentrant in (False, True):
-        checkpoint(run, x, use_reentrant=is_reentrant).sum().backward()
-    for context in (torch.autograd.graph.save_on_cpu(), torch.no_grad(), torch.inference_mode()):
-        with context:
-            run(x)
-    assert seen == [(True, False), (False, False), (False, True), *[(False, False)] * 4]

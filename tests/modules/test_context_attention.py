@@ -33,11 +33,9 @@ def heads(seed: int, count: int) -> Tensor:
     return torch.randn(2, count, LENGTH, 5, dtype=torch.float64, generator=generator)
 
 
-def step(
-    attention: api.ContextAttention, *lengths: int, warn: Callable[[str, str], None] = print
-) -> api.AttentionTakeover:
+def step(attention: api.ContextAttention, *lengths: int) -> api.AttentionTakeover:
     attention.lengths = set(lengths)
-    return api.AttentionTakeover(attention, api.handlers, warn)
+    return api.AttentionTakeover(attention, api.handlers)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -207,7 +207,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_statistics_of_batch_norm_move_once_in_a_step_that_is_computed_again(kind: str, momentum: float | None) -> None:
-    from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS
+    from dream_trainer.compat.pytorch import EXPENSIVE_OPERATIONS
     from dream_trainer.modules.recompute import recompute
 
     torch.manual_seed(0)

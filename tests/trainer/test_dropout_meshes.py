@@ -1,4 +1,4 @@
-"""Random layers drop the same where ranks compute the same, and not where they have other samples or positions."""
+"""Random layers drop the same where ranks have the same samples, or parts of them, and not where they have others."""
 
 import logging
 from typing import Any
@@ -63,10 +63,10 @@ def train() -> tuple[dict[str, Tensor], list[str]]:
     return found, said.messages
 
 
-def test_what_ranks_drop_is_equal_on_the_axis_of_split_layers_and_on_no_other() -> None:
+def test_what_ranks_drop_is_equal_on_the_axes_of_split_layers_and_sequences_and_on_no_other() -> None:
     (here, said), (there, _) = run_world(train, 2)
     (message,) = said  # of tensor parallelism alone
     assert "dropout: apply_tensor_parallel does not say whether the tensor_parallel=2 ranks have" in message
     equal = {name: torch.equal(here[name], there[name]) for name in CASES}
     assert all(8 < int(dropped.sum()) < 56 for dropped in (*here.values(), *there.values()))
-    assert equal == {name: name == "tensor parallel" for name in CASES}
+    assert equal == {name: name in ("tensor parallel", "context parallel") for name in CASES}

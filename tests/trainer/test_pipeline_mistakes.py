@@ -39,9 +39,9 @@ def test_blocks_are_dealt_evenly_with_what_comes_before_and_after_them() -> None
 
 def test_a_model_that_cannot_be_cut_is_named_with_what_to_do() -> None:
     model = Model(Case())
-    with pytest.raises(api.ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use at most {BLOCKS} stages, w"):
+    with pytest.raises(api.ConfigError, match=f"Model has {BLOCKS} repeated blocks, .* Use at most {BLOCKS} stages, w"):
         stages_of(model, 6)
-    with pytest.raises(api.ConfigError, match=r"has no repeated blocks, .*Sequential \(it has neither\)"):
+    with pytest.raises(api.ConfigError, match="has 0 repeated blocks, which .*Sequential"):
         api.even_stages(nn.Linear(2, 2), [], 2)
     first, last = stages_of(model)
     with pytest.raises(api.HookError, match=r"gave 2 stages \(4, 5 names\), and 3 are needed"):
@@ -195,8 +195,6 @@ def test_means_that_depend_on_the_number_of_micro_batches_are_named() -> None:
     for told in run_world(be_unweighted, 2):
         (norms,) = (message for message in told if "normalise each micro-batch" in message)
         assert norms.startswith("head.2 of Normed normalise each micro-batch of a pipeline by itself")
-        (labels,) = (message for message in told if "targets hold -100" in message)
-        assert "forward_backward() was given no weight=" in labels
 
 
 class Other(Trained):
@@ -225,9 +223,9 @@ class Other(Trained):
 
 
 MISTAKES = {
-    "elsewhere": "the step asked for 'weight' of None ('NoneType' object has no attribute 'weight') under pipeline_par",
+    "elsewhere": "Under pipeline_parallel each rank only has the layers of its stages, and None instead of others.",
     "groups": "one parameter with copies in several stages, and embedding.weight is in group 0 of optim",
-    "of nothing": "configure_optimizers failed (optimizer got an empty parameter list): each rank has the layers of",
+    "of nothing": "Choose an optimizer's parameters by their names, and give them to it as a group, which may be empty",
     "microbatches": "microbatches=1 is less than pipeline_parallel=2",
     "unfrozen": "the outputs of stage 0 of self.model need gradients, and did not in the first batch of this shape",
 }

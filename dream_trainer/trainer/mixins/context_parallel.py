@@ -6,7 +6,7 @@ their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,10 +19,10 @@ from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, s
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import DataError, HookError, RanksDifferError
 from dream_trainer.loggers.records import NoRecord
+from dream_trainer.nested import leaves
 from dream_trainer.parallel.axes import CONTEXT
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.micro_batches import digest
-from dream_trainer.parallel.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.runtime import Runtime
 
@@ -85,7 +85,7 @@ class ContextParallelMixin(AbstractTrainer):
 
         attention = _attention(self._runtime)
         self.__sequence_cut = SequenceCut(attention, self.world)
-        self._runtime.takeover = AttentionTakeover(attention, handlers, self.warn_once)
+        self._runtime.takeover = AttentionTakeover(attention, handlers)
 
     def _outside_forward(self) -> AbstractContextManager[None]:
         takeover = self._runtime.takeover
@@ -108,12 +108,12 @@ class ContextParallelMixin(AbstractTrainer):
             if isinstance(self._runtime.records.current, NoRecord):  # a prediction
                 return with_whole_batch(batch, batch_idx)
             seed = _step_seed(self._runtime, batch_idx)
-            cut.begin(batch)
+            cut.begin()
             with preserved_random_state(device):
                 seed_device(seed, device)
                 part = _checked(self._runtime, self.cut_batch(batch, cut.cut))
             cut.end(part, is_training=self.training)
-            seed_for_sequence(hash_seed(b"step", seed))
+            seed_device(hash_seed(b"step", seed), device)
             with takeover:
                 result = step(part, batch_idx)
             cut.forget()
@@ -157,29 +157,28 @@ def _checked(runtime: Runtime, batch: Any) -> Any:
 class SequenceCut:
     def __init__(self, attention: ContextAttention, world: World) -> None:
         self._attention, self._world = attention, world
-        self._batch: Any = None
         self._digest = 0
         self._is_compared = False
 
-    def begin(self, batch: Any) -> None:
-        self._batch, self._digest = batch, 0
+    def begin(self) -> None:
+        self._digest = 0
         self._attention.lengths = set()
-        self._attention.shapes.begin()
+        self._attention.rows, self._attention.given = 1, []
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's positions of `tensor`, whose dimension `dim` is the sequence."""
+        what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
-            what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise HookError(
-                f"cut_batch called cut({self._name(tensor)}, dim={dim}) with {what}. Only cut tensors along the "
-                "sequence, and name their dimension: cut(tensor, dim=...)."
+                f"cut_batch called cut(..., dim={dim}) with {what}. Only cut tensors along the sequence, and name the "
+                "dimension: cut(tensor, dim=...)."
             )
         length, parts = tensor.shape[dim], self._attention.parts
         if length == 0 or length % parts.n_chunks:
             below, above = length // parts.n_chunks * parts.n_chunks, -(-length // parts.n_chunks) * parts.n_chunks
             twice = "twice " if parts.n_chunks > parts.size else ""
             raise DataError(
-                f"{self._name(tensor)} has {length} positions along dimension {dim}, which is not a multiple of "
+                f"cut_batch cut {what}, whose {length} positions along dimension {dim} are not a multiple of "
                 f"{parts.n_chunks}, {twice}context_parallel={parts.size}. Use sequences of "
                 f"{spell(fit for fit in (below, above or parts.n_chunks) if fit)} positions: of another length, or "
                 "padded in the loader (with labels that do not count)."
@@ -188,7 +187,8 @@ class SequenceCut:
             self._digest = digest(tensor, self._digest)
         part = parts.cut(tensor, dim)
         self._attention.lengths.add(part.shape[dim])
-        self._attention.shapes.add(part, dim, part.shape[dim], part.shape[dim] // self._world.mesh_shape.tp or 1)
+        self._attention.rows = max(self._attention.rows, part.shape[0] if dim % part.ndim else 1)
+        self._attention.given.append((part, dim % part.ndim))
         return part
 
     def end(self, part: Any, *, is_training: bool) -> None:
@@ -198,8 +198,7 @@ class SequenceCut:
                 f"cut_batch cut nothing, and each of the {self._attention.parts.size} ranks would do the whole work. "
                 "Call cut(tensor) there for every tensor along the sequence."
             )
-        self._batch = None
-        self._attention.shapes.end(part)
+        self._attention.given += [(leaf, None) for leaf in leaves(part) if isinstance(leaf, Tensor)]
         if is_training and not self._is_compared:
             self._is_compared = True
             digests = self._world.all_gather(torch.tensor([self._digest])).view(-1, self._world.sample_copies)
@@ -211,20 +210,4 @@ class SequenceCut:
 
     def forget(self) -> None:
         """Keeps no tensor of the batch."""
-        self._attention.shapes.given.clear()
-
-    def _name(self, tensor: Any) -> str:
-        """Name of a tensor for messages: its place in the batch, if it has one."""
-        place = next((name for name, leaf in _places(self._batch, "batch") if leaf is tensor), None)
-        return place or "a tensor made in cut_batch"
-
-
-def _places(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _places(value, f"{name}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _places(value, f"{name}[{number}]")
-    else:
-        yield name, tree
+        self._attention.given.clear()

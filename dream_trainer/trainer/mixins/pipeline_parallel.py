@@ -19,6 +19,7 @@ from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.parallel.axes import PIPELINE
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.joined_buffers import batch_norms
+from dream_trainer.parallel.parallel_models import naming_what_is_elsewhere
 from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_cut, ties_of
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.tied_gradients import connect_copies
@@ -170,7 +171,6 @@ class PipelineParallelMixin(AbstractTrainer):
                     backward_context=without_autocast(devices, self.world.device),
                     output_dtype=torch.float32 if is_cast else None,
                     aside=self._outside_forward,
-                    warn=lambda message: self.warn_once(message, message),
                     beside=pipelines,
                     splits_backwards=is_plain,  # gradients of weights apart from those of inputs
                     whole=whole if parameters.computes_weights_apart else [],
@@ -193,9 +193,7 @@ class PipelineParallelMixin(AbstractTrainer):
         step = super()._wrap_step(step)
         if self.world.stages == 1:
             return step
-        from dream_trainer.parallel.pipeline import naming_what_is_elsewhere
-
-        return naming_what_is_elsewhere(step, self.world.stages)
+        return naming_what_is_elsewhere()(step)
 
     def forward_backward(
         self,
@@ -220,9 +218,7 @@ class PipelineParallelMixin(AbstractTrainer):
         batch: tuple[Any, dict[str, Any]] = (inputs, {})
         if not self.training or not torch.is_grad_enabled():
             return pipeline.evaluate(batch, targets, loss_fn, weight)
-        pipeline.refuse_unfit(batch, targets)
-        weights = None if weight is None else pipeline.weights(targets, batch, weight)
-        pipeline.compare_first(batch, targets, weights)
+        weights = pipeline.accept(batch, targets, weight)
         total = None if weights is None else sum(weights[1:], start=weights[0])
         accumulation, own_time = self._runtime.accumulation, self._runtime.parallel.gradients.own_time
         reduces, scale = accumulation.is_last, accumulation.loss_scale

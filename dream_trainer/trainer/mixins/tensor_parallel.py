@@ -43,7 +43,7 @@ class TensorParallelMixin(AbstractTrainer):
         ranks, models = self.world.mesh_shape.tp, self.named_models()
         if ranks == 1:
             return
-        from dream_trainer.parallel.random_parts import undeclared_dropouts
+        from dream_trainer.parallel.tensor_layers import undeclared_dropouts
 
         if undeclared := undeclared_dropouts(models):
             self.warn_once(
@@ -59,7 +59,7 @@ class TensorParallelMixin(AbstractTrainer):
         if devices.tensor_parallel == 1:
             return step
         if not devices.compile:  # compiled blocks would be compiled with what compares them
-            from dream_trainer.parallel.equal_parts import EqualParts, once_for_each_shape
+            from dream_trainer.parallel.tensor_layers import EqualParts, once_for_each_shape
 
             step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
         if not self._runtime.config.tensor_parallel_parameters.loss_parallel:
