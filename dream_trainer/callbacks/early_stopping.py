@@ -64,8 +64,15 @@ class EarlyStopping(Callback):
         self.best, self.validations_without_improvement = None, 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        lacking = _what_validation_lacks(trainer)
-        refuse(lacking is not None, f"EarlyStopping({self._known_metric!r}) gets no validation: {lacking}")
+        limits = trainer.config.training_parameters
+        intervals = (limits.epochs_between_validations, limits.val_every_n_steps, limits.val_every_minutes)
+        is_due = limits.val_steps_per_epoch != 0 and any(intervals)
+        refuse(
+            not trainer.val_dataloaders or not (is_due or limits.fast_dev_run),
+            f"EarlyStopping({self._known_metric!r}) gets no validation. Return a loader for it from "
+            "configure_dataloaders, and set val_every_n_epochs, val_every_n_steps or val_every_minutes, and "
+            "val_steps_per_epoch=None.",
+        )
         self._known_mode = mode_of(
             self._known_metric,
             self._known_mode,
@@ -124,18 +131,3 @@ class EarlyStopping(Callback):
             else:
                 best = format_number(self.best)
                 trainer.request_stop(f"{self._known_metric} was not better than {best} in {count} validations")
-
-
-def _what_validation_lacks(trainer: AbstractTrainer) -> str | None:
-    """Reason and remedy if the run never validates; None if it does."""
-    parameters = trainer.config.training_parameters
-    if not trainer.val_dataloaders:
-        return "there is no loader. Return one from configure_dataloaders and override validation_step."
-    if parameters.fast_dev_run:
-        return None
-    if parameters.val_steps_per_epoch == 0:
-        return "val_steps_per_epoch=0 leaves validations out. Use None for all batches, or how many."
-    intervals = (parameters.epochs_between_validations, parameters.val_every_n_steps, parameters.val_every_minutes)
-    if all(interval is None for interval in intervals):
-        return "none is ever due. Set val_every_n_epochs, val_every_n_steps or val_every_minutes."
-    return None

@@ -35,20 +35,9 @@ def logger_entry(name: str) -> EntryPoint:
     return installed[name]
 
 
-# Arguments of `wandb.init` and `trackio.init` that are already set, and their source.
-_OF_THE_TRAINER = {
-    "project": "the config's project",
-    "group": "the config's group",
-    "config": "the config itself",
-    "resume": "CheckpointParameters.resume",
-}
-_OF_WANDB = {
-    **_OF_THE_TRAINER,
-    **{name: f"WandbParameters.{name}" for name in ("entity", "name", "tags", "mode")},
-    "dir": "the run directory",
-    "id": "kept in checkpoints, so that a resumed run continues as the same one",
-    "reinit": "the trainer's",
-}
+def _refuse_arguments(names: set[str]) -> None:
+    given = ", ".join(sorted(names))
+    refuse(names, f"init_arguments has {given}, which the config gives: as a field here, or by its own names.")
 
 
 @parameters
@@ -69,7 +58,8 @@ class WandbParameters:
     nor arguments that the trainer sets: project, group, config, dir, id, resume and reinit."""
 
     def __post_init__(self) -> None:
-        _refuse_with_place(self.init_arguments, _OF_WANDB)
+        taken = {"project", "group", "config", "dir", "id", "resume", "reinit", "entity", "name", "tags", "mode"}
+        _refuse_arguments(taken & self.init_arguments.keys())
 
 
 @parameters
@@ -98,7 +88,7 @@ class TrackioParameters:
     nor arguments that the trainer sets: project, group, config and resume."""
 
     def __post_init__(self) -> None:
-        _refuse_with_place(self.init_arguments, {"name": "TrackioParameters.name", **_OF_THE_TRAINER})
+        _refuse_arguments({"project", "group", "config", "resume", "name"} & self.init_arguments.keys())
 
 
 @parameters
@@ -134,14 +124,6 @@ class LoggerParameters:
         refuse(
             len(set(self.loggers)) != len(self.loggers),
             f"loggers={self.loggers} names one logger twice. Name each once.",
-        )
-
-
-def _refuse_with_place(arguments: dict[str, Any], places: dict[str, str]) -> None:
-    for name in arguments:
-        refuse(
-            name in places,
-            f"init_arguments has {name!r}, which is {places.get(name)}. Set that, and leave it out here.",
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -64,7 +64,6 @@ def parameters(cls: type[T]) -> type[T]:
         initialise(self, **named)
 
     made.__init__ = __init__  # type: ignore[assignment, method-assign]
-    made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
     return made
 
 
@@ -158,14 +157,6 @@ def _plain(value: Any) -> Any:
 def _new(cls: type[T], *args: Any, **fields: Any) -> T:
     refuse_unknown_fields(cls, with_new_names(cls, fields))
     return object.__new__(cls)
-
-
-def _refuse_to_change(self: object, name: str, value: Any) -> None:
-    refuse_unknown_fields(type(self), {name: value})
-    raise FrozenInstanceError(
-        f"{type(self).__name__}.{name} cannot be changed. Make a changed copy, dataclasses.replace(..., {name}=...), "
-        "and build the trainer's config with it."
-    )
 
 
 def refuse_unknown_fields(cls: type, fields: Mapping[str, Any]) -> None:

@@ -144,16 +144,12 @@ def _logger_class(name: str) -> type[Logger]:
 
 def _checked(returned: object) -> list[Logger]:
     if not isinstance(returned, list | tuple):
-        what = f"a {type(returned).__name__}" if isinstance(returned, Logger) else repr(returned)
-        raise HookError(f"configure_loggers returned {what}, not a list. Return a list of loggers, [] for none.")
+        raise HookError(f"configure_loggers returned {returned!r}, not a list. Return a list of loggers, [] for none.")
     for each in returned:
-        if isinstance(each, type):
-            name = each.__name__
-            raise HookError(f"configure_loggers returned {name} in its list, a class. Write {name}() there.")
         if not isinstance(each, Logger):
             raise HookError(
-                f"configure_loggers returned {each!r} in its list, which is not a logger. Derive its class from "
-                "dream_trainer.loggers.Logger."
+                f"configure_loggers returned {each!r} in its list, which is not a logger. Return objects of classes "
+                "derived from dream_trainer.loggers.Logger."
             )
     return list(returned)
 
@@ -404,20 +400,13 @@ class History(list[Line]):
     def __init__(self, limit: int | None) -> None:
         super().__init__()
         self._limit = limit
-        self.dropped = 0
 
     def append(self, line: Line) -> None:
         super().append(line)
         if self._limit is not None and len(self) > self._limit:
             del self[0]
-            self.dropped += 1
 
     def replace(self, lines: Iterable[Line]) -> None:
         self.clear()
-        self.dropped = 0
         for line in lines:
             self.append(line)
-
-    def __repr__(self) -> str:
-        older = f" after {self.dropped} older ones" if self.dropped else ""
-        return f"History of {len(self)} lines{older}"

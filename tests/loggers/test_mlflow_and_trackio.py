@@ -156,7 +156,7 @@ def test_a_trackio_run_has_its_names_its_config_and_every_kind_of_media(tmp_path
 def test_parameters_that_cannot_work_are_refused_by_name() -> None:
     with pytest.raises(api.ConfigError, match=r"tags\['kind'\]=3"):
         api.MLflowParameters(tags={"kind": 3})  # type: ignore[dict-item]
-    with pytest.raises(api.ConfigError, match="init_arguments has 'project', which is the config's project"):
+    with pytest.raises(api.ConfigError, match="init_arguments has project, which the config gives"):
         api.TrackioParameters(init_arguments={"project": "x"})
     wrong = api.TrackioParameters(init_arguments={"space": "x"})
     with pytest.raises(api.ConfigError, match="'space', which trackio.init does not take. Did you mean space_id?"):

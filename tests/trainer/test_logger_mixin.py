@@ -741,4 +741,3 @@ def test_the_history_keeps_its_last_lines() -> None:
     with Algorithm(config) as trainer:
         trainer.fit()
     assert [line["step"] for line in trainer.history] == [3, 4]
-    assert trainer.history.dropped == 2
