@@ -26,12 +26,9 @@ from dream_trainer.checks import (
     spell,
 )
 from dream_trainer.errors import ConfigError
-from dream_trainer.screen import logger
 
 T = TypeVar("T")
 _types = cache(get_type_hints)
-_told: set[str] = set()  # former names that were warned of
-_ALIASES = {"max_epochs"}  # other names that stay
 PositiveInt = Annotated[int, partial(check_integer, minimum=1)]
 NonNegativeInt = Annotated[int, partial(check_integer, minimum=0)]
 PositiveFloat = Annotated[float, check_positive]
@@ -57,11 +54,7 @@ def parameters(cls: type[T]) -> type[T]:
 
     @wraps(initialise)
     def __init__(self: T, **given: Any) -> None:
-        named = with_new_names(made, given)
-        for old in given.keys() - named.keys() - _told - _ALIASES:
-            _told.add(old)
-            logger.warning("%s.%s is called %s now.", cls.__name__, old, vars(made)["_renamed"][old])
-        initialise(self, **named)
+        initialise(self, **with_new_names(made, given))
 
     made.__init__ = __init__  # type: ignore[assignment, method-assign]
     return made

@@ -140,11 +140,7 @@ def change_training_parameters(config: BaseTrainerConfig, trainer: object, value
 
 
 def check_config(config: Any) -> None:
-    """Checks a config from outside, as a trainer's constructor does; raises ConfigError.
-
-    A subclass can lose its own validation (a `__post_init__` without `super()`) or its fields (a forgotten
-    `@dataclass`), and values can be assigned after it was built. All of that is found here.
-    """
+    """Raises ConfigError for a config that a subclass, or an assignment after it was built, made invalid."""
     if not isinstance(config, BaseTrainerConfig):
         raise ConfigError(
             f"{config!r} is not a trainer config. Pass an instance of a dataclass that inherits BaseTrainerConfig."

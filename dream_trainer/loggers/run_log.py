@@ -20,13 +20,11 @@ from dream_trainer.config.logger_parameters import LoggerParameters, logger_entr
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.loggers.buffer import Flight, Scalar
-from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import read_jsonl
 from dream_trainer.loggers.media import Media, MediaLog
 from dream_trainer.loggers.records import Record, Records, TrainingRecord
 from dream_trainer.loggers.stragglers import Stragglers
-from dream_trainer.screen import logger
 
 _FAILED = object()
 
@@ -369,22 +367,11 @@ class RunLog:
     # -- the end
 
     def close(self, step: int, *, has_trained: bool) -> None:
-        """Writes the rest, or warns that a resumed run will write it, and closes the loggers."""
+        """Writes the rest, unless a resumed run will write it, and closes the loggers."""
         with followed_by(self._close_loggers):
-            if not has_trained:
-                return
-            self.land()
-            if not self._pending_is_saved(step):
+            if has_trained:
+                self.land()
                 self.fit_ended(step)
-                return
-            self._training.decide()
-            values = self._training.metrics.reduce(self._world)
-            if values and self._world.is_main:
-                logger.warning(
-                    "logged since the last line, and to be written when the run is resumed: step %d | %s",
-                    step,
-                    format_metrics(values),
-                )
 
     def _close_loggers(self) -> None:
         ended, self._loggers = self._loggers, LoggerGroup([], self._warn_once)
