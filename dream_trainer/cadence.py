@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 
 class Cadence:
-    """Intervals in steps, epochs or minutes: due when the first one is over; never without any.
-
-    Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: if all ranks must do the same,
-    one of them decides, and tells the others.
-    """
+    """Intervals in steps, epochs or minutes: due when the first one is over; never without any."""
 
     __slots__ = ("_clock", "_epochs", "_seconds", "_since", "_steps", "goes_by_the_clock")
 

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def followed_by(finish: Callable[[], object]) -> Iterator[None]:
-    """Calls `finish` at the end of the block, also after an exception.
-
-    The first exception is the one that is raised: after one of the block, another of `finish` becomes a note of it.
-    """
+    """Calls `finish` at the end of the block; after an exception of the block, one of `finish` becomes a note of it."""
     try:
         yield
     except BaseException as first:

@@ -86,11 +86,8 @@ def detach(tree: Any) -> Any:
 
 
 def concatenated(trees: Sequence[Any], say_uneven: Callable[[list[Any]], None]) -> Any:
-    """Batches of one structure as a single one: tensors joined along their first dimension.
-
-    Returns:
-        The structure of the first; the batches themselves as a list where some part is neither, or uneven.
-    """
+    """Batches of one structure as a single one: tensors joined along their first dimension, parts that cannot be joined
+    as lists."""
     first = trees[0] if trees else None
     if isinstance(first, Tensor) and first.dim() > 0:
         if any(tree.shape[1:] != first.shape[1:] for tree in trees):

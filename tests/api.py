@@ -7,8 +7,8 @@ _NAMES = {
     "dream_trainer.callbacks.weight_average": "HostAverage",
     "dream_trainer.best_value": "mode_by_name mode_of",
     "dream_trainer.callbacks": (
-        "ActivationStats EarlyStopping Every GarbageCollection GradientStats ImageFiles LearningRate Memory "
-        "EMA MixtureWeights ModelSummary NonFiniteReport Profiler Progress SWA Throughput TrainerSummary "
+        "ActivationStats EarlyStopping Every GarbageCollection GradientStats LearningRate Memory "
+        "EMA ModelSummary NonFiniteReport Profiler Progress SWA Throughput TrainerSummary "
         "WeightStats WeightTransfer"
     ),
     "dream_trainer.callbacks.memory": "GIB host_memory",
@@ -38,9 +38,8 @@ _NAMES = {
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
-    "dream_trainer.cli.trainers": "own_words",
     "dream_trainer.planning.planner": "memory_of",
-    "dream_trainer.cli.plot": "draw panels read_log smoothed",
+    "dream_trainer.cli.plot": "draw panels read_log",
     "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
@@ -63,7 +62,7 @@ _NAMES = {
     "dream_trainer.config.checkpoint_parameters": "BranchParameters",
     "dream_trainer.config.command_line": "parse",
     "dream_trainer.config.device_parameters": "DeviceParameters MeshShape resolve_mesh",
-    "dream_trainer.config.logger_parameters": ("LoggerParameters MLflowParameters TrackioParameters WandbParameters"),
+    "dream_trainer.config.logger_parameters": "LoggerParameters MLflowParameters WandbParameters",
     "dream_trainer.config.parallel_parameters": "PipelineSchedule",
     "dream_trainer.data": "AlternatingLoaders LoaderGroup",
     "dream_trainer.data.feed": "WindowFeed copy_stream on_device",

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.every import Every as Every
     from dream_trainer.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from dream_trainer.callbacks.gradient_stats import GradientStats as GradientStats, WeightStats as WeightStats
-    from dream_trainer.callbacks.image_files import ImageFiles as ImageFiles
     from dream_trainer.callbacks.learning_rate import LearningRate as LearningRate
     from dream_trainer.callbacks.memory import Memory as Memory
-    from dream_trainer.callbacks.mixture_weights_by_step import MixtureWeights as MixtureWeights
     from dream_trainer.callbacks.nonfinite_report import NonFiniteReport as NonFiniteReport
     from dream_trainer.callbacks.profiler import Profiler as Profiler
     from dream_trainer.callbacks.summary import ModelSummary as ModelSummary, TrainerSummary as TrainerSummary

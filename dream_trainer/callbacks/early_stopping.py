@@ -14,7 +14,6 @@ from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
 from dream_trainer.modules.metrics import higher_is_better
-from dream_trainer.screen import logger
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -24,7 +23,7 @@ class EarlyStopping(Callback):
 
     An improvement is a value better than the best one by more than `min_delta`; NaN never is. All ranks see the same
     metrics, so they stop at the same step. Counts are saved: a resumed run keeps its patience, and a stopped run ends
-    again at once, with a warning, unless you raised `patience`. A run that begins from another one's checkpoint has
+    again at once, unless you raised `patience`. A run that begins from another one's checkpoint has
     full patience. Sanity validations and `evaluate` do not count.
 
     Args:
@@ -64,8 +63,15 @@ class EarlyStopping(Callback):
         self.best, self.validations_without_improvement = None, 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        lacking = _what_validation_lacks(trainer)
-        refuse(lacking is not None, f"EarlyStopping({self._known_metric!r}) gets no validation: {lacking}")
+        limits = trainer.config.training_parameters
+        intervals = (limits.epochs_between_validations, limits.val_every_n_steps, limits.val_every_minutes)
+        is_due = limits.val_steps_per_epoch != 0 and any(intervals)
+        refuse(
+            not trainer.val_dataloaders or not (is_due or limits.fast_dev_run),
+            f"EarlyStopping({self._known_metric!r}) gets no validation. Return a loader for it from "
+            "configure_dataloaders, and set val_every_n_epochs, val_every_n_steps or val_every_minutes, and "
+            "val_steps_per_epoch=None.",
+        )
         self._known_mode = mode_of(
             self._known_metric,
             self._known_mode,
@@ -74,13 +80,6 @@ class EarlyStopping(Callback):
             set_by="mode",
         )
         self._stop_if_due(trainer)
-        if self._is_due() and trainer.world.is_main:
-            logger.warning(
-                "EarlyStopping had ended this run already, at %d validations without an improvement, and so nothing is "
-                "trained. Use a patience above %d to continue, or begin a run of another name from its checkpoint.",
-                self.validations_without_improvement,
-                self.validations_without_improvement,
-            )
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         if trainer.is_evaluating:  # on whatever data
@@ -108,34 +107,16 @@ class EarlyStopping(Callback):
         if new_counters:
             self.best = None
 
-    def _is_due(self) -> bool:
-        return self.validations_without_improvement >= self.patience
-
     def _is_improvement(self, value: float) -> bool:
         if math.isnan(value) or self.best is None:
             return not math.isnan(value)
         return value < self.best - self.min_delta if self._known_mode == "min" else value > self.best + self.min_delta
 
     def _stop_if_due(self, trainer: AbstractTrainer) -> None:
-        if self._is_due():
-            count = self.validations_without_improvement
+        count = self.validations_without_improvement
+        if count >= self.patience:
             if self.best is None:
                 trainer.request_stop(f"{self._known_metric} was NaN in each of {count} validations")
             else:
                 best = format_number(self.best)
                 trainer.request_stop(f"{self._known_metric} was not better than {best} in {count} validations")
-
-
-def _what_validation_lacks(trainer: AbstractTrainer) -> str | None:
-    """Reason and remedy if the run never validates; None if it does."""
-    parameters = trainer.config.training_parameters
-    if not trainer.val_dataloaders:
-        return "there is no loader. Return one from configure_dataloaders and override validation_step."
-    if parameters.fast_dev_run:
-        return None
-    if parameters.val_steps_per_epoch == 0:
-        return "val_steps_per_epoch=0 leaves validations out. Use None for all batches, or how many."
-    intervals = (parameters.epochs_between_validations, parameters.val_every_n_steps, parameters.val_every_minutes)
-    if all(interval is None for interval in intervals):
-        return "none is ever due. Set val_every_n_epochs, val_every_n_steps or val_every_minutes."
-    return None

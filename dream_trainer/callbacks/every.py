@@ -1,4 +1,4 @@
-"""Every: runs any callable every n steps, samples, batches, epochs, validations or seconds."""
+"""Every: runs any callable every n steps, samples, tokens, epochs, validations or seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dream_trainer.config.parameter_class import check_fields
 from dream_trainer.events.callback import TimedCallback
 from dream_trainer.trainer.abstract import AbstractTrainer
 
-Unit = Literal["steps", "samples", "tokens", "batches", "epochs", "validations", "seconds"]
+Unit = Literal["steps", "samples", "tokens", "epochs", "validations", "seconds"]
 
 
 @dataclass(eq=False, repr=False)
@@ -24,7 +24,6 @@ class Every(TimedCallback):
     | `"steps"` | optimizer steps (`global_step`) | after each accumulation window |
     | `"samples"` | `samples_seen` | after each accumulation window |
     | `"tokens"` | `tokens_seen` | after each accumulation window |
-    | `"batches"` | micro-batches of a rank | after each accumulation window |
     | `"seconds"` | rank 0's clock, since training started or the last call | after each accumulation window |
     | `"epochs"` | epochs completed | after each epoch |
     | `"validations"` | validations in training; sanity validations and `evaluate` are none | after each validation |
@@ -65,18 +64,17 @@ class Every(TimedCallback):
         refuse(not is_callable, f"function={self.function!r} cannot be called. Pass a function of the trainer.")
         self._last_call = 0.0
         self._seen: int | None = None
-        self._validations = self._batches = self._local_batches = 0
+        self._validations = 0
 
     def is_due_by_the_clock(self) -> bool:
         return self.unit == "seconds" and self.clock() - self._last_call >= self.n
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         self._seen = None
-        self._validations = self._batches = 0
+        self._validations = 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         self._last_call = self.clock()
-        self._local_batches = trainer.local_batches
         if self._seen is None:
             self._seen = self._count(trainer)
 
@@ -86,9 +84,6 @@ class Every(TimedCallback):
                 self._last_call = self.clock()
                 self.function(trainer)
         elif self.unit not in ("epochs", "validations"):
-            # Not counted as they come: those of a window that is run again would count twice.
-            self._batches += trainer.local_batches - self._local_batches
-            self._local_batches = trainer.local_batches
             self._look(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
@@ -101,15 +96,15 @@ class Every(TimedCallback):
             self._look(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "validations": self._validations, "batches": self._batches}
+        return {"seen": self._seen, "validations": self._validations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._seen, self._validations, self._batches = state["seen"], state["validations"], state["batches"]
+        self._seen, self._validations = state["seen"], state["validations"]
 
     def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
         if new_counters:
             self._seen = None
-            self._validations = self._batches = 0
+            self._validations = 0
 
     def _look(self, trainer: AbstractTrainer) -> None:
         before, self._seen = self._seen or 0, self._count(trainer)
@@ -122,7 +117,6 @@ class Every(TimedCallback):
             "steps": trainer.global_step,
             "samples": trainer.samples_seen,
             "tokens": trainer.tokens_seen,
-            "batches": self._batches,
             "epochs": trainer.current_epoch,
             "validations": self._validations,
         }

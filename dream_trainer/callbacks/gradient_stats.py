@@ -147,21 +147,8 @@ class GradientStats(TensorStats):
 class WeightStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of parameters as `weights/<group>/norm`, `max` and `zeros`.
 
-    Frozen parameters are among them. Groups share no parameter: `weights/model` is of those that the model holds
-    itself, outside its submodules; `depth=0` gives one value for the whole model. Values do not depend on
-    how parameters are sharded. A step that is due reads all weights once, runs one collective and waits for the device;
-    the others cost nothing.
-
-    Args:
-        every_n_steps: Optimizer steps between two looks.
-        depth: Levels of submodules that are a group each, as in ModelSummary: 0 for whole models, None for each
-            parameter on its own.
-        histograms: Whether to log a histogram of each parameter too, as `weights/<parameter>`; they are gathered for
-            it, one at a time.
-        name: First part of the metrics' names.
-
-    Raises:
-        ConfigError: A number is invalid.
+    Frozen parameters are among them. Groups, cost and arguments are as for `GradientStats`; histograms are of the
+    parameters.
     """
 
     def __init__(

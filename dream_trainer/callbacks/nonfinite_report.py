@@ -71,8 +71,6 @@ class NonFiniteReport(Callback):
     no wait for the device; an overflowing gradient stands out even if clipping follows.
 
     Args:
-        every_step: Check after every step. That waits for the device each time, and also reports non-finite inputs and
-            weights; and the run raises right there. For hunting a NaN.
         max_reports: Files that each rank writes at most.
 
     Raises:
@@ -83,7 +81,6 @@ class NonFiniteReport(Callback):
     sees_shards: ClassVar[bool] = True
 
     _: KW_ONLY
-    every_step: bool = False
     max_reports: PositiveInt = 10
 
     def __post_init__(self) -> None:
@@ -131,7 +128,7 @@ class NonFiniteReport(Callback):
         window.samples = trainer.samples_seen - self._samples_seen
         self._samples_seen = trainer.samples_seen
         self._windows.append(window)
-        if self.every_step or len(self._windows) >= LOOK_EVERY:
+        if len(self._windows) >= LOOK_EVERY:
             self._look_together(trainer)
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
@@ -170,8 +167,6 @@ class NonFiniteReport(Callback):
         for window in windows:
             report = _report(trainer, window)
             if report is not None:
-                if self.every_step:
-                    report |= self._what_is_here(trainer)
                 reports.append(self._written(trainer, report))
         return reports
 

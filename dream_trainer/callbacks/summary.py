@@ -14,7 +14,6 @@ from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.config.config_files import value_of
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.modules.class_change import own_class
@@ -63,13 +62,12 @@ class ModelSummary(Callback):
     ) -> None:
         check_integer("depth", depth, minimum=0)
         given: Any = {} if inputs is None else inputs
-        for name, arguments in given.items() if isinstance(given, Mapping) else [(None, given)]:
-            if name is None or not isinstance(arguments, tuple | list):
-                place = "" if name is None else f"[{name!r}]"
-                raise ConfigError(
-                    f"inputs{place} is a {type(arguments).__name__}. Use a dict with a tuple of all arguments for each "
-                    f"model, such as inputs={{{name or 'model'!r}: (x,)}}."
-                )
+        are_arguments = isinstance(given, Mapping) and all(isinstance(part, tuple | list) for part in given.values())
+        refuse(
+            not are_arguments,
+            f"inputs={inputs!r} is no dict with a tuple of all arguments for each model, such as "
+            "inputs={'model': (x,)}.",
+        )
         self.depth = depth
         self._inputs = dict(inputs or {})
         self._flops: dict[str, str] = {}

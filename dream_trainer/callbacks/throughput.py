@@ -6,11 +6,10 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dream_trainer.checks import check_positive, refuse
 from dream_trainer.compat.pytorch import tf32_is_allowed
@@ -35,8 +34,8 @@ class Throughput(LoggingCallback):
     """Logs the speed of training, over all ranks and per device; under `throughput/`, or another name:
 
     - `samples_per_second`, `samples_per_second_per_device`
-    - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` or `tokens` is given, or
-      the trainer counts them (`batch_tokens`)
+    - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` is given or the trainer counts them
+      (`batch_tokens`)
     - `data_wait`: share of the time that the step path waited for data; with several training loaders also
       `data_wait/<name>` for each
     - for a mixture, `data_load/<source>`: the source's share of the loading time; with several workers also
@@ -53,8 +52,6 @@ class Throughput(LoggingCallback):
         every_n_steps: Optimizer steps in an interval.
         warm_up_steps: First steps of each process, which are not measured.
         tokens_per_sample: Tokens in each sample.
-        tokens: Called with each batch on its device, returns the number of trained tokens as a number or a 0-dim
-            tensor. With padded samples, count without padding.
         flops_per_sample: FLOPs of forward and backward for one sample, recomputation left out; or a function that gives
             them, called with the trainer when training starts.
         flops_per_token: The same for one token; 6 times the number of parameters, and attention.
@@ -70,32 +67,23 @@ class Throughput(LoggingCallback):
     every_n_steps: PositiveInt = 10
     warm_up_steps: NonNegativeInt = 3
     tokens_per_sample: Annotated[int, check_positive] | None = None
-    tokens: InitVar[Callable[[Any], Tensor | float] | None] = None
     flops_per_sample: Flops | None = None
     flops_per_token: Flops | None = None
     device_flops: Annotated[float, check_positive] | None = None
     clock: Callable[[], float] = time.perf_counter
 
-    def __post_init__(self, tokens: Callable[[Any], Tensor | float] | None) -> None:
+    def __post_init__(self) -> None:
         super().__init__(self.name)
         check_fields(self, Throughput)
-        self._count_tokens = tokens
-        counts, costs = (tokens, self.tokens_per_sample), (self.flops_per_sample, self.flops_per_token)
+        costs = (self.flops_per_sample, self.flops_per_token)
         for argument, flops in zip(("flops_per_sample", "flops_per_token"), costs, strict=True):
             if flops is not None and not callable(flops):
                 check_positive(argument, flops, hint=" Or a function of the trainer.")
-        is_called = tokens is None or callable(tokens)
-        refuse(not is_called, f"tokens={tokens!r} cannot be called. Pass a function of a batch.")
-        refuse(None not in counts, "tokens and tokens_per_sample both count tokens. Pass one of them.")
         refuse(None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
-        is_uncounted = self.flops_per_token and counts == (None, None)
-        refuse(is_uncounted, "flops_per_token needs tokens. Pass tokens_per_sample too.")
         self._due = 0
         self._start: _Mark | None = None
         self._validating = 0.0
         self._validates_since: float | None = None
-        self._tokens: Tensor | float = 0.0
-        self._window_tokens: dict[int, Tensor | float] = {}
         # Share of the peak that one unit of work per second and device amounts to.
         self._use_per_sample: float | None = None
         self._use_per_token: float | None = None
@@ -104,7 +92,6 @@ class Throughput(LoggingCallback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         self._validates_since = None  # a signal may have ended a sanity validation in the middle of it
-        self._window_tokens.clear()  # an exception may have broken a window off
         self._due, self._start = trainer.global_step + self.warm_up_steps, None
         peak = None if self.flops_per_sample is self.flops_per_token is None else self._peak(trainer)
         self._use_per_sample = _share(self.flops_per_sample, peak, trainer)
@@ -112,15 +99,7 @@ class Throughput(LoggingCallback):
         if self.warm_up_steps == 0:
             self._begin(trainer, self._mark(trainer))
 
-    def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
-        if self._count_tokens is not None:
-            # By batch, so that a window that is run again counts once.
-            self._window_tokens[trainer.local_batches] = self._count_tokens(batch)
-
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        if self._window_tokens:
-            self._tokens = sum(self._window_tokens.values(), start=self._tokens)
-            self._window_tokens.clear()
         if trainer.global_step < self._due:
             return
         now = self._mark(trainer)
@@ -155,7 +134,7 @@ class Throughput(LoggingCallback):
         )
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
-        self._start, self._validating, self._tokens = start, 0.0, 0.0
+        self._start, self._validating = start, 0.0
         self._due = trainer.global_step + self.every_n_steps
 
     def _log(self, trainer: AbstractTrainer, start: _Mark, end: _Mark) -> None:
@@ -164,7 +143,7 @@ class Throughput(LoggingCallback):
         if seconds <= 0:
             return
         samples = (end.samples - start.samples) / seconds
-        rates: dict[str, Tensor | float] = {
+        rates = {
             "samples_per_second": samples,
             "samples_per_second_per_device": samples / world.world_size,
             "data_wait": (end.waiting - start.waiting) / seconds,
@@ -172,20 +151,15 @@ class Throughput(LoggingCallback):
         for name, waited in end.by_loader.items():
             rates[f"data_wait/{name}"] = (waited - start.by_loader.get(name, 0.0)) / seconds
         rates |= _shares_of_loading(start.loading, end.loading)
-        tokens: Tensor | float | None = None
+        tokens = (end.tokens - start.tokens) / seconds
         if self.tokens_per_sample is not None:
             tokens = samples * self.tokens_per_sample
-        elif self._count_tokens is not None:
-            # This rank's tokens; the mean over the data-parallel ranks is logged, so each stands for all of them.
-            tokens = self._tokens * world.dp_size / seconds
-        elif end.tokens > start.tokens:
-            tokens = (end.tokens - start.tokens) / seconds
-        if tokens is not None:
+        if tokens:
             rates["tokens_per_second"] = tokens
             rates["tokens_per_second_per_device"] = tokens / world.world_size
         if self._use_per_sample is not None:
             rates["mfu"] = samples / world.world_size * self._use_per_sample
-        elif self._use_per_token is not None and tokens is not None:
+        elif self._use_per_token is not None and tokens:
             rates["mfu"] = tokens / world.world_size * self._use_per_token
         for name, value in rates.items():
             trainer.log(f"{self.name}/{name}", value, weight=seconds)

@@ -5,7 +5,7 @@ tensors."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -212,7 +212,6 @@ class WeightAverage(AveragingCallback):
         self._averages: dict[str, ModelAverage] = {}
         self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
         self._in_use: set[str] = set()
-        self._statistics: dict[Tensor, Tensor] = {}
         # Until training starts or a checkpoint restores them, the averages equal the weights.
         self._has_started = self._was_given_back = False
         self._trainer: AbstractTrainer | None = None
@@ -250,7 +249,7 @@ class WeightAverage(AveragingCallback):
     def averaged_weights(self) -> Iterator[None]:
         """Inside, the averaged models hold their averages, to evaluate or export them. Every rank must call it.
 
-        The weights are always restored at the end. Inside, nothing can be trained, saved or resumed.
+        Weights and buffers are always restored at the end. Inside, nothing can be trained, saved or resumed.
 
         Raises:
             HookError: The trainer is not set up yet.
@@ -261,33 +260,14 @@ class WeightAverage(AveragingCallback):
             raise StepError(
                 "averaged_weights() was called inside an accumulation window. Call it in post_train_step or later."
             )
-        with self._standing_in(trainer, self._averages.keys() - self._in_use):
-            yield
-
-    def update_batch_norm(self, batches: Iterable[Any]) -> None:
-        """Inside `averaged_weights`: computes BatchNorm's statistics again over `batches`, until the `with` ends.
-
-        The model's own statistics belong to other weights. Every rank must call this with the same number of batches;
-        each computes the statistics of its own batches.
-
-        Args:
-            batches: A loader; gone through once for each averaged model with BatchNorm. Each batch is what `forward`
-                takes; of a tuple or list the first item is, as in `torch.optim.swa_utils.update_bn`.
-
-        Raises:
-            StepError: The averages do not stand in for the weights.
-        """
-        from torch.optim.swa_utils import update_bn
-
-        if not self._in_use:
-            raise StepError("update_batch_norm() is for the averages. Call it inside `with averaged_weights():`.")
-        trainer = self._set_up_trainer()
-        for name, model in trainer.named_models().items():
-            if name in self._in_use:
-                for buffer in model.buffers():
-                    self._statistics.setdefault(buffer, buffer.clone())
-                with trainer.autocast():
-                    update_bn(batches, model, trainer.world.device)
+        names = self._averages.keys() - self._in_use
+        buffers = {buffer: buffer.clone() for name in names for buffer in trainer.named_models()[name].buffers()}
+        with self._standing_in(trainer, names):
+            try:
+                yield
+            finally:
+                for buffer, former in buffers.items():
+                    buffer.copy_(former)
 
     # -- weights from a checkpoint
 
@@ -449,10 +429,6 @@ class WeightAverage(AveragingCallback):
                 for average, former_weights in zip(chosen, weights, strict=True):
                     average.set_weights(former_weights)
             self._in_use -= names
-            if not self._in_use:
-                for buffer, former in self._statistics.items():
-                    buffer.copy_(former)
-                self._statistics.clear()
 
     def _owned_by(self, trainer: AbstractTrainer, optimizer: Optimizer) -> list[ModelAverage]:
         """The averages of the models that `optimizer` trains; looked for again when it is given a group."""
@@ -542,8 +518,9 @@ class SWA(WeightAverage):
     is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
     validations. If the model has not changed since the last average, a due update is skipped.
 
-    BatchNorm's statistics belong to the weights that trained: compute them again by `update_batch_norm`. The paper's
-    constant or cyclic learning rate is the scheduler's business; `torch.optim.swa_utils.SWALR` is one.
+    BatchNorm's statistics belong to the weights that trained: compute them again inside `averaged_weights` by
+    `torch.optim.swa_utils.update_bn`. The paper's constant or cyclic learning rate is the scheduler's business;
+    `SWALR` there is one.
 
     Args:
         start: Steps or epochs completed when the first weights are taken; at least 1.
@@ -562,7 +539,7 @@ class SWA(WeightAverage):
         swa = SWA(start=8, models=["model"])  # of 10 epochs, the mean of those after 8, 9 and 10
         trainer.fit()
         with swa.averaged_weights():
-            swa.update_batch_norm(loader)
+            torch.optim.swa_utils.update_bn(loader, trainer.model)
             trainer.export("averaged")
         ```
     """

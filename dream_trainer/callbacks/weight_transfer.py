@@ -88,11 +88,8 @@ class WeightTransfer(Callback):
         self._transfer_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the source has changed since the last transfer.
-
-        One that is due is made first: a checkpoint may be asked for before `post_train_step` comes.
-        """
-        if self._trainer is not None:
+        """Whether the source has changed since the last transfer."""
+        if self._trainer is not None:  # a checkpoint may be asked for before `post_train_step` comes
             self._transfer_if_due(self._trainer)
         return {"has_stepped": self._pairs.will_move()}
 
@@ -131,18 +128,10 @@ def _model(trainer: AbstractTrainer, name: str) -> nn.Module:
 
 
 def _check_pairs(source: str, followed: dict[str, Tensor], target: str, following: dict[str, Tensor]) -> None:
-    alone = sorted(followed.keys() ^ following.keys())
-    if alone:
-        raise ConfigError(
-            f"WeightTransfer: {source!r} and {target!r} do not have tensors of the same names; only one has "
-            f"{listed(alone, 5)}. Build both the same way."
-        )
-    for name, tensor in followed.items():
-        other = following[name]
-        shapes = [[[*one.shape], [*local_tensor(one).shape]] for one in (tensor, other)]
-        if shapes[0] != shapes[1]:
-            raise ConfigError(
-                f"WeightTransfer: {name} is {shapes[0][0]} in {source!r} and {shapes[1][0]} in {target!r}, and this "
-                f"rank has {shapes[0][1]} and {shapes[1][1]} of them. Build both alike, and shard both alike in "
-                "apply_fully_shard."
-            )
+    kinds = [{name: (t.shape, local_tensor(t).shape) for name, t in one.items()} for one in (followed, following)]
+    unlike = sorted(name for name in followed.keys() | following.keys() if kinds[0].get(name) != kinds[1].get(name))
+    refuse(
+        unlike,
+        f"WeightTransfer: {source!r} and {target!r} do not have the same tensors: {listed(unlike, 5)} are missing in "
+        "one, or differ in their shapes or in this rank's part of them. Build both alike, and shard both alike.",
+    )

@@ -16,14 +16,13 @@ from dream_trainer.cli.data import Data
 from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
-from dream_trainer.cli.runs import RUN_VERBS, RunConfig, Runs
-from dream_trainer.cli.trainers import FLAGS, CheckTrainer, DescribeTrainer, PlanTrainer, own_words
+from dream_trainer.cli.runs import RUN_VERBS, Runs
+from dream_trainer.cli.trainers import CheckTrainer, DescribeTrainer, PlanTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {
     "new": New,
     "runs": Runs,
-    "config": RunConfig,
     "checkpoints": Checkpoints,
     "data": Data,
     "plot": Plot,
@@ -37,12 +36,8 @@ GROUPS: dict[str, Callable[..., Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0; 1 if it failed, with one line on stderr, or found damage; 2 for wrong arguments."""
     try:
-        words = sys.argv[1:] if argv is None else argv
-        own = words
-        if words and words[0] in FLAGS:
-            own = own_words(words)
-        command = _parse(own)
-        code: int = command.run(*words[len(own) :])
+        command, others = _parse(sys.argv[1:] if argv is None else [*argv])
+        code: int = command.run(*others)
         sys.stdout.flush()
         return code
     except SystemExit as end:  # tyro's: after --help, or wrong arguments
@@ -57,23 +52,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(words: Sequence[str]) -> Any:
+def _parse(words: list[str]) -> tuple[Any, list[str]]:
+    """The command, and the words that it hands on to a program."""
     import tyro
 
     if words and words[0] not in GROUPS and not words[0].startswith("-"):  # tyro would say "unrecognized option"
         raise ConfigError(f"there is no command {words[0]!r}. Use {spell(GROUPS)}; --help describes them.")
     how = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
-    if [*words[:1]] == ["runs"] and RUN_VERBS.keys() & words[1:2]:  # without a verb it lists
-        return tyro.cli(RUN_VERBS[words[1]], prog=f"dream-trainer runs {words[1]}", args=words[2:], config=how)
-    if [*words[:1]] == ["runs"] and words[1:] and not words[1].startswith("-") and not Path(words[1]).is_dir():
+    if words[:1] in (["check"], ["plan"]):
+        at = words.index("--") if "--" in words else len(words)
+        own, kind = words[1:at], GROUPS[words[0]]
+        found = tyro.cli(kind, prog=f"dream-trainer {words[0]}", args=own, config=how, return_unknown_args=True)
+        return found[0], [*found[1], *words[at + 1 :]]
+    if words[:1] == ["runs"] and RUN_VERBS.keys() & words[1:2]:  # without a verb it lists
+        return tyro.cli(RUN_VERBS[words[1]], prog=f"dream-trainer runs {words[1]}", args=words[2:], config=how), []
+    if words[:1] == ["runs"] and words[1:] and not words[1].startswith("-") and not Path(words[1]).is_dir():
         raise ConfigError(f"{words[1]} is not a directory, and no verb of runs. Use {spell(RUN_VERBS)}.")
-    return tyro.extras.subcommand_cli_from_dict(
+    command = tyro.extras.subcommand_cli_from_dict(
         GROUPS,
         prog="dream-trainer",
         description="Dream Trainer's tools. They need no accelerator and no other process.",
         args=words,
         config=how,
     )
+    return command, []
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from numbers import Real
@@ -22,17 +21,9 @@ Name = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
 
 def print_json(value: Any) -> None:
     """Prints strict JSON on stdout. Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity"."""
-    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+    from dream_trainer.loggers.line_files import json_ready
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    print(json.dumps(json_ready(value), indent=2, allow_nan=False, default=str))
 
 
 def number_cell(value: Any) -> str:

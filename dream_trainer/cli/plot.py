@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,21 +44,16 @@ class Plot:
     """Draw only these. Names as they were logged; * matches anything, as in 'val/*'."""
     x: Literal["steps", "samples", "time"] = "steps"
     """Optimizer steps, samples, or minutes since a run's first line."""
-    smooth: Annotated[float, arg(metavar="SHARE")] = 0.0
-    """Share of the past in a running mean of training metrics, such as 0.9; 0 draws them as logged. Validations are
-    never smoothed."""
     log_y: Flag = False
     """Logarithmic values in panels where all are above zero."""
 
     def run(self) -> int:
         refuse(not self.runs, "no run was given. Give a run's directory, such as runs/project/group/experiment.")
-        if not 0.0 <= self.smooth < 1.0:
-            raise ConfigError(f"--smooth {self.smooth} is not in [0, 1). Use 0 for none, or a share such as 0.9.")
         if self.output.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--output {self.output} has no known format. End it in .png, .svg or .pdf.")
         found = panels(runs_of(self.runs), self.metrics, self.x)
         try:
-            figure = draw(found, x=self.x, smooth=self.smooth, log_y=self.log_y)
+            figure = draw(found, x=self.x, log_y=self.log_y)
         except ImportError as error:
             raise ConfigError(f"plot needs matplotlib: {error}. Run pip install matplotlib.") from error
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -132,17 +126,7 @@ def _title(name: str) -> str:
     return next((title for title, pattern in _KINDS.items() if pattern.fullmatch(name)), name.rpartition("/")[2])
 
 
-def smoothed(values: Sequence[float], share: float) -> list[float]:
-    """The running mean that keeps `share` of itself at each value, without a pull to zero at its start."""
-    mean, weight, result = 0.0, 0.0, []
-    for value in values:
-        if math.isfinite(value):
-            mean, weight = share * mean + (1 - share) * value, share * weight + (1 - share)
-        result.append(mean / weight if weight else math.nan)
-    return result
-
-
-def draw(found: Mapping[str, Sequence[Curve]], *, x: str, smooth: float = 0.0, log_y: bool = False) -> Figure:
+def draw(found: Mapping[str, Sequence[Curve]], *, x: str, log_y: bool = False) -> Figure:
     """The figure. Runs differ in colour and metrics of a panel in their lines; dots are validations."""
     from matplotlib.figure import Figure
 
@@ -153,7 +137,7 @@ def draw(found: Mapping[str, Sequence[Curve]], *, x: str, smooth: float = 0.0, l
     runs = list(dict.fromkeys(curve.run for curves in found.values() for curve in curves))
     figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs")
     for axes, (title, curves) in zip(grid, found.items(), strict=False):
-        _draw_panel(axes, curves, runs, smooth)
+        _draw_panel(axes, curves, runs)
         axes.set(title=title, xlabel=_AXES[x][1])
         axes.grid(alpha=0.3)
         if log_y and not any(value <= 0 for curve in curves for value in curve.points.values()):
@@ -163,7 +147,7 @@ def draw(found: Mapping[str, Sequence[Curve]], *, x: str, smooth: float = 0.0, l
     return figure
 
 
-def _draw_panel(axes: Any, curves: Sequence[Curve], runs: Sequence[str], smooth: float) -> None:
+def _draw_panel(axes: Any, curves: Sequence[Curve], runs: Sequence[str]) -> None:
     metrics = list(dict.fromkeys(curve.metric for curve in curves))
     for curve in curves:
         run, metric = runs.index(curve.run), metrics.index(curve.metric)
@@ -173,9 +157,6 @@ def _draw_panel(axes: Any, curves: Sequence[Curve], runs: Sequence[str], smooth:
             style["label"] = curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
         is_validation = curve.metric.startswith("val/")
         places, values = list(curve.points), list(curve.points.values())
-        if smooth and not is_validation:
-            axes.plot(places, values, color=style["color"], alpha=0.25, label="_as logged")
-            values = smoothed(values, smooth)
         axes.plot(places, values, marker="." if is_validation or len(places) == 1 else "", **style)
     if len(curves) > 1:
         axes.legend(fontsize=8)

@@ -6,19 +6,18 @@ import math
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, arg
 
 from dream_trainer.best_value import mode_by_name
 from dream_trainer.checks import nearest
-from dream_trainer.cli.output import Flag, Json, Name, age_cell, number_cell, print_json, value_cell
+from dream_trainer.cli.output import Json, Name, age_cell, number_cell, print_json, value_cell
 from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.formatting import format_bytes, format_duration
+from dream_trainer.loggers.formatting import format_duration
 from dream_trainer.screen import print_table
 
 if TYPE_CHECKING:
@@ -33,13 +32,11 @@ _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN`, `runs
-    diff RUN RUN` and `runs rm RUN`."""
+    """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN` and
+    `runs diff RUN RUN`."""
 
     directory: Annotated[Positional[Path | None], arg(metavar="DIR", help_behavior_hint="")] = None
     """Directory of runs, or a project or group in it. Default: DREAM_TRAINER_RUNS in the environment, or runs."""
-    group: Name = None
-    """Only list the runs of this group."""
     metric: Name = None
     """Metric to show, such as val/accuracy: its best value, or the last if the run keeps no best. Default: the first
     whose best the run keeps."""
@@ -48,8 +45,6 @@ class Runs:
     columns: Annotated[str, arg(metavar="A,B,...", help_behavior_hint="")] = ""
     """Show these instead of the differences: fields of the configs, such as learning_rate or
     training_parameters.n_epochs, and last values of metrics, such as val/loss."""
-    long: Flag = False
-    """Print errors whole, with their tracebacks."""
     as_json: Json = False
     """Print JSON, with each run's whole record and config."""
 
@@ -61,7 +56,6 @@ class Runs:
         if not root.is_dir():
             raise ConfigError(f"{root} is not a directory. Give the directory of your runs, or set DREAM_TRAINER_RUNS.")
         runs = [read_run(path, root) for path in run_directories(root)]
-        runs = [run for run in runs if self.group in (None, run.config.get("group", run.path.parent.name))]
         mode = self._mode(runs)
         for run in runs:
             run.set_best(self.metric, mode)
@@ -69,7 +63,7 @@ class Runs:
         if self.as_json:
             print_json([{**vars(run), "record": asdict(run.record)} for run in runs])
         elif not runs:
-            print(f"{root} has no runs" + (f" of group {self.group}." if self.group else " yet."))
+            print(f"{root} has no runs yet.")
         else:
             self._print(root, runs)
         return 0
@@ -103,15 +97,11 @@ class Runs:
         print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
         if hidden:
             print(f"also different, for --columns: {', '.join(hidden)}")
-        ended = [run for run in runs if run.record.why and run.state != "running"]
-        lines = [f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}" for run in ended]
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
-        for run, line in zip(ended, lines, strict=True):
-            print(line if self.long or len(line) <= width else f"{line[: width - 3]}...")
-            if self.long:
-                print(textwrap.indent(run.record.error or "", "  "), end="")
-        if not self.long and any(len(line) > width for line in lines):
-            print("--long shows errors whole")
+        for run in runs:
+            if run.record.why and run.state != "running":
+                line = f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}"
+                print(line if len(line) <= width else f"{line[: width - 3]}...")
 
 
 def _order(run: ListedRun, sort: str) -> tuple[Any, ...]:
@@ -189,7 +179,7 @@ def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
         raise ConfigError(f"--columns {column}: there are {', '.join(found)}. Use a whole name.")
     if not found:
         near = [name for name in names if column in name][:3] or [*filter(None, [nearest(column, names)])]
-        advice = f"Did you mean {', '.join(near)}?" if near else "See `config show RUN`."
+        advice = f"Did you mean {', '.join(near)}?" if near else "See `runs show RUN --json`."
         raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
     return found[0]
 
@@ -244,35 +234,6 @@ class RunShow:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRemove:
-    """Remove a run: its directory, with all checkpoints, also those on another disk. Those in an object store stay."""
-
-    run_path: Annotated[Positional[Path], arg(metavar="RUN")]
-    """A run's directory. No job may be writing to it."""
-    yes: Flag = False
-    """Remove it. Without this flag the command only prints what it would remove; the exit code is then 1."""
-
-    def run(self) -> int:
-        from dream_trainer.checkpoint.run_directory import without_jobs
-
-        path = _run_directory(self.run_path)
-        checkpoints = path / "checkpoints"
-        places = [checkpoints.resolve()] if checkpoints.is_symlink() and checkpoints.exists() else []
-        places.append(path)
-        files = [file for place in places for file in place.rglob("*") if file.is_file() and not file.is_symlink()]
-        size = format_bytes(sum(file.stat().st_size for file in files))
-        what = f"{' and '.join(map(str, places))} ({len(files)} files, {size})"
-        if not self.yes:
-            print(f"would remove {what}; --yes removes it")
-            return 1
-        with without_jobs(checkpoints):
-            for place in places:
-                shutil.rmtree(place)
-        print(f"removed {what}")
-        return 0
-
-
 def _run_directory(path: Path) -> Path:
     from dream_trainer.trainer.run_record import run_directories
 
@@ -281,25 +242,7 @@ def _run_directory(path: Path) -> Path:
     return path
 
 
-# -- `dream-trainer config`: the config of a run, and the differences between two.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigShow:
-    """Show a run's config, one line a field."""
-
-    run_path: Annotated[Positional[Path], arg(metavar="RUN")]
-    """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
-    as_json: Json = False
-    """Print the config as JSON."""
-
-    def run(self) -> int:
-        config, fields = _trained(self.run_path)
-        if self.as_json:
-            print_json(config)
-        else:
-            print_table(str(self.run_path), [], [[name, value_cell(value)] for name, value in fields.items()])
-        return 0
+# -- `dream-trainer runs diff`: the configs of two runs.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,18 +274,8 @@ class ConfigDiff:
         return 1 if names else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Show the config of a run, or compare those of two."""
-
-    command: Annotated[ConfigShow, subcommand("show")] | Annotated[ConfigDiff, subcommand("diff")]
-
-    def run(self) -> int:
-        return self.command.run()
-
-
 # The words after `runs`; any other one is the directory to list.
-RUN_VERBS: dict[str, Callable[..., Any]] = {"ls": Runs, "show": RunShow, "diff": ConfigDiff, "rm": RunRemove}
+RUN_VERBS: dict[str, Callable[..., Any]] = {"ls": Runs, "show": RunShow, "diff": ConfigDiff}
 
 
 def _trained(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

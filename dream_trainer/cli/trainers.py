@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -43,7 +42,7 @@ class DescribeTrainer:
 @dataclass(frozen=True, kw_only=True)
 class CheckTrainer:
     """Run a trainer in fresh processes on 1, 2 and 4 CPU ranks, and report whether it is deterministic, and the same on
-    ranks, after a resume and after a kill. Flags after the program change its config, such as
+    ranks, after a resume and after a kill. Other flags after the program, and all after --, change its config, such as
     --training.max-steps 8."""
 
     target: Annotated[Positional[str], arg(metavar="PROGRAM[:NAME]")]
@@ -71,7 +70,8 @@ class CheckTrainer:
 @dataclass(frozen=True, kw_only=True)
 class PlanTrainer:
     """Print what a rank of many would hold and send in a step, planned on one CPU: memory by kind and module, and each
-    collective. Flags after the program change its config, such as --device-parameters.tensor-parallel 2."""
+    collective. Other flags after the program, and all after --, change its config, such as
+    --device.tensor-parallel 2."""
 
     target: Annotated[Positional[str], arg(metavar="PROGRAM[:NAME]")]
     """A Python file or a module; and a trainer class in it, or a function that returns a trainer. Without a name: the
@@ -117,37 +117,3 @@ class PlanTrainer:
 def _tell(line: str) -> None:
     if sys.stderr.isatty():
         show(f"planning {line} ...", sys.stderr)
-
-
-FLAGS: dict[str, dict[str, int]] = {
-    "check": {"--quick": 0, "--no-quick": 0, "--json": 0, "--no-json": 0, "--only": 1, "--function": 1},
-    "plan": {
-        "--world": 1,
-        "--rank": 1,
-        "--gpu-memory": 1,
-        "--ranks-per-host": 1,
-        "--function": 1,
-        "--json": 0,
-        "--search": 0,
-        "--no-search": 0,
-        "--rates": 3,
-    },
-}
-"""Of the commands that hand flags on to a program their own, with the number of words that follow."""
-
-
-def own_words(words: Sequence[str]) -> list[str]:
-    """The words of such a command before those that change the config of the program."""
-    flags = FLAGS[words[0]] | {"--help": 0, "-h": 0, "--no-json": 0}
-    takes, own = 1, list(words[:1])
-    for word in words[1:]:
-        flag, equals, _ = word.partition("=")
-        if flag in flags:
-            takes = 0 if equals else flags[flag]
-            takes += len(own) == 1  # the program is still to come
-        elif flag.startswith("-") or takes == 0:
-            break
-        else:
-            takes -= 1
-        own.append(word)
-    return own

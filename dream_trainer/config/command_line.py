@@ -7,19 +7,17 @@ import inspect
 import shutil
 import sys
 import textwrap
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType, TracebackType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import Any, TypeVar
 
 import tyro
 
-from dream_trainer.checks import all_of, nearest, refuse
+from dream_trainer.checks import nearest, refuse
 from dream_trainer.config.config_files import (
     class_of,
     field_meant,
@@ -29,13 +27,12 @@ from dream_trainer.config.config_files import (
     section_of,
     value_of,
 )
-from dream_trainer.config.parameter_class import check_value, declaring, is_ours, members, with_new_names
+from dream_trainer.config.parameter_class import declaring, is_ours, members, with_new_names
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.screen import is_in_notebook
 
 T = TypeVar("T", bound=BaseTrainerConfig)
-_PACKAGE = Path(__file__).parent.parent
 # Meanings that spelling by itself would not find, or not first.
 _SYNONYMS = {"learning-rate": "lr", "lr": "learning-rate", "batch-size": "train-batch-size"}
 _SYNONYMS |= {"tp": "tensor-parallel", "cp": "context-parallel", "pp": "pipeline-parallel", "ep": "expert-parallel"}
@@ -51,8 +48,7 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
 
     Args:
         config: An instance, whose values are the defaults, or a class, whose fields without default are then required.
-        args: The arguments. None takes `sys.argv[1:]`, or none in a notebook, whose arguments are the kernel's. With
-            None, an uncaught ConfigError later also ends the script with one line on stderr and exit code 2.
+        args: The arguments. None takes `sys.argv[1:]`, or none in a notebook, whose arguments are the kernel's.
 
     Raises:
         SystemExit: With code 2 after a message on stderr, if an argument is unknown or a value is invalid; with code 0
@@ -60,8 +56,6 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
     """
     if args is None and is_in_notebook():
         args = []
-    if args is None and sys.excepthook is sys.__excepthook__:  # debuggers and notebooks keep their own
-        sys.excepthook = _end_in_a_line
     try:
         return _parsed(config, sys.argv[1:] if args is None else args)
     except ConfigError as error:
@@ -80,7 +74,6 @@ def _parsed(config: T | type[T], args: Sequence[str]) -> T:
     args = [_in_full(word, config if isinstance(config, type) else type(config)) for word in args]
     args = ["--help" if word == "--help-all" else word for word in args]
     cls = config if isinstance(config, type) else type(config)
-    all_of(_checks_of(config, args))
     if opened := _opened(cls, args):
         required = {f"--{_dashed(name)}" for name in required_fields(cls)}
         if isinstance(config, type) and required <= {*_flags_in(args)}:
@@ -96,17 +89,6 @@ def _parsed(config: T | type[T], args: Sequence[str]) -> T:
     if not isinstance(config, type):
         parsed.callbacks = config.callbacks  # tyro would build an empty collection
     return parsed
-
-
-def _end_in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Shows a ConfigError as one line and exits with code 2, as a wrong flag does; others with their traceback."""
-    if not isinstance(error, ConfigError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    users = [frame for frame in traceback.extract_tb(trace) if not Path(frame.filename).is_relative_to(_PACKAGE)]
-    place = f" ({users[-1].filename}:{users[-1].lineno}, in {users[-1].name})" if users else ""
-    print(f"error: {' '.join(str(error).split())}{place}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def _take_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -135,46 +117,6 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
     required: type[Any] = make_dataclass("Required", named)
     found, _ = tyro.cli(required, args=words, return_unknown_args=True)
     return load_config(config, *files, **vars(found))
-
-
-def _checks_of(config: Any, args: Sequence[str]) -> Iterator[Callable[[], None]]:
-    """A check of each number and choice among the arguments; its error shows the flag in its short form."""
-    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for flag, text in pairwise([*words, "--"]):
-        if not flag.startswith("--"):
-            continue
-        *sections, name = flag.removeprefix("--").replace("-", "_").split(".")
-        place = config
-        for section in sections:
-            place = next((section_of(place, f) for f in fields(place) if f.name == section), None)
-            if place is None:  # tyro or `_about_unknown` reports it
-                break
-        else:
-            annotation = field_types(class_of(place), with_limits=True).get(name)
-            is_plain, value = _read(text, annotation)
-            if is_plain:
-                written = [*(short_name(config, section) for section in sections[:1]), *sections[1:], name]
-                shown = f"--{_dashed('.'.join(written))}"
-                lacks = partial(refuse, True, f"{shown} has no value. Write {shown} VALUE.")
-                yield lacks if text.startswith("--") else partial(check_value, shown, value, annotation)
-
-
-_FROM_TEXT: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
-
-
-def _read(text: str, annotation: Any) -> tuple[bool, Any]:
-    """Whether a field only takes numbers, words and choices, and the value of `text` in it."""
-    kinds = [get_args(part)[0] if get_origin(part) is Annotated else part for part in members(annotation)]
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    choices += [None] if NoneType in kinds else []
-    readers = [_FROM_TEXT.get(kind) for kind in kinds if kind is not NoneType and get_origin(kind) is not Literal]
-    for choice in choices:
-        if str(choice) == text:
-            return True, choice
-    for reader in filter(None, readers):
-        with suppress(ValueError):
-            return None not in readers, reader(text)
-    return None not in readers, text
 
 
 def _opened(cls: type, args: Sequence[str]) -> list[Field[Any]]:
@@ -211,10 +153,16 @@ def _with_sections(config: T, args: Sequence[str], opened: list[Field[Any]]) -> 
 def _about_unknown(config: Any, word: str) -> str:
     """Advice about the first argument that tyro did not accept."""
     if not word.startswith("--"):
-        return f"{word!r} belongs to no flag. Write --FIELD VALUE, or --FIELD and --no-FIELD for a boolean."
-    first, inside, rest = _spelled(word).removeprefix("--").partition(".")
-    flag = f"--{_dashed(short_name(config, first.replace('-', '_')))}{inside}{rest}"
-    section, dot, last = flag.removeprefix("--").rpartition(".")
+        return (
+            f"{word!r} belongs to no flag. Write --FIELD VALUE; for a boolean --FIELD or --no-FIELD, and in a section "
+            "--SECTION.FIELD or --SECTION.no-FIELD."
+        )
+    first, dot, rest = _spelled(word).removeprefix("--").partition(".")
+    negative = "no-" if dot and first.startswith("no-") else ""  # it belongs before the field
+    name = _dashed(short_name(config, first.removeprefix(negative).replace("-", "_")))
+    flag = f"--{negative}{name}{dot}{rest}"
+    section, dot, last = f"{name}{dot}{rest}".rpartition(".")
+    last = f"{negative}{last}"
     flags = list(_flags(config))
     for inside in (f"--{section}{dot}", "--"):
         among = {known.removeprefix("--").rpartition(".")[2]: known for known in reversed(flags) if inside in known}
@@ -233,6 +181,8 @@ def _flags(start: Any, prefix: str = "--") -> Iterator[str]:
             name = field.name if section is None else short_name(start, field.name)
             flag = f"{prefix}{_dashed(name)}"
             yield from (flag,) if section is None else _flags(section, f"{flag}.")
+            if field_types(class_of(start))[field.name] is bool:
+                yield f"{prefix}no-{_dashed(name)}"
 
 
 def short_name(start: Any, section: str) -> str:

@@ -111,9 +111,7 @@ def _read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
     if isinstance(checkpoints := kept.get("checkpoint_parameters"), dict):
         left_out += [f"checkpoint_parameters.{name}" for name in _OF_ITS_START if name in checkpoints]
         kept["checkpoint_parameters"] = {n: value for n, value in checkpoints.items() if n not in _OF_ITS_START}
-    # Names in a copy may be edited by hand, and their author expects them to count.
-    level = logging.INFO if in_its_place else logging.WARNING
-    logger.log(level, "%s is what a run saved; left out: %s.", file, ", ".join(left_out))
+    logger.info("%s is what a run saved; left out: %s.", file, ", ".join(left_out))
     return file, kept
 
 
@@ -123,14 +121,7 @@ def _config_file(path: Path) -> Path:
         return path
     if (path / SAVED_NAME).exists():
         return path / SAVED_NAME
-    above = [parent for parent in path.absolute().parents[:2] if (parent / SAVED_NAME).exists()]
-    below = sorted(path.glob(f"*/{SAVED_NAME}")) or sorted(path.glob(f"*/*/{SAVED_NAME}"))
-    advice = "Give a run's directory, or a file."
-    if above:
-        advice = f"The run's is {path.parent if above[0] == path.absolute().parent else above[0]}/{SAVED_NAME}."
-    elif below:
-        advice = f"It has {len(below)} runs: give one, such as {below[0].parent}."
-    raise ConfigError(f"{path} has no {SAVED_NAME}. {advice}")
+    raise ConfigError(f"{path} has no {SAVED_NAME}. Give a run's directory, or a file.")
 
 
 def field_meant(cls: Any, word: str) -> str:
@@ -225,14 +216,11 @@ def _is_sequence(annotation: Any) -> bool:
 
 
 _TAG = "tag:yaml.org,2002:"
-_AMBIGUOUS = "ambiguous"
-_MEANINGS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}
 # Text without quotes is the first kind that fits; kinds are looked up by its first letter.
 _YAML_KINDS = (
-    (_AMBIGUOUS, "[-+]?0[0-9_]+|None|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("-+0NyYnoO")),
-    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""]),
     ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", "[-+]?(?:0|[1-9][0-9_]*)|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("int", "[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
     (
         "float",
         r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
@@ -240,10 +228,6 @@ _YAML_KINDS = (
     ),
     ("merge", "<<", ["<"]),
 )
-
-
-class _WrongKey(Exception):
-    """A key that stands twice, or whose value can be read in two ways; the message begins after the file's name."""
 
 
 def read_plain(file: Path) -> Any:
@@ -255,14 +239,12 @@ def read_plain(file: Path) -> Any:
         raise ConfigError(f"config file {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}. Save it as UTF-8.") from None
-    except _WrongKey as wrong:
-        raise ConfigError(f"{file} sets {wrong}") from None
     except ValueError as error:  # raised by all three parsers
         raise ConfigError(f"{file} is not valid: {' '.join(str(error).split())}.") from None
 
 
 def _yaml(text: str) -> Any:
-    """YAML by the core rules of 1.2, without tags; text that 1.1, PyYAML's version, reads otherwise raises an error."""
+    """YAML by the core rules of 1.2, without tags, and Python's `None`. PyYAML's own are those of 1.1."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -270,39 +252,22 @@ def _yaml(text: str) -> Any:
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             lines: dict[str, int] = {}
-            for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
                 if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
                     continue
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    raise _WrongKey(f"{key.value} on line {lines[key.value]} and again on line {line}. Leave one out.")
+                    raise ValueError(f"{key.value} is on line {lines[key.value]} and again on line {line}")
                 lines[key.value] = line
-                _refuse_ambiguous(value, key.value)
             return super().construct_mapping(node, deep)
 
     for kind, pattern, first in _YAML_KINDS:
         Loader.add_implicit_resolver(f"{_TAG}{kind}", re.compile(rf"(?:{pattern})$"), first)
-    Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0))
-    Loader.add_constructor(f"{_TAG}{_AMBIGUOUS}", lambda _, node: node.value)  # as a key
+    Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0 if node.value[1:2] in "ox" else 10))
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-
-
-def _refuse_ambiguous(node: Any, key: str) -> None:
-    """Raises for text that YAML 1.1 and 1.2, or YAML and Python, read differently, as a value or in a list."""
-    if node.id == "sequence":
-        for item in node.value:
-            _refuse_ambiguous(item, key)
-    elif node.tag == f"{_TAG}{_AMBIGUOUS}":
-        digits = node.value.replace("_", "").lstrip("+-").lstrip("0") or "0"
-        sign = "-" if node.value.startswith("-") else ""
-        number = f"{sign}{digits}" if set("89") & set(digits) else f"{sign}{digits}, {sign}0o{digits} (to the base 8)"
-        raise _WrongKey(
-            f"{key} to {node.value} on line {node.start_mark.line + 1}, which is read in two ways. Write "
-            f"{_MEANINGS.get(node.value.lower(), number)}, or {node.value!r} in quotes for text."
-        )
 
 
 def _json(text: str) -> Any:

@@ -141,13 +141,8 @@ _SETTINGS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_
 def resolve_mesh(
     parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int | None = None
 ) -> MeshShape:
-    """Divides `world_size` ranks as `parameters` says; `shard_by_default` if "auto" means sharding (FSDPMixin).
-
-    With `ranks_per_host`, on several hosts, "auto" for both shards within hosts and replicates between them.
-
-    Raises:
-        ConfigError: The sizes do not multiply to `world_size`, or the trainer cannot shard.
-    """
+    """Divides `world_size` ranks as `parameters` says; `shard_by_default` if "auto" means sharding (FSDPMixin), with
+    `ranks_per_host` within hosts."""
     data_ranks = world_size
     taken: list[str] = []
     for name, short in (("pipeline_parallel", "pp"), ("tensor_parallel", "tp"), ("context_parallel", "cp")):

@@ -21,7 +21,6 @@ BUILT_IN = {
     "tensorboard": "dream_trainer.loggers.tensorboard:TensorBoardLogger",
     "wandb": "dream_trainer.loggers.trackers:WandbLogger",
     "mlflow": "dream_trainer.loggers.trackers:MLflowLogger",
-    "trackio": "dream_trainer.loggers.trackers:TrackioLogger",
     "images": "dream_trainer.loggers.media_files:ImageFilesLogger",
 }
 
@@ -33,22 +32,6 @@ def logger_entry(name: str) -> EntryPoint:
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     check_choice("loggers", name, dict.fromkeys((*BUILT_IN, *installed)))
     return installed[name]
-
-
-# Arguments of `wandb.init` and `trackio.init` that are already set, and their source.
-_OF_THE_TRAINER = {
-    "project": "the config's project",
-    "group": "the config's group",
-    "config": "the config itself",
-    "resume": "CheckpointParameters.resume",
-}
-_OF_WANDB = {
-    **_OF_THE_TRAINER,
-    **{name: f"WandbParameters.{name}" for name in ("entity", "name", "tags", "mode")},
-    "dir": "the run directory",
-    "id": "kept in checkpoints, so that a resumed run continues as the same one",
-    "reinit": "the trainer's",
-}
 
 
 @parameters
@@ -69,7 +52,9 @@ class WandbParameters:
     nor arguments that the trainer sets: project, group, config, dir, id, resume and reinit."""
 
     def __post_init__(self) -> None:
-        _refuse_with_place(self.init_arguments, _OF_WANDB)
+        taken = {"project", "group", "config", "dir", "id", "resume", "reinit", "entity", "name", "tags", "mode"}
+        given = ", ".join(sorted(taken & self.init_arguments.keys()))
+        refuse(given, f"init_arguments has {given}, which the config gives: as a field here, or by its own names.")
 
 
 @parameters
@@ -88,27 +73,13 @@ class MLflowParameters:
 
 
 @parameters
-class TrackioParameters:
-    """How Trackio shows a run. Project and group come from the config."""
-
-    name: str | None = None
-    """Name of the run. None for the config's group/experiment."""
-    init_arguments: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `trackio.init`, such as space_id, private or auto_log_cpu. Not name, which is a field here,
-    nor arguments that the trainer sets: project, group, config and resume."""
-
-    def __post_init__(self) -> None:
-        _refuse_with_place(self.init_arguments, {"name": "TrackioParameters.name", **_OF_THE_TRAINER})
-
-
-@parameters
 class LoggerParameters:
     """Loggers and their intervals."""
 
     loggers: Annotated[tuple[str, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
     """Loggers to write to. "console" is a progress bar on a terminal and prints lines elsewhere. These write to the run
     directory: "jsonl" metrics.jsonl, "csv" metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images"
-    image files in media/. "mlflow" and "trackio" write to their own store of all runs. Other packages add names through
+    image files in media/. "mlflow" writes to its own store of all runs. Other packages add names through
     `dream_trainer.loggers` entry points."""
     log_every_n_steps: PositiveInt = 10
     """Optimizer steps between flushes. A flush waits for the device once; 10 hides that."""
@@ -125,8 +96,6 @@ class LoggerParameters:
     """How Weights & Biases shows the run."""
     mlflow: MLflowParameters = field(default_factory=MLflowParameters)
     """Where MLflow keeps the run, and how it shows it."""
-    trackio: TrackioParameters = field(default_factory=TrackioParameters)
-    """How Trackio shows the run."""
 
     def __post_init__(self) -> None:
         for name in self.loggers:
@@ -134,14 +103,6 @@ class LoggerParameters:
         refuse(
             len(set(self.loggers)) != len(self.loggers),
             f"loggers={self.loggers} names one logger twice. Name each once.",
-        )
-
-
-def _refuse_with_place(arguments: dict[str, Any], places: dict[str, str]) -> None:
-    for name in arguments:
-        refuse(
-            name in places,
-            f"init_arguments has {name!r}, which is {places.get(name)}. Set that, and leave it out here.",
         )
 
 

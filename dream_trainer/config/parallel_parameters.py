@@ -169,12 +169,6 @@ class LocalSGDParameters:
     nesterov: bool = True
     """Whether that momentum is Nesterov's."""
 
-    def __post_init__(self) -> None:
-        refuse(
-            self.outer is not None and self.nesterov and self.outer_momentum == 0,
-            "nesterov=True needs momentum. Use outer_momentum=0.9, or nesterov=False.",
-        )
-
 
 @dataclass(kw_only=True)
 class LocalSGDConfigMixin:

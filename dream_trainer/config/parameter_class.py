@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -26,12 +26,9 @@ from dream_trainer.checks import (
     spell,
 )
 from dream_trainer.errors import ConfigError
-from dream_trainer.screen import logger
 
 T = TypeVar("T")
 _types = cache(get_type_hints)
-_told: set[str] = set()  # former names that were warned of
-_ALIASES = {"max_epochs"}  # other names that stay
 PositiveInt = Annotated[int, partial(check_integer, minimum=1)]
 NonNegativeInt = Annotated[int, partial(check_integer, minimum=0)]
 PositiveFloat = Annotated[float, check_positive]
@@ -57,14 +54,9 @@ def parameters(cls: type[T]) -> type[T]:
 
     @wraps(initialise)
     def __init__(self: T, **given: Any) -> None:
-        named = with_new_names(made, given)
-        for old in given.keys() - named.keys() - _told - _ALIASES:
-            _told.add(old)
-            logger.warning("%s.%s is called %s now.", cls.__name__, old, vars(made)["_renamed"][old])
-        initialise(self, **named)
+        initialise(self, **with_new_names(made, given))
 
     made.__init__ = __init__  # type: ignore[assignment, method-assign]
-    made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
     return made
 
 
@@ -158,14 +150,6 @@ def _plain(value: Any) -> Any:
 def _new(cls: type[T], *args: Any, **fields: Any) -> T:
     refuse_unknown_fields(cls, with_new_names(cls, fields))
     return object.__new__(cls)
-
-
-def _refuse_to_change(self: object, name: str, value: Any) -> None:
-    refuse_unknown_fields(type(self), {name: value})
-    raise FrozenInstanceError(
-        f"{type(self).__name__}.{name} cannot be changed. Make a changed copy, dataclasses.replace(..., {name}=...), "
-        "and build the trainer's config with it."
-    )
 
 
 def refuse_unknown_fields(cls: type, fields: Mapping[str, Any]) -> None:

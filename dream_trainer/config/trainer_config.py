@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from weakref import WeakSet
 
-from dream_trainer.checks import check_directory, check_instance, check_integer, refuse
+from dream_trainer.checks import check_directory, check_instance, refuse
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.config.parameter_class import (
     Directory,
+    NonNegativeInt,
     check_fields,
     declaring,
     is_ours,
@@ -26,8 +27,6 @@ from dream_trainer.events.collection import BaseCallback, CallbackCollection
 
 RUNS_VARIABLE = "DREAM_TRAINER_RUNS"
 _USERS = "_trainers"
-LONGEST_NAME = 255
-LARGEST_SEED = 2**63 - 1
 
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class BaseTrainerConfig:
     else:
         callbacks: CallbackCollection = field(default_factory=CallbackCollection)
     """Callbacks of the run, in order. A list becomes a CallbackCollection. Set in code, not on the command line."""
-    seed: Annotated[int, _check_seed] = 42
+    seed: NonNegativeInt = 42
     """Seed of initial weights, sample order and random layers. Any integer from 0 on."""
     runs_dir: Directory | None = None
     """Directory of all runs. None uses the environment variable `DREAM_TRAINER_RUNS`, or "runs" without it."""
@@ -141,11 +140,7 @@ def change_training_parameters(config: BaseTrainerConfig, trainer: object, value
 
 
 def check_config(config: Any) -> None:
-    """Checks a config from outside, as a trainer's constructor does; raises ConfigError.
-
-    A subclass can lose its own validation (a `__post_init__` without `super()`) or its fields (a forgotten
-    `@dataclass`), and values can be assigned after it was built. All of that is found here.
-    """
+    """Raises ConfigError for a config that a subclass, or an assignment after it was built, made invalid."""
     if not isinstance(config, BaseTrainerConfig):
         raise ConfigError(
             f"{config!r} is not a trainer config. Pass an instance of a dataclass that inherits BaseTrainerConfig."
@@ -200,22 +195,9 @@ def _check_name(name: str, value: object, *, hint: str) -> None:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{name}={value!r} names nothing. Use a name, such as {name}='baseline'.{hint}")
     refuse(
-        len(value.encode()) > LONGEST_NAME,
-        f"{name}={value[:20]!r}... has {len(value.encode())} bytes, and no directory's name may have more than "
-        f"{LONGEST_NAME}. Use a shorter one.",
-    )
-    refuse(
         value in (".", "..") or any(c in "/\\" or not c.isprintable() for c in value),
         f"{name}={value!r} cannot be one directory's name, which it becomes in the run directory. "
         "Leave out path separators and control characters.",
-    )
-
-
-def _check_seed(name: str, value: Any, *, hint: str) -> None:
-    check_integer(name, value, minimum=0, hint=hint)
-    refuse(
-        value > LARGEST_SEED,
-        f"{name}={value} does not fit into 63 bits. Use an integer from 0 to {LARGEST_SEED}.{hint}",
     )
 
 

@@ -144,12 +144,9 @@ class EvalConfigMixin:
 
 
 def micro_batch_size(parameters: TrainingParameters, dp_size: int) -> int:
-    """`train_batch_size`, or the largest smaller size that divides a rank's share of `global_batch_size`.
-
-    If `dp_size` ranks cannot share it equally, `accumulation_steps` raises the error later, with the loader's size.
-    """
+    """`train_batch_size`, or the largest smaller size that divides a rank's share of `global_batch_size`."""
     size, total = parameters.train_batch_size, parameters.global_batch_size
-    if total is None or total % dp_size:
+    if total is None or total % dp_size:  # `accumulation_steps` raises an error later, with the loader's size
         return size
     return max(divisor for divisor in divisors(total // dp_size) if divisor <= size)
 

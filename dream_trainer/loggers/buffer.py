@@ -133,10 +133,7 @@ class MetricBuffer:
         return Flight(self._reductions, totals, values, start_copy(tensors))
 
     def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
-        """Reduces the values taken by `begin`, over time and ranks, to values that are equal on all ranks.
-
-        Every rank calls it: one collective, and a second one for keys that were never reduced before.
-        """
+        """Values taken by `begin`, equal on all ranks: one collective, and a second one for new keys."""
         totals_by_name = flight.land()
         if world.world_size > 1:
             ranks = _gather(_counted(totals_by_name, world), self._agreed, world)

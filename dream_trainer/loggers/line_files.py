@@ -9,7 +9,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -86,7 +86,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def json_ready(value: Any) -> Any:
     """`value` with strings for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_ready(item) for item in value]
@@ -120,21 +120,16 @@ class JSONLLogger(Logger):
 
     When a run resumes at a step, the lines of later steps are dropped in one atomic replacement, since they will come
     again. A run that starts from scratch keeps an existing file as `metrics.1.jsonl` (2, 3, ...).
-
-    Args:
-        filename: Name of the file in the run directory.
     """
 
-    def __init__(self, filename: str = "metrics.jsonl") -> None:
-        self._filename = filename
-        self._lines: LineFile | None = None
-        self._media: LineFile | None = None
+    _lines: LineFile | None = None
+    _media: LineFile | None = None
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         self.close()
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._lines = LineFile(run_dir / self._filename, resumed_step)
+        self._lines = LineFile(run_dir / "metrics.jsonl", resumed_step)
         self._media = LineFile(run_dir / "media.jsonl", resumed_step)
 
     @override
@@ -172,13 +167,9 @@ class CSVLogger(Logger):
     later adds a column: the file is replaced whole, once, so it is valid at any moment.
 
     Resumes as JSONLLogger does: rows of later steps are dropped; a run from nothing keeps an earlier file.
-
-    Args:
-        filename: Name of the file in the run directory.
     """
 
-    def __init__(self, filename: str = "metrics.csv") -> None:
-        self._filename = filename
+    def __init__(self) -> None:
         self._path: Path | None = None
         self._columns = list(Stamp._fields)
         self._file: TextIO | None = None
@@ -187,7 +178,7 @@ class CSVLogger(Logger):
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         self.close()
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._path = run_dir / self._filename
+        self._path = run_dir / "metrics.csv"
         self._columns = list(Stamp._fields)
         rows: list[dict[str, Any]] = []
         if resumed_step is None:

@@ -76,16 +76,50 @@ class MediaLog:
         self._records, self.world, self._warn_once = records, world, warn_once
 
     def _gathered(self, name: str, value: Any) -> Tensor:
-        if self.world.forbidden is not None and is_sharded(value):
-            self.world.refuse_if_forbidden()
-        return gathered(name, value)
+        """`value` as a plain tensor without gradient, on its device. A DTensor is gathered, by all ranks."""
+        if isinstance(value, Tensor):
+            if self.world.forbidden is not None and is_sharded(value):
+                self.world.refuse_if_forbidden()
+            return whole(value.detach())
+        pillow = sys.modules.get("PIL.Image")
+        if pillow is not None and isinstance(value, pillow.Image):
+            # an image of Pillow's as `[channels, height, width]`, uint8: grey, RGB or RGBA, whichever holds all of it
+            grey = value.mode in ("1", "L")
+            has_alpha = value.mode in ("LA", "PA", "RGBA", "RGBa", "La") or "transparency" in value.info
+            kind = "L" if grey else "RGBA" if has_alpha else "RGB"
+            pixels = torch.from_numpy(numpy.array(value.convert(kind)))
+            return pixels.unsqueeze(0) if grey else pixels.permute(2, 0, 1)
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name!r} is of type {type(value).__name__}. Log a tensor or an array of numbers."
+            ) from error
 
     def _pixels(self, name: str, value: Tensor) -> Tensor:
-        shown, was_clamped = pixels(name, value)
-        if was_clamped:
+        """Images or frames `[..., channels, height, width]` as uint8 on the CPU."""
+        if value.dim() == 2:
+            value = value.unsqueeze(0)
+        if value.dim() < 3 or value.shape[-3] not in (1, 3, 4) or value.numel() == 0:
+            hint = " Use image.permute(2, 0, 1)." if value.dim() == 3 and value.shape[-1] in (1, 3, 4) else ""
+            raise ValueError(
+                f"{name!r} has shape {tuple(value.shape)}. Log [channels, height, width] with 1, 3 or 4 channels, or "
+                f"[height, width].{hint}"
+            )
+        if value.dtype == torch.uint8:
+            return value.cpu().contiguous()
+        if value.dtype == torch.bool:
+            return value.cpu().to(torch.uint8) * 255
+        if not value.is_floating_point():
+            raise TypeError(
+                f"{name!r} has dtype {value.dtype}. Log floating point from 0 to 1, or uint8 from 0 to 255."
+            )
+        value = value.cpu().float().nan_to_num(0.0, 1.0, 0.0)
+        lowest, highest = value.aminmax()
+        if lowest < -1e-3 or highest > 1 + 1e-3:
             message = f"{name!r} has values outside of 0 to 1, which are clamped for display."
             self._warn_once(f"clamped {name}", message)
-        return shown
+        return value.clamp(0, 1).mul(255).round().to(torch.uint8)
 
     def _add(self, name: str, make: Callable[[], Media]) -> None:
         if self.world.is_main and self._records.current.media is not None:
@@ -127,7 +161,16 @@ class MediaLog:
 
     def audio(self, name: str, samples: Any, sample_rate: int) -> None:
         tensor = self._gathered(name, samples)
-        self._add(name, lambda: audio(name, tensor, sample_rate))
+        if tensor.dim() == 1:
+            tensor = tensor.unsqueeze(0)
+        if tensor.dim() != 2 or tensor.shape[0] not in (1, 2) or tensor.numel() == 0:
+            raise ValueError(
+                f"{name!r} has shape {tuple(tensor.shape)}. Log [samples], or [channels, samples] of 1 or 2."
+            )
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name!r} has dtype {tensor.dtype}. Log floating point samples from -1 to 1.")
+        plain = tensor.float().nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
+        self._add(name, lambda: Audio(plain.cpu(), int(sample_rate)))
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         item = table(name, columns, rows)
@@ -145,46 +188,6 @@ class MediaLog:
         self._add(name, lambda: Text(text))
 
 
-def gathered(name: str, value: Any) -> Tensor:
-    """`value` as a plain tensor without gradient, on its device. A DTensor is gathered, by all ranks."""
-    if isinstance(value, Tensor):
-        return whole(value.detach())
-    pillow = sys.modules.get("PIL.Image")
-    if pillow is not None and isinstance(value, pillow.Image):
-        # an image of Pillow's as `[channels, height, width]`, uint8: grey, RGB or RGBA, whichever holds all of it
-        grey = value.mode in ("1", "L")
-        has_alpha = value.mode in ("LA", "PA", "RGBA", "RGBa", "La") or "transparency" in value.info
-        kind = "L" if grey else "RGBA" if has_alpha else "RGB"
-        pixels_of_image = torch.from_numpy(numpy.array(value.convert(kind)))
-        return pixels_of_image.unsqueeze(0) if grey else pixels_of_image.permute(2, 0, 1)
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name!r} is of type {type(value).__name__}. Log a tensor or an array of numbers.") from error
-
-
-def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
-    """Images or frames `[..., channels, height, width]` as uint8 on the CPU, and whether values had to be clamped."""
-    if value.dim() == 2:
-        value = value.unsqueeze(0)
-    if value.dim() < 3 or value.shape[-3] not in (1, 3, 4) or value.numel() == 0:
-        hint = " Use image.permute(2, 0, 1)." if value.dim() == 3 and value.shape[-1] in (1, 3, 4) else ""
-        raise ValueError(
-            f"{name!r} has shape {tuple(value.shape)}. Log [channels, height, width] with 1, 3 or 4 channels, or "
-            f"[height, width].{hint}"
-        )
-    if value.dtype == torch.uint8:
-        return value.cpu().contiguous(), False
-    if value.dtype == torch.bool:
-        return value.cpu().to(torch.uint8) * 255, False
-    if not value.is_floating_point():
-        raise TypeError(f"{name!r} has dtype {value.dtype}. Log floating point from 0 to 1, or uint8 from 0 to 255.")
-    value = value.cpu().float().nan_to_num(0.0, 1.0, 0.0)
-    lowest, highest = value.aminmax()
-    clamped = value.clamp(0, 1).mul(255).round().to(torch.uint8)
-    return clamped, bool(lowest < -1e-3 or highest > 1 + 1e-3)
-
-
 def grid(name: str, images: Sequence[Tensor], columns: int | None = None, padding: int = 2) -> Tensor:
     """A grid of images, on black."""
     channels, height, width = (max(sizes) for sizes in zip(*(image.shape for image in images), strict=True))
@@ -200,17 +203,6 @@ def grid(name: str, images: Sequence[Tensor], columns: int | None = None, paddin
         left = padding + index % columns * (width + padding)
         page[:, top : top + image.shape[1], left : left + image.shape[2]] = image  # one channel fills them all
     return page
-
-
-def audio(name: str, value: Tensor, sample_rate: int) -> Audio:
-    """Sound of samples `[samples]` or `[channels, samples]`."""
-    if value.dim() == 1:
-        value = value.unsqueeze(0)
-    if value.dim() != 2 or value.shape[0] not in (1, 2) or value.numel() == 0:
-        raise ValueError(f"{name!r} has shape {tuple(value.shape)}. Log [samples], or [channels, samples] of 1 or 2.")
-    if not value.is_floating_point():
-        raise TypeError(f"{name!r} has dtype {value.dtype}. Log floating point samples from -1 to 1.")
-    return Audio(value.cpu().float().nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1), int(sample_rate))
 
 
 def histogram(value: Tensor, bins: int) -> Histogram:

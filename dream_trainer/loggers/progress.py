@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 from dream_trainer.checks import check_between, check_names, check_positive
 from dream_trainer.config.parameter_class import check_fields
-from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
 from dream_trainer.screen import draw, is_in_notebook, show
@@ -103,7 +102,7 @@ class Progress(Callback):
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: A value is invalid; at the end of setup, also if another Progress prints to the same place.
+        ConfigError: A value is invalid.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -131,12 +130,6 @@ class Progress(Callback):
     # -- events
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        for other in trainer.callbacks:
-            if isinstance(other, Progress) and other is not self and other._file is self._file:
-                raise ConfigError(
-                    "two Progress callbacks would print every line twice. Use one, with the metrics of both, or let "
-                    "one print elsewhere: Progress(file=...)."
-                )
         self._pace, self._shown, self._running = Pace(0, 0, 0.0), {}, {}
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:

@@ -20,13 +20,11 @@ from dream_trainer.config.logger_parameters import LoggerParameters, logger_entr
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.loggers.buffer import Flight, Scalar
-from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import read_jsonl
 from dream_trainer.loggers.media import Media, MediaLog
 from dream_trainer.loggers.records import Record, Records, TrainingRecord
 from dream_trainer.loggers.stragglers import Stragglers
-from dream_trainer.screen import logger
 
 _FAILED = object()
 
@@ -144,16 +142,12 @@ def _logger_class(name: str) -> type[Logger]:
 
 def _checked(returned: object) -> list[Logger]:
     if not isinstance(returned, list | tuple):
-        what = f"a {type(returned).__name__}" if isinstance(returned, Logger) else repr(returned)
-        raise HookError(f"configure_loggers returned {what}, not a list. Return a list of loggers, [] for none.")
+        raise HookError(f"configure_loggers returned {returned!r}, not a list. Return a list of loggers, [] for none.")
     for each in returned:
-        if isinstance(each, type):
-            name = each.__name__
-            raise HookError(f"configure_loggers returned {name} in its list, a class. Write {name}() there.")
         if not isinstance(each, Logger):
             raise HookError(
-                f"configure_loggers returned {each!r} in its list, which is not a logger. Derive its class from "
-                "dream_trainer.loggers.Logger."
+                f"configure_loggers returned {each!r} in its list, which is not a logger. Return objects of classes "
+                "derived from dream_trainer.loggers.Logger."
             )
     return list(returned)
 
@@ -373,22 +367,11 @@ class RunLog:
     # -- the end
 
     def close(self, step: int, *, has_trained: bool) -> None:
-        """Writes the rest, or warns that a resumed run will write it, and closes the loggers."""
+        """Writes the rest, unless a resumed run will write it, and closes the loggers."""
         with followed_by(self._close_loggers):
-            if not has_trained:
-                return
-            self.land()
-            if not self._pending_is_saved(step):
+            if has_trained:
+                self.land()
                 self.fit_ended(step)
-                return
-            self._training.decide()
-            values = self._training.metrics.reduce(self._world)
-            if values and self._world.is_main:
-                logger.warning(
-                    "logged since the last line, and to be written when the run is resumed: step %d | %s",
-                    step,
-                    format_metrics(values),
-                )
 
     def _close_loggers(self) -> None:
         ended, self._loggers = self._loggers, LoggerGroup([], self._warn_once)
@@ -404,20 +387,13 @@ class History(list[Line]):
     def __init__(self, limit: int | None) -> None:
         super().__init__()
         self._limit = limit
-        self.dropped = 0
 
     def append(self, line: Line) -> None:
         super().append(line)
         if self._limit is not None and len(self) > self._limit:
             del self[0]
-            self.dropped += 1
 
     def replace(self, lines: Iterable[Line]) -> None:
         self.clear()
-        self.dropped = 0
         for line in lines:
             self.append(line)
-
-    def __repr__(self) -> str:
-        older = f" after {self.dropped} older ones" if self.dropped else ""
-        return f"History of {len(self)} lines{older}"

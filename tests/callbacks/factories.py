@@ -1,9 +1,8 @@
 """Every shipped callback, as the generic suite (test_every_callback.py) builds it. Add a line for each new one.
 
 The suite's trainer has a trained `model` and a frozen `teacher` of the same shape, validates every 4 of its 12 steps,
-and returns `loss` from its steps, in training also `picture`, a batch of images. Factories set what has no default, and
-what makes so short a run see the callback work. `SECOND` has those that refuse a second one like the first. What can
-print into a file does so into `PRINTED`.
+and returns `loss` from its steps. Factories set what has no default, and what makes so short a run see the callback
+work. `SECOND` has those that refuse a second one like the first. What can print into a file does so into `PRINTED`.
 """
 
 import io
@@ -20,10 +19,8 @@ FACTORIES: dict[str, Callable[[], cb.Callback]] = {
     "Every": lambda: cb.Every(20, "samples", lambda trainer: print("every", trainer.global_step, file=PRINTED)),
     "GarbageCollection": lambda: cb.GarbageCollection(2, 6),
     "GradientStats": lambda: cb.GradientStats(4),
-    "ImageFiles": lambda: cb.ImageFiles("picture", every_n_steps=4),
     "LearningRate": lambda: cb.LearningRate(),
     "Memory": lambda: cb.Memory(4),
-    "MixtureWeights": lambda: cb.MixtureWeights({}),  # a loader of a mixture: tests/trainer/test_mixtures.py
     "ModelSummary": lambda: cb.ModelSummary(file=PRINTED),
     "NonFiniteReport": lambda: cb.NonFiniteReport(),
     "Profiler": lambda: cb.Profiler(3, 2),

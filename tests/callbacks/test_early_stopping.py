@@ -86,8 +86,8 @@ def test_a_metric_that_does_not_come_is_an_error_that_names_those_that_do() -> N
 @pytest.mark.parametrize(
     ("training", "remedy"),
     [
-        ({"val_every_n_epochs": None}, "Set val_every_n_epochs, val_every_n_steps or val_every_minutes"),
-        ({"val_steps_per_epoch": 0}, "val_steps_per_epoch=0 .*Use None for all batches, or how many"),
+        ({"val_every_n_epochs": None}, "set val_every_n_epochs, val_every_n_steps or val_every_minutes"),
+        ({"val_steps_per_epoch": 0}, "val_steps_per_epoch=None"),
     ],
     ids=str,
 )

@@ -75,7 +75,6 @@ class Resumed(Noted, dt.CheckpointMixin):
     [
         (3, "steps", [3, 6, 9]),
         (6, "samples", [2, 3, 5, 6, 8, 9]),
-        (5, "batches", [3, 5, 8, 10]),
         (2, "validations", [10]),
     ],
 )

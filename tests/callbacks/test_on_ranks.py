@@ -26,6 +26,9 @@ def throughput() -> dict[str, dict[int, float]]:
     clock, recorder = Clock(), Recorder()
 
     class Runs(LoggedSharded):
+        def batch_tokens(self, batch: Batch) -> int:
+            return int(batch[2].sum())
+
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             clock.now += 2.0
             return super().training_step(batch, batch_idx)
@@ -33,7 +36,6 @@ def throughput() -> dict[str, dict[int, float]]:
     callback = Throughput(
         every_n_steps=1,
         warm_up_steps=1,
-        tokens=lambda batch: batch[2].sum(),
         flops_per_token=100.0,
         device_flops=1e3,
         clock=clock,

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import ConfigError, Pace, Progress
+from tests.api import Pace, Progress
 from tests.callbacks.recording import Clock, Terminal
 from tests.trainer import small
 from tests.trainer.small import Config, Samples, Spread, Validates, make_config
@@ -74,12 +74,6 @@ def test_plain_lines_come_at_intervals() -> None:
     fit(Progress(file=file, line_seconds=3600), n_epochs=2)
     kinds = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
     assert kinds == ["epoch 0", "validation", "validation", "epoch 2"]
-
-
-def test_two_that_would_print_every_line_twice_are_refused() -> None:
-    pair = Progress(), Progress(("val/loss",))
-    with pytest.raises(ConfigError, match="two Progress callbacks .*file=..."), make(*pair) as trainer:
-        trainer.fit()
 
 
 def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:

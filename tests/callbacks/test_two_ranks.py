@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import SWA, CheckpointError, DistributedDataLoader, Every, ImageFiles, WeightTransfer, export_checkpoint
+from tests.api import SWA, CheckpointError, DistributedDataLoader, Every, WeightTransfer, export_checkpoint
 from tests.callbacks import test_swa as swa_alone, test_weight_transfer as transfer_alone
 from tests.callbacks.test_swa import Saved, averaged, saved_config
 from tests.trainer import small
@@ -23,7 +23,7 @@ DATA = small.batches(4, 4) * 2
 
 
 class Pairs:
-    """Mix in: a target beside the model, and pictures that say which rank made them."""
+    """Mix in: a target beside the model."""
 
     def configure_models(self) -> None:
         self.model, self.target = small.network(), small.network().requires_grad_(False)
@@ -36,7 +36,7 @@ class Pairs:
     def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         with torch.no_grad():
             loss = mse_loss(self.target(batch[0]), batch[1])  # leaves the root of the target gathered
-        return {"loss": loss, "picture": torch.full((1, 1, 2, 2), self.world.rank / 255)}
+        return {"loss": loss}
 
 
 class ShardedPair(Pairs, small.Sharded, dt.EvalMixin):
@@ -49,7 +49,7 @@ class ReplicatedPair(Pairs, small.Spread, dt.EvalMixin):
 
 def followed(trainer_class: Any) -> dict[str, Tensor]:
     """The target after six steps with a validation in between."""
-    callbacks = [WeightTransfer("model", "target", decay=0.5, every_n_steps=2), ImageFiles("picture")]
+    callbacks = [WeightTransfer("model", "target", decay=0.5, every_n_steps=2)]
     config = small.make_config(
         max_steps=6, global_batch_size=4, val_every_n_steps=3, val_every_n_epochs=1, callbacks=callbacks
     )
@@ -139,12 +139,3 @@ def test_a_callback_by_the_clock_goes_by_the_main_rank_s(two: tuple[Path, list[d
 
 def test_early_stopping_ends_all_ranks_at_the_same_step(two: tuple[Path, list[dict[str, Any]]]) -> None:
     assert [rank["epochs"] for rank in two[1]] == [2, 2]
-
-
-def test_images_are_the_main_rank_s(two: tuple[Path, list[dict[str, Any]]]) -> None:
-    from PIL import Image
-
-    files = sorted(two[0].rglob("images/val/picture/*.png"))
-    assert [file.name for file in files] == [f"step_0000000{step}.png" for step in (3, 4, 6)]  # 4 is an epoch's end
-    with Image.open(files[0]) as image:
-        assert image.getpixel((2, 2)) == 0

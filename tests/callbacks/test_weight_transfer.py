@@ -160,8 +160,8 @@ class Others(Pair):
     [
         (("online", "tagret"), "no model 'tagret'.*'target'"),
         (("target", "online"), "no optimizer trains 'target'"),
-        (("online", "wide"), "only one has 2.bias, 2.weight"),
-        (("online", "other"), r"1.weight is \[1, 3\] in 'online' and \[2, 3\] in 'other'"),
+        (("online", "wide"), "the same tensors: 2.bias, 2.weight are missing in one"),
+        (("online", "other"), "the same tensors: 1.bias, 1.weight are missing in one, or differ"),
     ],
     ids=["no such model", "untrained", "other names", "other shapes"],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import draw, main, panels, read_log, smoothed
+from tests.api import draw, main, panels, read_log
 
 
 def record(step: int, **metrics: Any) -> dict[str, Any]:
@@ -78,16 +78,6 @@ def test_several_runs_share_a_panel_and_are_told_apart(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list(found)
 
 
-def test_smoothing_is_the_mean_of_the_past_without_a_pull_to_zero(tmp_path: Path) -> None:
-    assert smoothed([4.0, 2.0, math.nan, 2.0], 0.5)[:2] == pytest.approx([4.0, (0.5 * 4 + 2) / 1.5])
-    assert smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)
-    chosen = panels({"one": read_run(a_run(tmp_path / "one"))}, ("*/loss",), "steps")
-    found = lines(draw(chosen, x="steps", smooth=0.5))["loss"]
-    assert found["_as logged"] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
-    assert found["train/loss"][1][1] == pytest.approx((0.5 * 1.0 + 0.5) / 1.5)
-    assert found["val/loss"] == [(2, 1.0), (4, 0.5)]
-
-
 def test_nan_is_a_gap_and_a_step_logged_again_counts_once(tmp_path: Path) -> None:
     records = [record(1, **{"train/loss": 9.0}), record(1, **{"train/loss": 1.0}), record(2, **{"train/loss": "NaN"})]
     records.append(record(3, **{"train/loss": "Infinity"}))
@@ -106,7 +96,7 @@ def test_the_command_writes_what_the_suffix_says(tmp_path: Path, capsys: pytest.
     text = Path("out/both.svg").read_text()
     for expected in ("a/run: train/loss", "b/run: val/loss", "learning rate", "optimizer steps"):
         assert expected in text
-    assert main(["plot", "a/run", "--metrics", "val/*", "--x", "time", "--smooth", "0.9", "--log-y"]) == 0
+    assert main(["plot", "a/run", "--metrics", "val/*", "--x", "time", "--log-y"]) == 0
     with Image.open("plot.png") as image:
         assert image.format == "PNG"
         assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 20
@@ -118,7 +108,6 @@ def test_the_command_writes_what_the_suffix_says(tmp_path: Path, capsys: pytest.
     [
         ([], 2, "no run was given"),
         (["run", "--output", "plot.bmp"], 2, r"plot.bmp.*\.png, \.svg or \.pdf"),
-        (["run", "--smooth", "1"], 2, r"--smooth 1.0 is not in \[0, 1\)"),
         (["run", "--metrics", "nothing"], 2, "nothing: no such metric. There are .*train/loss"),
         (["binary"], 1, "damaged"),
     ],

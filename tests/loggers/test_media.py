@@ -3,13 +3,29 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dream_trainer.loggers import media
-from tests.api import JSONLLogger, Stamp
+from tests.api import JSONLLogger, Ranks, Record, Records, Stamp
+
+
+def logged(kind: str, *arguments: Any) -> tuple[Any, list[str]]:
+    """The only value that a call of `MediaLog` logs, and its warnings."""
+    records, warned = Records(), list[str]()
+    records.current = Record(media=[])
+    log = media.MediaLog(records, Ranks.alone(), lambda _, message: warned.append(message))
+    vars(media.MediaLog)[kind](log, "sample", *arguments)
+    ((_, item, _),) = records.current.media or ()
+    return item, warned
+
+
+def pixels(image: Any) -> tuple[torch.Tensor, list[str]]:
+    found, warned = logged("images", [image], None)
+    return found.images[0].pixels, warned
 
 
 def test_floats_from_0_to_1_bytes_and_masks_become_bytes() -> None:
@@ -18,30 +34,31 @@ def test_floats_from_0_to_1_bytes_and_masks_become_bytes() -> None:
         torch.tensor([[0, 0.5, 1]], dtype=torch.bfloat16),
         torch.tensor([[[0, 128, 255]]], dtype=torch.uint8),
     ):
-        found, was_clamped = media.pixels("x", value)
-        assert (found.tolist(), found.dtype, was_clamped) == ([[[0, 128, 255]]], torch.uint8, False)
-    assert media.pixels("x", torch.tensor([[True, False]]))[0].tolist() == [[[255, 0]]]
+        found, warned = pixels(value)
+        assert (found.tolist(), found.dtype, warned) == ([[[0, 128, 255]]], torch.uint8, [])
+    assert pixels(torch.tensor([[True, False]]))[0].tolist() == [[[255, 0]]]
 
 
 def test_values_beyond_are_clamped_and_said_to_be() -> None:
-    found, was_clamped = media.pixels("x", torch.tensor([[-1.0, 2.0, math.nan, math.inf]]))
-    assert (found.tolist(), was_clamped) == ([[[0, 255, 0, 255]]], True)
+    found, (warning,) = pixels(torch.tensor([[-1.0, 2.0, math.nan, math.inf]]))
+    assert found.tolist() == [[[0, 255, 0, 255]]]
+    assert "'sample' has values outside of 0 to 1" in warning
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 3), (2, 4, 5), (7,), (3, 0, 5)])
 def test_what_has_no_shape_of_an_image_is_refused_by_its_name(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"'sample' has shape .* \[channels, height, width\]") as error:
-        media.pixels("sample", torch.zeros(shape))
+        pixels(torch.zeros(shape))
     assert ("permute(2, 0, 1)" in str(error.value)) == (shape == (5, 4, 3))
 
 
 def test_what_is_of_another_type_is_refused_by_its_name() -> None:
     with pytest.raises(TypeError, match=r"'sample' has dtype torch.int64"):
-        media.pixels("sample", torch.zeros(3, 2, 2, dtype=torch.int64))
+        pixels(torch.zeros(3, 2, 2, dtype=torch.int64))
     with pytest.raises(TypeError, match="'sample' is of type str"):
-        media.gathered("sample", "text")
-    with pytest.raises(ValueError, match=r"'tone' has shape \(5, 100\)"):
-        media.audio("tone", torch.zeros(5, 100), 8000)
+        pixels("text")
+    with pytest.raises(ValueError, match=r"'sample' has shape \(5, 100\)"):
+        logged("audio", torch.zeros(5, 100), 8000)
 
 
 @pytest.mark.parametrize("values", [torch.randn(10_000), torch.ones(5), torch.zeros(0), torch.arange(9) / 8])
@@ -101,9 +118,7 @@ def test_an_image_of_pillow_is_shown_as_it_is(mode: str, shape: tuple[int, ...])
     from PIL import Image
 
     image = Image.new(mode, (4, 2), {"1": 1, "L": 200}.get(mode, (200,) * len(mode)))
-    found = media.gathered("picture", image)
-    shown, was_clamped = media.pixels("picture", found)
-    assert tuple(shown.shape) == shape
-    assert not was_clamped
+    shown, warned = pixels(image)
+    assert (tuple(shown.shape), warned) == (shape, [])
     expected = np.asarray(image.convert("L" if mode in ("1", "L") else "RGBA" if mode == "RGBA" else "RGB"))
     assert np.array_equal(shown.numpy().transpose(1, 2, 0).squeeze(), expected)

@@ -1,5 +1,6 @@
 """`dream-trainer plan`: what it says of a program, of a rank that does not fit, and of one that cannot be planned."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from dream_trainer.planning import PlanError, plan
-from tests.api import ConfigError, main, memory_of, own_words
+from tests.api import ConfigError, main, memory_of
 
 PROGRAM = """
 import torch
@@ -157,9 +158,12 @@ def test_memory_that_is_no_size_is_refused(text: str) -> None:
         memory_of(text)
 
 
-def test_flags_before_and_after_the_program_are_told_apart() -> None:
-    words = "plan train.py --world 8 --json --gpu-memory=1GiB --training.max-steps 3 --world 9"
-    assert own_words(words.split()) == words.split()[:6]
+def test_the_flags_of_plan_may_stand_among_those_of_the_program(tmp_path: Path, capsys: Any) -> None:
+    words = ["--training.train-batch-size", "16", "--world", "2", "--device.dp-shard=2", "--rank", "0", "--json"]
+    assert main(["plan", written(tmp_path), *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ranks"].keys() == {"0"}
+    assert report["worst"]["mesh"]["dp_shard"] == 2
 
 
 @pytest.mark.parametrize("flags", [["--world", "5000"], ["--world", "2", "--rank", "2"]])

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dream_trainer.testing import ProgramError, TrainerCheckError, check_deterministic, check_parity, check_resume
-from tests.api import CHECKS, Program, TrainerChecks, findings, main, own_words
+from dream_trainer.testing import (
+    ProgramError,
+    TrainerCheckError,
+    check_deterministic,
+    check_parity,
+    check_resume,
+    suite,
+)
+from tests.api import CHECKS, Program, TrainerChecks, findings, main
 from tests.testing.programs import right, wrong
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -160,12 +169,30 @@ def test_the_command_reports_what_holds(capfd: pytest.CaptureFixture[str]) -> No
     assert "all that was checked holds" in said
 
 
-def test_the_words_of_the_command_come_before_those_of_the_program() -> None:
-    words = "check train.py:Fit --quick --only resume --training.max-steps 8 --quick"
-    assert own_words(words.split()) == words.split()[:5]
-    assert own_words("check --quick train.py --seed 3".split()) == "check --quick train.py".split()
-    assert own_words("check train.py --only=kill more --x".split()) == "check train.py --only=kill".split()
-    assert own_words(["check", "--help"]) == ["check", "--help"]
+@pytest.mark.parametrize(
+    ("words", "of_the_program"),
+    [
+        ("check train.py:Fit --quick --only resume --training.max_steps 8", "--training.max_steps 8"),
+        (
+            "check train.py:Fit --training.max-steps 8 --only resume more --x=1 --quick",
+            "--training.max-steps 8 more --x=1",
+        ),
+        ("check --quick --only=resume train.py:Fit --seed 3 -- --quick --json -- -x", "--seed 3 --quick --json -- -x"),
+    ],
+)
+def test_the_commands_own_flags_may_stand_anywhere(
+    words: str, of_the_program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+
+    def note(program: Program, checks: Sequence[str], *, quick: bool, as_json: bool) -> int:
+        ran.extend([program, *checks, quick, as_json])
+        return 0
+
+    monkeypatch.setattr(suite, "report", note)
+    assert main(words.split()) == 0
+    program = Program(path="train.py", name="Fit", config="default_config", arguments=tuple(of_the_program.split()))
+    assert ran == [program, "resume", True, False]
 
 
 def test_every_check_has_a_method() -> None:

@@ -9,12 +9,23 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, Mixture, MixtureWeights, Stage
+from tests.api import DistributedDataLoader, Mixture, Stage
 from tests.trainer.small import Config, run_config
 
 GLOBAL_BATCH, STEPS = 8, 24
 SOURCES = {"code": range(500), "docs": range(1000, 1040), "talk": range(2000, 2020)}
 CHANGED_AFTER = 15
+
+
+class OtherWeights(dt.Callback):
+    """Also where a run resumes at the step, which may have been saved before."""
+
+    def pre_fit(self, trainer: Any) -> None:
+        self.post_train_step(trainer)
+
+    def post_train_step(self, trainer: Any) -> None:
+        if trainer.global_step == CHANGED_AFTER:
+            trainer.train_dataloader.dataset.set_weights({"docs": 1, "code": 1})
 
 
 class Mixed(dt.DreamTrainer):
@@ -66,7 +77,7 @@ def train(directory: str, steps: int, accumulation: int, options: dict[str, Any]
     config = run_config(
         cls=Config,
         seed=options.get("seed", 5),
-        callbacks=[MixtureWeights({CHANGED_AFTER: {"docs": 1, "code": 1}})],
+        callbacks=[OtherWeights()],
         training_parameters=dt.TrainingParameters(
             n_epochs=None, max_steps=steps, gradient_accumulation_steps=accumulation
         ),

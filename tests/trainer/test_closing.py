@@ -120,7 +120,7 @@ def test_an_exception_is_shown_once_with_at_most_a_line_of_what_failed_after_it(
     shown = "".join(traceback.format_exception(raised.value))
     assert shown.count("Traceback") == 1
     assert shown.rstrip().endswith(str(raised.value))
-    said = [record.getMessage() for record in caplog.records if "when the run is resumed" not in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records]
     assert said == ["the trainer could not be closed: OSError: the disk is full"] * lines
     assert directory_is_free()
     if fails_in == "step":

@@ -620,21 +620,6 @@ def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
     assert history == lines
 
 
-def test_what_a_run_that_dies_has_logged_and_not_written_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(Killed), counting("step", monkeypatch) as trainer:
-        trainer.fit()
-    (said,) = [text for text in caplog.messages if "when the run is resumed" in text]
-    assert "step 7 | " in said
-    assert said.endswith("| steps 2")
-    assert [line["step"] for line in read_jsonl("runs/p/g/e/metrics.jsonl") if "steps" in line] == [5]
-    caplog.clear()
-    with counting(None, monkeypatch) as trainer:
-        trainer.fit()
-    assert "when the run is resumed" not in caplog.text
-
-
 def test_evaluating_a_run_that_was_killed_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         counting("kill", monkeypatch).fit()
@@ -741,4 +726,3 @@ def test_the_history_keeps_its_last_lines() -> None:
     with Algorithm(config) as trainer:
         trainer.fit()
     assert [line["step"] for line in trainer.history] == [3, 4]
-    assert trainer.history.dropped == 2

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load
 
 import dream_trainer as dt
-from tests.api import CheckpointError, ConfigError, main
+from tests.api import CheckpointError, ConfigError
 from tests.checkpoint.states import DESCRIPTION, save
 from tests.worlds import run_world
 
@@ -105,9 +105,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_what_is_pushed_is_the_export_and_a_card(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoints", "push", str(run), "--repo", "somebody/net", "--base-model", "google/bert"]) == 0
-    assert "/commit/c0" in capsys.readouterr().out
+def test_what_is_pushed_is_the_export_and_a_card(hub: Hub, run: Path) -> None:
+    assert dt.push_to_hub(run, "somebody/net", base_model="google/bert").endswith("/commit/c0")
     assert hub.repos["somebody/net"]["visibility"] == "private"
     assert set(hub.files) == {"model.safetensors", "config.json", "README.md"}
     assert torch.equal(load(hub.files["model.safetensors"])["weight"], torch.arange(6.0).view(2, 3))
@@ -122,15 +121,15 @@ def test_what_is_pushed_is_the_export_and_a_card(hub: Hub, run: Path, capsys: py
     assert str(run) not in card
 
 
-def test_a_refusal_of_the_hub_is_an_error(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_of_the_hub_is_an_error(hub: Hub, run: Path) -> None:
     hub.refuses = True
-    assert main(["checkpoints", "push", str(run), "--repo", "somebody/net"]) == 1
-    assert "to somebody/net: " in capsys.readouterr().err
-    assert main(["checkpoints", "push", str(run), "--repo", "not a name"]) != 0
-    assert "is not the name of a repository" in capsys.readouterr().err
+    with pytest.raises(Exception, match="to somebody/net: "):
+        dt.push_to_hub(run, "somebody/net")
+    with pytest.raises(Exception, match="is not the name of a repository"):
+        dt.push_to_hub(run, "not a name")
 
 
-def test_python_pushes_what_the_command_does_and_a_tokenizer_beside_it(hub: Hub, run: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_pushed_beside_it(hub: Hub, run: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/vocabulary.json").write_text("[]")
     address = dt.push_to_hub(run, "somebody/net", beside=tmp_path / "tokenizer", private=False, message="The first")

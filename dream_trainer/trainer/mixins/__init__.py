@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         LoggerConfigMixin as LoggerConfigMixin,
         LoggerParameters as LoggerParameters,
         MLflowParameters as MLflowParameters,
-        TrackioParameters as TrackioParameters,
         WandbParameters as WandbParameters,
     )
     from dream_trainer.config.parallel_parameters import (
