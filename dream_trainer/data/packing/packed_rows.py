@@ -128,6 +128,7 @@ _FEWEST_ROWS_OF_PART = 32
 class HasLengths(Protocol):
     def lengths(self, first: int, last: int, /) -> NDArray[Any]:
         """Tokens of the documents at positions `first` to `last` (exclusive), shape `(last - first,)`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

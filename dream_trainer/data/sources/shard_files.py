@@ -171,11 +171,10 @@ class TarSamples(ShardFiles):
 
 @runtime_checkable
 class Measured(Protocol):
-    """A source that knows how long its samples are without loading them."""
+    """A source that knows the tokens of each sample without loading it: `lengths`, shape `(len(source),)`."""
 
     @property
-    def lengths(self) -> npt.NDArray[np.integer[Any]]:
-        """Tokens of each sample, shape `(len(source),)`."""
+    def lengths(self) -> npt.NDArray[np.integer[Any]]: ...
 
 
 class WithLengths(Dataset[Any]):
