@@ -160,7 +160,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks that were lost are passed over",
-        "dream_trainer/modules/parameter_marks.py",
+        "dream_trainer/modules/forward_state.py",
         "        if lost is not None:\n",
         "        if lost is None:\n",
         "tests/trainer/test_gradient_hooks.py -k refused",
@@ -574,7 +574,7 @@ MUTANTS = [
     ),
     Mutant(
         "a sample that begins to draw is not seeded",
-        "dream_trainer/data/sample_seeds.py",
+        "dream_trainer/data/sampler.py",
         "            if not more:\n",
         "            if True:\n",
         "tests/data/test_seeding.py",
@@ -764,8 +764,8 @@ MUTANTS = [
     Mutant(
         "a scheduler's signal kills the workers of foreign loaders",
         "dream_trainer/data/foreign.py",
-        "    loader.worker_init_fn = WorkerInit(worker_init_fn)\n",
-        "",
+        "worker_init_fn=WorkerInit(loader.worker_init_fn)",
+        "worker_init_fn=loader.worker_init_fn",
         "tests/faults/test_foreign_workers.py",
     ),
     Mutant(
@@ -1884,14 +1884,14 @@ MUTANTS = [
     ),
     Mutant(
         "what a block writes into is not copied when autograd does not count the writes",
-        "dream_trainer/modules/block_state.py",
+        "dream_trainer/modules/recompute.py",
         " or not _is_same(tensor, self._copies[id(tensor)])",
         "",
         "tests/modules/test_recomputed_state.py -k moves_once",
     ),
     Mutant(
         "a block is computed again with what is left of a list that it was given",
-        "dream_trainer/modules/block_state.py",
+        "dream_trainer/modules/recompute.py",
         "for container in _containers(given)]\n",
         "for container in _containers(())]\n",
         "tests/modules/test_recomputed_state.py -k lists_and_dicts",
@@ -1912,7 +1912,7 @@ MUTANTS = [
     ),
     Mutant(
         "a buffer that begins to move later is computed with as it is at the end",
-        "dream_trainer/modules/block_state.py",
+        "dream_trainer/modules/recompute.py",
         "            elif tensor._version != version:\n",
         "            elif False:\n",
         "tests/modules/test_recomputed_state.py -k later",
@@ -1954,7 +1954,7 @@ MUTANTS = [
     ),
     Mutant(
         "a validation keeps the first length of its data",
-        "dream_trainer/data/validation_data.py",
+        "dream_trainer/data/stream.py",
         "        length = len(self._dataset)",
         "        length = self.reader.sampler.length",
         "tests/data/test_validation.py",
@@ -1962,20 +1962,20 @@ MUTANTS = [
     Mutant(
         "seeds of persistent workers shift an order",
         "dream_trainer/data/foreign.py",
-        "    loader.generator = torch.Generator().manual_seed(seed)",
-        "    pass",
+        "generator=torch.Generator().manual_seed(seed)",
+        "generator=None",
         "tests/data/test_foreign_resume.py -k persist",
     ),
     Mutant(
         "a block begins a sample late",
-        "dream_trainer/data/streams/lane_stream.py",
+        "dream_trainer/data/lane_stream.py",
         "if state.yielded > consumed:",
         "if state.yielded >= consumed:",
         "tests/data/test_lanes.py -k at_any_step",
     ),
     Mutant(
         "lanes go by the place of a worker",
-        "dream_trainer/data/streams/lane_stream.py",
+        "dream_trainer/data/lane_stream.py",
         "number % num_readers for number, chain",
         "number // num_readers % num_readers for number, chain",
         "tests/data/test_lanes.py -k hand_written",
@@ -2046,8 +2046,8 @@ MUTANTS = [
     Mutant(
         "the last token of a cut piece predicts nothing",
         "dream_trainer/data/packing/packed_rows.py",
-        "num_labels = min(size, len(next_ids) - start)",
-        "num_labels = min(size - 1, len(next_ids) - start)",
+        "num_labels = min(size, len(ids) - 1 - start)",
+        "num_labels = min(size - 1, len(ids) - 1 - start)",
         "tests/data/test_packed_rows.py",
     ),
     Mutant(

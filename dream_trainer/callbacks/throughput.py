@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -25,8 +24,6 @@ class _Mark(NamedTuple):
     samples: int
     tokens: int
     waiting: float  # seconds waited for data, since the process started
-    by_loader: Mapping[str, float]  # the same for each loader of a group
-    loading: Mapping[tuple[int, str], float]  # seconds that each worker has loaded each source of a mixture
 
 
 @dataclass(eq=False, repr=False)
@@ -36,10 +33,7 @@ class Throughput(LoggingCallback):
     - `samples_per_second`, `samples_per_second_per_device`
     - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` is given or the trainer counts them
       (`batch_tokens`)
-    - `data_wait`: share of the time that the step path waited for data; with several training loaders also
-      `data_wait/<name>` for each
-    - for a mixture, `data_load/<source>`: the source's share of the loading time; with several workers also
-      `data_load/worker_<number>`: that worker's share
+    - `data_wait`: share of the time that the step path waited for data
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
 
@@ -124,14 +118,7 @@ class Throughput(LoggingCallback):
         return self.clock() - trainer.seconds_saving
 
     def _mark(self, trainer: AbstractTrainer) -> _Mark:
-        return _Mark(
-            self._now(trainer),
-            trainer.samples_seen,
-            trainer.tokens_seen,
-            trainer.seconds_waiting_for_data,
-            trainer.seconds_waiting_by_loader,
-            trainer.seconds_loading,
-        )
+        return _Mark(self._now(trainer), trainer.samples_seen, trainer.tokens_seen, trainer.seconds_waiting_for_data)
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
         self._start, self._validating = start, 0.0
@@ -148,9 +135,6 @@ class Throughput(LoggingCallback):
             "samples_per_second_per_device": samples / world.world_size,
             "data_wait": (end.waiting - start.waiting) / seconds,
         }
-        for name, waited in end.by_loader.items():
-            rates[f"data_wait/{name}"] = (waited - start.by_loader.get(name, 0.0)) / seconds
-        rates |= _shares_of_loading(start.loading, end.loading)
         tokens = (end.tokens - start.tokens) / seconds
         if self.tokens_per_sample is not None:
             tokens = samples * self.tokens_per_sample
@@ -190,23 +174,6 @@ def dtype_at_work(trainer: AbstractTrainer) -> torch.dtype:
         for parameter in model.parameters():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return max(sizes, key=sizes.__getitem__, default=torch.float32)
-
-
-def _shares_of_loading(
-    start: Mapping[tuple[int, str], float], end: Mapping[tuple[int, str], float]
-) -> dict[str, float]:
-    """Each source's share of an interval's loading time, and each worker's share if there are several."""
-    shares: defaultdict[str, float] = defaultdict(float)
-    spent = {key: seconds - start.get(key, 0.0) for key, seconds in end.items()}
-    total = sum(spent.values())
-    if total <= 0:
-        return {}
-    are_several = len({worker for worker, _ in spent}) > 1
-    for (worker, source), seconds in spent.items():
-        shares[f"data_load/{source}"] += seconds / total
-        if are_several:
-            shares[f"data_load/worker_{worker}"] += seconds / total
-    return dict(shares)
 
 
 def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) -> float | None:

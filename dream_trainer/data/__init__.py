@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from dream_trainer.data.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader, PerRankLoader as PerRankLoader
-    from dream_trainer.data.loader_groups.loader_group import (
+    from dream_trainer.data.loader_groups import (
         AlternatingLoaders as AlternatingLoaders,
         LoaderGroup as LoaderGroup,
     )
     from dream_trainer.data.mixtures.mixture import Mixture as Mixture, mixture_of as mixture_of
-    from dream_trainer.data.mixtures.mixture_order import IndexPermutation as IndexPermutation, Stage as Stage
+    from dream_trainer.data.mixtures.mixture_order import Stage as Stage
     from dream_trainer.data.ordered import ENDLESS as ENDLESS, OrderedDataset as OrderedDataset
     from dream_trainer.data.packing.attention_mask import (
         PackedSegments as PackedSegments,
@@ -21,15 +22,12 @@ if TYPE_CHECKING:
         packed_attention_mask as packed_attention_mask,
     )
     from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows, PaddedRows as PaddedRows
-    from dream_trainer.data.sources.measured import (
-        Pieces as Pieces,
-        WithLengths as WithLengths,
-        measure_lengths as measure_lengths,
-    )
     from dream_trainer.data.sources.shard_files import (
         JsonLines as JsonLines,
         ParquetRows as ParquetRows,
         TarSamples as TarSamples,
+        WithLengths as WithLengths,
+        measure_lengths as measure_lengths,
     )
     from dream_trainer.data.sources.stream_sources import (
         HuggingFaceShards as HuggingFaceShards,
@@ -39,12 +37,11 @@ if TYPE_CHECKING:
     )
     from dream_trainer.data.sources.token_file import TokenFile as TokenFile, TokenFileWriter as TokenFileWriter
     from dream_trainer.data.stream import train_stream as train_stream
-    from dream_trainer.data.streams.lane_stream import StreamLoader as StreamLoader
-    from dream_trainer.data.streams.pack_stream import Pack as Pack
     from dream_trainer.data.transforms import (
         Batch as Batch,
         Filter as Filter,
         Map as Map,
+        Pack as Pack,
         Shuffle as Shuffle,
         Transform as Transform,
         TransformedDataset as TransformedDataset,

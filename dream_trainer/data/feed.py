@@ -3,8 +3,6 @@ may end on one rank first is read one window ahead, so no rank waits for data in
 
 from __future__ import annotations
 
-import errno
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -14,14 +12,11 @@ import torch
 
 from dream_trainer.cleanup import call_each
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.validation_data import ValidationBatches
+from dream_trainer.data.stream import ValidationBatches
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
-
-# PyTorch's text when a process receives tensors and cannot open their files.
-_TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
 class WindowFeed:
@@ -133,14 +128,10 @@ class WindowFeed:
             self.window, self._is_fetched = ahead, is_ahead_fetched
 
     def _load(self) -> Window | None:
-        try:
-            window = self._stream.next_window()
-            if window is None:
-                return None
-            window.batches = batches = list(window.batches)
-        except (OSError, RuntimeError) as error:
-            self._refuse_open_files(error)
-            raise
+        window = self._stream.next_window()
+        if window is None:
+            return None
+        window.batches = batches = list(window.batches)
         if len(batches) != window.size:
             raise DataError(
                 f"the training loader yielded {len(batches)} of the {window.size} batches of a window, and "
@@ -148,18 +139,6 @@ class WindowFeed:
                 "between two passes."
             )
         return window
-
-    def _refuse_open_files(self, error: OSError | RuntimeError) -> None:
-        """Explains too many open files: workers send each tensor as one, open until the window is trained."""
-        is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
-        if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
-            return
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise DataError(
-            f"too many open files, at most {most}: a step's {self._accumulation} micro-batches are loaded before "
-            "it is trained, and loader workers send each tensor as an open file. Raise the limit (ulimit -n "
-            "65536), call torch.multiprocessing.set_sharing_strategy('file_system') first, or accumulate fewer."
-        ) from error
 
     def _forget(self) -> None:
         self.window = self._ahead = None

@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 from dream_trainer.compat.pytorch import shutdown_workers
-from dream_trainer.data.sample_seeds import collates_without_draws, draws_nothing
-from dream_trainer.data.worker_start import WorkerInit, workers_start
+from dream_trainer.data.sampler import collates_without_draws, draws_nothing
+from dream_trainer.data.worker_start import WorkerInit, with_options, workers_start
 from dream_trainer.distributed.seeds import WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
 
 
@@ -54,40 +54,21 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
             part.set_epoch(epoch)
 
 
-def iterate(
-    loader: Iterable[Any],
-    *,
-    seed: int,
-    epoch: int,
-    dp_rank: int,
-    first: int = 0,
-    draws: bool | None = True,
-    drawn: Iterable[str] = (),
-) -> Iterator[Any]:
-    """One pass over `loader`, each batch with its own stream of random numbers; costs about 30 us for each `take`."""
-    if type(loader) in (list, tuple, range):
-        return iter(loader)
-    return SeededPass(loader, seed, epoch, dp_rank, first, draws, drawn)
-
-
-def take(iterator: Iterator[Any], number: int) -> list[Any]:
-    """The next batches, fewer at the end of the pass."""
-    return iterator.take(number) if isinstance(iterator, SeededPass) else list(islice(iterator, number))
-
-
 class SeededPass(Iterator[Any]):
     """One pass over a loader that may draw from the global generators. Torch's is seeded for every batch, python's and
-    numpy's for batches after their first draw in a pass, unless a batch is known to draw nothing."""
+    numpy's for batches after their first draw in a pass, unless a batch is known to draw nothing; costs about 30 us for
+    each `take`."""
 
     def __init__(
         self,
         loader: Iterable[Any],
+        *,
         seed: int,
         epoch: int,
         dp_rank: int,
-        first: int,
-        draws: bool | None,
-        drawn: Iterable[str],
+        first: int = 0,
+        draws: bool | None = True,
+        drawn: Iterable[str] = (),
     ) -> None:
         self.draws = draws  # with what was seen since; not looked at any more once it is True
         self._drawn = set(drawn)  # of python and numpy, those that were drawn from; torch, if the first batch drew
@@ -105,7 +86,7 @@ class SeededPass(Iterator[Any]):
         raise StopIteration
 
     def take(self, number: int) -> list[Any]:
-        """As the function `take`; generators are swapped once for all of them."""
+        """The next batches, fewer at the end of the pass; generators are swapped once for all of them."""
         if self._batches is not None and self._is_quiet:
             return list(islice(self._batches, number))
         taken: list[Any] = []
@@ -184,13 +165,8 @@ def workers_outlive_signals(loader: object) -> Iterator[None]:
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         yield
         return
-    worker_init_fn = loader.worker_init_fn
-    loader.worker_init_fn = WorkerInit(worker_init_fn)
-    try:
-        with workers_start(loader):
-            yield
-    finally:
-        loader.worker_init_fn = worker_init_fn
+    with with_options(loader, worker_init_fn=WorkerInit(loader.worker_init_fn)), workers_start(loader):
+        yield
 
 
 @contextmanager
@@ -199,11 +175,8 @@ def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         yield
         return
-    loader.generator = torch.Generator().manual_seed(seed)
-    try:
+    with with_options(loader, generator=torch.Generator().manual_seed(seed)):
         yield
-    finally:
-        loader.generator = None
 
 
 def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
@@ -229,6 +202,8 @@ def known_length(loader: object) -> int | None:
 
 def draws_at_start_only(loader: object) -> bool:
     """Whether batches after a pass's first are known to draw nothing in this process."""
+    if type(loader) in (list, tuple, range):
+        return True
     if type(loader) is not DataLoader:
         return False
     if loader.num_workers == 0 and not (draws_nothing(loader.dataset) and collates_without_draws(loader.collate_fn)):

@@ -25,11 +25,10 @@ from torch.utils.data import (
 
 from dream_trainer.checks import check_count
 from dream_trainer.compat.pytorch import shutdown_workers
-from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
+from dream_trainer.data.lane_stream import StreamLoader
+from dream_trainer.data.loader_groups import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
-from dream_trainer.data.sample_seeds import KeyedDataset
-from dream_trainer.data.sampler import RankBatchSampler, Sharding
-from dream_trainer.data.streams.lane_stream import StreamLoader
+from dream_trainer.data.sampler import KeyedDataset, RankBatchSampler, Sharding
 from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
 from dream_trainer.distributed.ranks import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
@@ -40,8 +39,8 @@ class DistributedDataLoader:
     """A `DataLoader` over a map-style dataset that serves each rank its own part and resumes at any sample.
 
     The same samples with the same augmentation make up each optimizer step at any world size, accumulation and number
-    of workers. The trainer passes it rank and seed; without a trainer it yields the first epoch as a single process
-    sees it.
+    of workers: `random`, numpy and torch are seeded before each sample. The trainer passes it rank and seed; without a
+    trainer it yields the first epoch as a single process sees it.
 
     Args:
         dataset: Map-style: `__getitem__` and `__len__`. An OrderedDataset, such as a Mixture, decides its order.
@@ -54,9 +53,6 @@ class DistributedDataLoader:
         num_workers: Processes that load ahead; 0 loads in the training process.
         collate_fn: Turns a list of samples into a batch.
         pin_memory: Whether batches are copied to page-locked memory, for asynchronous copies to a GPU.
-        seed_samples: Whether `random`, numpy and torch are seeded before each sample, from (seed, epoch, index). With
-            False random augmentation depends on workers and world size, and draws from the training process's
-            generators if there are no workers.
         persistent_workers: Whether workers outlive an epoch.
         prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
@@ -78,7 +74,6 @@ class DistributedDataLoader:
         num_workers: int = 0,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
-        seed_samples: bool = True,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
         multiprocessing_context: str | BaseContext | None = None,
@@ -105,7 +100,6 @@ class DistributedDataLoader:
         self.num_workers = num_workers
         self.collate_fn = default_collate if collate_fn is None else collate_fn
         self.pin_memory = pin_memory
-        self.seed_samples = seed_samples
         self.persistent_workers = persistent_workers
         self.prefetch_factor = prefetch_factor
         self.multiprocessing_context = multiprocessing_context
@@ -159,7 +153,7 @@ class ShardReader:
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self.ordered = loader.dataset if isinstance(loader.dataset, OrderedDataset) else None
-        self.marked = MarkedBatches(self.ordered)
+        self.marked = MarkedBatches()
         self.begin(0, None)
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
@@ -196,7 +190,7 @@ class ShardReader:
     def keyed_dataset(self) -> KeyedDataset:
         """The dataset as the run reads it: seeded by sample, and collated."""
         loader = self.loader
-        return KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
+        return KeyedDataset(loader.dataset, loader.collate_fn, self.seed)
 
     def dataset_changed(self) -> None:
         """Makes the next pass read the dataset as it is now: persistent workers hold an earlier copy."""
@@ -228,7 +222,7 @@ class ShardReader:
 
 def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
     """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's."""
-    if not isinstance(loader, DataLoader) or _own_methods(loader):
+    if not isinstance(loader, DataLoader) or _has_own_methods(loader):
         return None
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
@@ -301,9 +295,10 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
         )
     if dp_size > 1 and not is_per_rank:
         raise DataError(
-            f"{_describe(loader)} cannot be dealt to dp_size={dp_size} data-parallel ranks: each would train on all "
-            "of it. Use DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset; or, "
-            "if it yields each rank's own batches already, wrap it in PerRankLoader(loader)."
+            f"A {type(loader).__name__} cannot be dealt to dp_size={dp_size} data-parallel ranks: its sampler, "
+            "iterable dataset or own methods decide its samples, so each would train on all of it. Use "
+            "DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset; or, if it yields "
+            "each rank's own batches already, wrap it in PerRankLoader(loader)."
         )
     return loader
 
@@ -312,12 +307,11 @@ def _no_samples(name: str, dataset: Any) -> DataError:
     return DataError(f"The {name} ({type(dataset).__name__}) has 0 samples. Check its path, split and filters.")
 
 
-def _own_methods(loader: DataLoader[Any]) -> list[str]:
-    """Names that a subclass defines except its constructor, which only sets options: any may decide the batches."""
+def _has_own_methods(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass defines more than its constructor, which only sets options: that may decide the batches."""
     own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
     kinds = (FunctionType, classmethod, staticmethod, property)
-    found = [name for cls in own for name, value in vars(cls).items() if isinstance(value, kinds)]
-    return [name for name in dict.fromkeys(found) if name != "__init__"]
+    return any(name != "__init__" and isinstance(value, kinds) for cls in own for name, value in vars(cls).items())
 
 
 def _is_class(cls: type, torch_class: type, torchdata_name: str) -> bool:
@@ -339,15 +333,3 @@ def _shuffles(sampler: Any, length: int) -> bool | None:
     if _is_class(type(sampler), DistributedSampler, "StatefulDistributedSampler"):
         return bool(sampler.shuffle) if len(sampler.dataset) == length else None
     return None
-
-
-def _describe(loader: object) -> str:
-    if isinstance(loader, DataLoader) and (methods := _own_methods(loader)):
-        return f"A {type(loader).__name__}, a DataLoader with additional methods ({', '.join(methods)}),"
-    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
-        return f"A {type(loader).__name__} with batch_size=None, of ready batches from {type(loader.dataset).__name__},"
-    if isinstance(loader, DataLoader):
-        sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
-        kind = type(loader.dataset).__name__ if isinstance(loader.dataset, IterableDataset) else type(sampler).__name__
-        return f"A {type(loader).__name__} with a {kind}"
-    return f"A {type(loader).__name__}"

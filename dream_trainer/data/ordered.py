@@ -6,18 +6,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import Dataset
 
-from dream_trainer.screen import logger
-
 ENDLESS = 2**62  # the length of a dataset that never ends
-
-
-class LoadingTime(NamedTuple):
-    worker: int  # -1 without workers
-    seconds: tuple[float, ...]  # of each source, in their order
 
 
 class OrderedDataset(Dataset[Any], ABC):
@@ -58,10 +51,6 @@ class OrderedDataset(Dataset[Any], ABC):
         """A small plain value about the last loaded sample; workers send it with their batch. None if unused."""
         return None
 
-    def loading_time(self, mark: Any) -> LoadingTime | None:
-        """The time that sources take, from a mark; None if unknown."""
-        return None
-
     @property
     def first_position(self) -> int:
         """The earliest available position of this pass: above 0 if a run resumed with other data."""
@@ -77,10 +66,6 @@ class OrderedDataset(Dataset[Any], ABC):
         a change, prefetched samples are dropped and `begin` is called with the state at `position`."""
         return False
 
-    def change_begins_at(self, position: int, mark: Any = None) -> int:
-        """The position where a change just reported by `changes_at` takes effect; the same arguments."""
-        return position
-
     def stages_within(self, first: int, last: int) -> list[int]:
         """Rising positions between `first` and `last`, both excluded, where the weights of samples change."""
         return []
@@ -88,11 +73,6 @@ class OrderedDataset(Dataset[Any], ABC):
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         """Named numbers to log at `position`; arguments as in `state_at`."""
         return {}
-
-    @property
-    def source_names(self) -> list[str]:
-        """Names of the sources that `loading_time` measures."""
-        return []
 
     @property
     def source(self) -> OrderedDataset | None:
@@ -110,11 +90,7 @@ def innermost(dataset: OrderedDataset) -> OrderedDataset:
 class MarkedBatches:
     """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for."""
 
-    def __init__(self, dataset: OrderedDataset | None) -> None:
-        self._time_of = None if dataset is None else dataset.loading_time
-        self._sources = [] if dataset is None else innermost(dataset).source_names
-        self._seconds_before: Mapping[tuple[int, str], float] = {}  # of the passes before
-        self._newest: dict[int, LoadingTime] = {}  # by worker, in this pass
+    def __init__(self) -> None:
         self.marks: deque[tuple[int, Any]] = deque()
         self._iterator: Iterator[Any] = iter(())
         self._end = self._chunk_size = 0
@@ -123,8 +99,6 @@ class MarkedBatches:
         """The batches of `iterator`, which begins at position `first`; each is of `chunk_size` samples of all ranks."""
         self._iterator, self._end, self._chunk_size = iterator, first, chunk_size
         self.marks.clear()
-        self._seconds_before = self.seconds
-        self._newest.clear()
         return self
 
     def release(self) -> None:
@@ -139,18 +113,7 @@ class MarkedBatches:
         self._end += self._chunk_size
         if mark is not None:
             self.marks.append((self._end, mark))
-            if self._time_of is not None and (told := self._time_of(mark)) is not None:
-                self._newest[told.worker] = told
         return batch
-
-    @property
-    def seconds(self) -> Mapping[tuple[int, str], float]:
-        """Seconds that each worker has loaded each source, in all passes so far."""
-        found = dict(self._seconds_before)
-        for told in self._newest.values():
-            for source, seconds in zip(self._sources, told.seconds, strict=True):
-                found[told.worker, source] = found.get((told.worker, source), 0.0) + seconds
-        return found
 
     def newest(self, position: int) -> Any:
         """The mark of the last batch that ends at or before `position`; None if it had none."""
@@ -159,15 +122,3 @@ class MarkedBatches:
     def forget_before(self, position: int) -> None:
         while len(self.marks) > 1 and self.marks[1][0] <= position:
             self.marks.popleft()
-
-
-def say_when_it_begins(dataset: OrderedDataset, position: int, marked: MarkedBatches, global_batch_size: int) -> None:
-    """Warns if a change just reported by `changes_at` takes effect later than at `position`."""
-    rows = dataset.change_begins_at(position, marked.newest(position)) - position
-    if rows > 0:
-        logger.warning(
-            "The new weights of the training data count in %d steps: the %d rows until then are of documents that "
-            "were packed together, and stay. A smaller `block_size` of the rows makes that less.",
-            -(-rows // global_batch_size),
-            rows,
-        )

@@ -13,7 +13,7 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.data.ordered import ENDLESS
-from dream_trainer.data.sample_seeds import KeyedDataset, draws_nothing
+from dream_trainer.data.sampler import KeyedDataset, draws_nothing
 from dream_trainer.data.worker_start import WorkerInit, started
 from dream_trainer.distributed.seeds import preserved_random_state
 
@@ -61,8 +61,7 @@ class _Samples(Dataset[Summary]):
 
     def __init__(self, readers: Mapping[str, ShardReader], times: int) -> None:
         self.datasets = {
-            name: KeyedDataset(reader.loader.dataset, summary, reader.keyed_dataset.seed)
-            for name, reader in readers.items()
+            name: KeyedDataset(reader.loader.dataset, summary, reader.seed) for name, reader in readers.items()
         }
         self.keys = [
             (name, index)

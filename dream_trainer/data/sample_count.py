@@ -111,7 +111,7 @@ def whole_number(value: Any, hook: str, batch: Any) -> int:
         ) from None
 
 
-IGNORED = -100
+IGNORED = -100  # the label of a token that predicts nothing; `cross_entropy` leaves it out by default
 
 
 def count_tokens(batch: Any) -> int | None:

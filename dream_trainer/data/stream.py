@@ -14,26 +14,21 @@ from dream_trainer.data.foreign import (
     EpochAware,
     SeededPass,
     StatefulLoader,
-    iterate,
     keeps_what_it_draws,
     known_length,
     set_epoch,
-    take,
     workers_outlive_signals,
 )
+from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
-from dream_trainer.data.loader_groups.group_stream import group_stream, refuse_state_of_group
-from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
+from dream_trainer.data.loader_groups import AlternatingLoaders, LoaderGroup, group_stream, refuse_state_of_group
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.sampler import Sharding
-from dream_trainer.data.streams.lane_stream import LaneStream, StreamLoader
+from dream_trainer.data.sampler import VALIDATION_EPOCH, Sharding
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
 from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
-
-_END = object()
 
 
 class ForeignStream(TrainStream):
@@ -73,7 +68,7 @@ class ForeignStream(TrainStream):
         self._batch_size = loader_batch_size(source)
         self._position = DataPosition(0, 0, 0)
         self._samples = 0  # of this rank in this pass
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: SeededPass | None = None
         self._draws: bool | None = None
         self._drawn: Iterable[str] = ()
         self._is_exhausted = False
@@ -116,10 +111,10 @@ class ForeignStream(TrainStream):
         epoch = self._position.epoch
         if not self._is_exhausted:
             iterator = self._iterator = self._iterator or self._open(self._position.batches)
-            batches = take(iterator, self._accumulation)
+            batches = iterator.take(self._accumulation)
             if not batches and self._holds_end:
                 iterator = self._iterator = self._open(0)
-                batches = take(iterator, self._accumulation)
+                batches = iterator.take(self._accumulation)
             self._holds_end = False
             size = len(batches)
             self._is_exhausted = size < self._accumulation
@@ -129,7 +124,12 @@ class ForeignStream(TrainStream):
                 self._samples += sum(sizes or ())
                 return Window(size, batches, None, end, self._rank_state(), False, None, sizes)
         if self._position.batches == 0 and self._dp_size == 1:
-            raise self._empty_pass()
+            name = type(self._source).__name__
+            once = " It is an iterator, which can be read once: give an object whose `__iter__` begins again."
+            raise DataError(
+                f"The training loader ({name}) yielded no batch in pass {epoch}. Check its dataset, batch_size and "
+                f"drop_last.{once if isinstance(self._source, Iterator) else ''}"
+            )
         self._begin_pass(epoch + 1)
         return None
 
@@ -143,7 +143,7 @@ class ForeignStream(TrainStream):
             self._begin_pass(self._position.epoch + 1)
 
     def close(self) -> None:
-        if isinstance(self._iterator, SeededPass):
+        if self._iterator is not None:
             self._iterator.close()
         self._iterator = None
         end_workers(self._source)
@@ -154,11 +154,11 @@ class ForeignStream(TrainStream):
         self._samples = 0
         self._position = DataPosition(epoch, 0, 0)
 
-    def _open(self, first: int) -> Iterator[Any]:
+    def _open(self, first: int) -> SeededPass:
         self._was_read = True
         epoch = self._position.epoch
         set_epoch(self._source, epoch)
-        return iterate(
+        return SeededPass(
             self._source,
             seed=self._seed,
             epoch=epoch,
@@ -177,7 +177,7 @@ class ForeignStream(TrainStream):
             "is_exhausted": self._is_exhausted,
         }
         if self._stateful is not None and self._keeps_state:
-            if isinstance(self._iterator, SeededPass):
+            if self._iterator is not None:
                 self._draws, self._drawn = self._iterator.draws, self._iterator.drawn
             # A copy: the loader may keep changing the returned state, and the next window is read ahead.
             # An exhausted loader's own state means "begin the next pass", which is not the end of a short last window.
@@ -209,18 +209,23 @@ class ForeignStream(TrainStream):
         samples = self._samples_to_read(position, rank_state)
         self._begin_pass(position.epoch)
         self._say_what_is_read_again(position, samples)
-        batches, batch = 0, _END
+        batches = 0
         with preserved_random_state():
             self._iterator = self._open(0)
             while batches < position.batches if samples is None else self._samples < samples:
-                batch = next(self._iterator, _END)
-                if batch is _END:
+                read = self._iterator.take(1)
+                if not read:
                     break
                 batches += 1
-                self._samples += 0 if self._count is None else self._count(batch, self._batch_size)
+                self._samples += 0 if self._count is None else self._count(read[0], self._batch_size)
         self._is_exhausted = batches < position.batches if samples is None else self._samples < samples
         if samples is not None and self._samples != samples:
-            raise self._cannot_read_up_to(samples, batch)
+            raise DataError(
+                f"The run resumes after {samples} samples of this pass, and the training loader "
+                f"({type(self._source).__name__}) has no batch that begins there: its batches so far have "
+                f"{self._samples}. Give it the data and batch size it had, or use a DistributedDataLoader, which "
+                "starts at any sample."
+            )
         if rank_state is not None and samples is not None:
             self._is_exhausted = rank_state["is_exhausted"]
         self._position = DataPosition(position.epoch, 0, batches)
@@ -241,49 +246,14 @@ class ForeignStream(TrainStream):
         return share or None
 
     def _say_what_is_read_again(self, position: DataPosition, samples: int | None) -> None:
-        if self._dp_rank > 0:
-            return
-        amount = f"{position.batches} batches" if samples is None else f"{samples} samples"
-        reason = "cannot resume by itself"
-        if self._stateful is not None:
-            reason = (
-                "draws from the global random generators what its own state does not hold, or its state is of another "
-                "number of ranks or batch size"
+        if self._dp_rank == 0:
+            logger.warning(
+                "Resuming reads %s again to get past them, since %s has no state of its position and random draws for "
+                "this number of ranks and batch size. A DistributedDataLoader starts anywhere at once, as does a "
+                "loader with `state_dict` and `load_state_dict` that keeps its own random generator in them.",
+                f"{position.batches} batches" if samples is None else f"{samples} samples",
+                type(self._source).__name__,
             )
-        logger.warning(
-            "Resuming reads %s again to get past them, since %s %s. A DistributedDataLoader starts anywhere at once, "
-            "as does a loader with `state_dict` and `load_state_dict` that keeps its own random generator in them.",
-            amount,
-            type(self._source).__name__,
-            reason,
-        )
-
-    def _cannot_read_up_to(self, samples: int, batch: Any) -> DataError:
-        name = type(self._source).__name__
-        if batch is _END or self._count is None:
-            return DataError(
-                f"The run resumes after {samples} samples of this pass, and the training loader ({name}) ended after "
-                f"{self._samples}: its data changed. Give it the data it had, or start another experiment."
-            )
-        last = self._count(batch, self._batch_size)
-        return DataError(
-            f"The run resumes after {samples} samples of this pass, and the training loader ({name}) has no batch that "
-            f"begins there: it yielded a batch of {last} after {self._samples - last}. Use the batch size it had, or "
-            "a DistributedDataLoader, which starts at any sample."
-        )
-
-    def _empty_pass(self) -> DataError:
-        name, epoch = type(self._source).__name__, self._position.epoch
-        if isinstance(self._source, Iterator):
-            return DataError(
-                f"The training loader is of type {name}, an iterator that can be read once, and pass {epoch} over it "
-                "found nothing. Give an object whose `__iter__` begins again, e.g. a class with a generator method "
-                "`__iter__`."
-            )
-        return DataError(
-            f"The training loader ({name}) yielded no batch in pass {epoch}. Check its dataset, batch_size "
-            "and drop_last."
-        )
 
 
 __all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream"]
@@ -346,15 +316,11 @@ def _stream_of_one(
     sharding = Sharding(distributed_loader.batch_size, dp_rank, dp_size)
     stream = ShardStream(distributed_loader, sharding, accumulation=accumulation, seed=seed, drop_last=drop_last)
     if dp_rank == 0 and not distributed_loader.drop_last and stream.dropped_samples:
-        reason = "they do not fill a global batch" if drop_last else "they are fewer than the data-parallel ranks"
-        advice = (
-            " Use DistributedDataLoader(drop_last=False) and `weight=` in `backward` or `forward_backward` for them."
-            if drop_last and name is None
-            else ""
-        )
-        of_loader = "" if name is None else f" of the training loader {name!r}"
         logger.warning(
-            "The last %d samples of each epoch%s are dropped: %s.%s", stream.dropped_samples, of_loader, reason, advice
+            "The last %d samples of each epoch%s are dropped. Outside of a group, DistributedDataLoader with "
+            "drop_last=False, and `weight=` in `backward`, trains all but fewer than dp_size.",
+            stream.dropped_samples,
+            "" if name is None else f" of the training loader {name!r}",
         )
     return stream
 
@@ -387,10 +353,6 @@ class ShardStream(TrainStream):
     @property
     def length(self) -> int:
         return self._length
-
-    @property
-    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
-        return self.reader.marked.seconds
 
     def seek(
         self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
@@ -457,8 +419,6 @@ class ShardStream(TrainStream):
             self._measure()  # a state that it begins with may say that a change was asked for
             marked.marks.clear()
         if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
-            if self._sharding.dp_rank == 0:
-                say_when_it_begins(ordered, position.samples, marked, self.global_batch_size)
             self._state = ordered.state_at(position.samples, marked.newest(position.samples))
             self._iterator = None
 
@@ -516,17 +476,13 @@ class ShardStream(TrainStream):
             raise self._too_small()
 
     def _refuse_other_kind(self, position: DataPosition, state: dict[str, Any] | None) -> None:
-        is_ordered, name = self.reader.ordered is not None, type(self._loader.dataset).__name__
         refuse_state_of_group(state)
-        if is_ordered and state is None and position.samples:
+        is_ordered = self.reader.ordered is not None
+        if (is_ordered and state is None and position.samples) or (not is_ordered and state is not None):
             raise DataError(
-                f"The run resumes in the middle of a pass, and the checkpoint has no state of the dataset ({name}): it "
-                "read another one then. Give it that, or start a new run from the checkpoint's weights."
-            )
-        if not is_ordered and state is not None:
-            raise DataError(
-                f"The checkpoint is of a run over a dataset that decides its order itself, and {name} does not. Give "
-                "it the dataset it had, or start a new run from the checkpoint's weights."
+                f"The checkpoint's data and the dataset ({type(self._loader.dataset).__name__}) are of two kinds: only "
+                "one of them decides its order itself. Give it the dataset it had, or start a new run from the "
+                "checkpoint's weights."
             )
 
     def _pass_end(self, consumed: int) -> int:
@@ -552,3 +508,91 @@ class ShardStream(TrainStream):
             "and incomplete global batches are dropped. Lower one of the three, or use "
             "DistributedDataLoader(drop_last=False)."
         )
+
+
+# -- Validation: every sample once over all ranks, in the dataset's order, the same each time.
+
+
+def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int) -> ValidationBatches:
+    """The validation batches of one rank from any loader that a user may return from `configure_dataloaders`.
+
+    Our and plain loaders are read whole and in the dataset's order, regardless of their `shuffle` and `drop_last`.
+    Ranks may differ by a sample in their last batch, and some have one batch less, or none.
+    """
+    distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")
+    if distributed_loader is not None:
+        return ShardValidation(distributed_loader, Sharding(distributed_loader.batch_size, dp_rank, dp_size), seed)
+    source = foreign_iterable(loader, dp_size)
+    if isinstance(source, Iterator):
+        raise DataError(
+            f"The validation loader is of type {type(source).__name__}, an iterator that can be read once, and "
+            "validation runs many times. Give an object whose `__iter__` begins again."
+        )
+    return ForeignValidation(source, dp_rank, seed)
+
+
+class ShardValidation:
+    """This rank's part of our loader's batches."""
+
+    batch_size = None  # of a full batch: not needed
+
+    def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
+        self._dataset = loader.dataset
+        if len(loader.dataset) == ENDLESS:
+            raise DataError(
+                f"The validation dataset ({type(loader.dataset).__name__}) never ends. Give it a length, such as "
+                "Mixture(num_samples=...)."
+            )
+        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reader.begin(0, None)
+        length = len(self._dataset)  # data may have come since the last validation
+        if length != self.reader.sampler.length:
+            self.reader.dataset_changed()
+        return self.reader.batches(VALIDATION_EPOCH, 0, length)
+
+    def samples_in(self, number: int) -> int:
+        """Samples in batch `number` of the running iteration."""
+        return self.reader.sampler.samples_in(number)
+
+    def __len__(self) -> int:
+        return len(self.reader.sampler)
+
+    def any_batch(self) -> Any:
+        """A batch, for a rank that has none but must keep others company."""
+        return self.reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class ForeignValidation:
+    """The batches of a loader that is not ours, which does not say how many samples are in each."""
+
+    reader = None
+
+    def __init__(self, source: Iterable[Any], dp_rank: int, seed: int) -> None:
+        self._source, self._dp_rank, self._seed = source, dp_rank, seed
+        self.batch_size = loader_batch_size(source)
+
+    def __iter__(self) -> Iterator[Any]:
+        return SeededPass(self._source, seed=self._seed, epoch=VALIDATION_EPOCH, dp_rank=self._dp_rank)
+
+    def samples_in(self, number: int) -> None:
+        return None
+
+    def __len__(self) -> int:
+        length = known_length(self._source)
+        if length is None:
+            raise TypeError(f"The validation loader ({type(self._source).__name__}) does not know its length.")
+        return length
+
+    def any_batch(self) -> Any | None:
+        return next(iter(self), None)
+
+    def close(self) -> None:
+        end_workers(self._source)
+
+
+ValidationBatches = ShardValidation | ForeignValidation  # each iteration starts from the beginning

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from dream_trainer.checks import check_count
+from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
-from dream_trainer.screen import logger
 
-OnError = Literal["raise", "skip"]
+if TYPE_CHECKING:
+    from dream_trainer.data.packing.packed_rows import PackedRows
+
 SKIPPED = object()
 _SMALLEST_BLOCK = 64
 
@@ -148,7 +152,11 @@ class SampleCalls:
         what = f"sample {item.index} of {item.shard}: {type(error).__name__}: {error}"
         self.skipped += 1
         self.reports.append(what)
-        refuse_to_skip(what, error, self.skipped, self.max_skipped, f"in lane {self.lane}")
+        if self.skipped > self.max_skipped:
+            raise DataError(
+                f"{what}. With it {self.skipped} samples would be skipped in lane {self.lane}, and "
+                f"max_skipped={self.max_skipped}. Mend the data, or raise max_skipped."
+            ) from error
         return SKIPPED
 
 
@@ -183,32 +191,92 @@ def block_size(transforms: Sequence[Transform]) -> int:
     return together * -(-_SMALLEST_BLOCK // together)
 
 
-def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
-    if on_error == "raise" and max_skipped is None:
-        return 0
-    if on_error == "skip" and isinstance(max_skipped, int) and max_skipped > 0:
-        return max_skipped
-    raise DataError(
-        f"on_error={on_error!r} with max_skipped={max_skipped!r} does not say what to do with a broken sample. Use "
-        'on_error="raise" alone, or on_error="skip" with max_skipped=, the number that may be skipped.'
-    )
+@dataclass(frozen=True)
+class Pack(Transform):
+    """Packs documents into rows of `row_length` tokens, as `PackedRows` does; later transforms see rows.
+
+    A document is an array, tensor or list of token ids, or a mapping that has them under `field`: tokenise it by a
+    `Map` before. `documents` consecutive documents of a lane are in memory together and packed among themselves; their
+    rows come in random order. The more there are, the fuller rows are, and the more a resume reads again.
+
+    Attributes:
+        row_length: Tokens in a row.
+        documents: Documents that are packed together.
+        method: "best_fit" or "concatenate"; see PackedRows, as the others.
+        pad_id: Token id of padding.
+        field: Name of the token ids in documents that are mappings.
+        vocabulary_size: Number of token ids; with it, each is checked.
+
+    Raises:
+        DataError: `row_length` or `documents` is not positive.
+    """
+
+    row_length: int
+    documents: int = 1024
+    method: Literal["best_fit", "concatenate"] = "best_fit"
+    pad_id: int = 0
+    field: str = "tokens"
+    vocabulary_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("Pack: row_length", self.row_length, hint="Give the number of tokens in a row.")
+        check_count("Pack: documents", self.documents, hint="Give the number of documents packed together.")
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        return self.documents
+
+    def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
+        while documents := list(islice(items, self.documents)):
+            lengths = [calls(self._length, item) for item in documents]
+            known = [place for place, length in enumerate(lengths) if length is not SKIPPED]
+            if known:
+                first = documents[known[0]]
+                rows = self._rows([documents[place].value for place in known], [lengths[place] for place in known])
+                rows.begin(calls.seed(first), None)
+                for number in range(len(rows)):
+                    yield Item(self._row(rows, number, first), part_number(first, number), first.shard, first.index)
+
+    def _length(self, document: Any) -> int:
+        return len(document[self.field] if isinstance(document, Mapping) else document)
+
+    def _rows(self, documents: Sequence[Any], lengths: Sequence[int]) -> PackedRows:
+        from dream_trainer.data.packing.packed_rows import PackedRows
+
+        options = {name: getattr(self, name) for name in ("method", "pad_id", "field", "vocabulary_size")}
+        listed = ListedDocuments(documents, np.asarray(lengths))
+        return PackedRows(listed, self.row_length, block_size=len(documents), **options)
+
+    def _row(self, rows: PackedRows, number: int, first: Item) -> dict[str, Any]:
+        try:
+            return rows[number]
+        except DataError as error:
+            raise DataError(f"packing the documents from sample {first.index} of {first.shard} on: {error}") from error
 
 
-def refuse_to_skip(what: str, error: Exception, count: int, limit: int, where: str) -> None:
-    """Raises if the broken sample, number `count`, exceeds the `limit` of skipped samples."""
-    if limit == 0:
-        raise DataError(
-            f'{what}. Mend or leave out the sample, or skip such ones by on_error="skip" and max_skipped.'
-        ) from error
-    if count > limit:
-        raise DataError(
-            f"{what}. With it {count} samples would be skipped {where}, and max_skipped={limit}. Mend the data, or "
-            "raise max_skipped."
-        ) from error
+class ListedDocuments(OrderedDataset):
+    def __init__(self, documents: Sequence[Any], lengths: NDArray[Any]) -> None:
+        self._documents = documents
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, position: int) -> Any:
+        return self._documents[position]
+
+    def lengths(self, first: int, last: int) -> NDArray[Any]:
+        return self._lengths[first:last]
+
+    def begin(self, seed: int, state: dict[str, Any] | None) -> None:
+        """There is one order only."""
+
+    def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
+        return {}
 
 
 class TransformedDataset(Dataset[Any]):
-    """A map-style dataset seen through `Map`, `Filter`, `Batch` and `Shuffle`, in their order.
+    """A map-style dataset seen through `Map` and `Filter`, in their order.
 
     Give it to a `DistributedDataLoader`, which seeds what functions draw by sample, or to a `Mixture` as a source. A
     `Filter` is computed once, here: it loads every sample. Give every rank the same `seed`.
@@ -216,125 +284,49 @@ class TransformedDataset(Dataset[Any]):
     Args:
         dataset: Map-style.
         transforms: Applied in this order.
-        on_error: Policy for a sample that cannot be loaded or whose function raises: "raise", or "skip": the next
-            loadable sample replaces it, and it is counted and logged.
-        max_skipped: With "skip", how many different samples may be skipped in one process (each worker is one).
-        seed: Seed of the windows' orders, and of random draws in filters.
-
-    Attributes:
-        skipped: Numbers of samples that this process skipped.
+        seed: Seed of random draws in filters.
 
     Raises:
-        DataError: The dataset is empty or nothing of it is kept, a sample is broken, or a transform cannot be used
-            here.
+        DataError: The dataset is empty or nothing of it is kept, a sample is broken, or a transform is neither a `Map`
+            nor a `Filter`.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        transforms: Sequence[Transform],
-        *,
-        on_error: OnError = "raise",
-        max_skipped: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._max_skipped = refuse_unclear_policy(on_error, max_skipped)
+    def __init__(self, dataset: Any, transforms: Sequence[Transform], *, seed: int = 0) -> None:
         self._dataset, self._name = dataset, type(dataset).__name__
-        self._transforms, self._seed = list(transforms), seed
-        self._lengths = [len(dataset)]  # samples before each transform, and behind the last one
-        self._kept: dict[int, list[int]] = {}  # by filters, of the samples before them
-        self._windows: dict[int, tuple[int, list[int]]] = {}  # of each shuffle the last window, and its order
-        self.skipped: set[int] = set()
+        self._functions: list[Callable[[Any], Any]] = []
+        self._indices: Sequence[int] = range(len(dataset))  # that filters keep
         for stage, transform in enumerate(transforms):
-            self._lengths.append(self._length_behind(stage, transform))
-        if len(self) == 0:
+            if isinstance(transform, Map):
+                self._functions.append(transform.function)
+            elif isinstance(transform, Filter):
+                of_stage = hash_seed(b"transform", seed, stage)
+                with preserved_random_state():
+                    self._indices = [index for index in self._indices if self._keeps(transform, index, of_stage)]
+            else:
+                raise DataError(
+                    f"{type(transform).__name__} takes several samples or makes several, and samples are reached by "
+                    "number here. Use it in a StreamLoader; documents of known lengths are packed by PackedRows."
+                )
+        if not self._indices:
             raise DataError(f"Nothing of the dataset ({self._name}) is left by its transforms. Check its filters.")
 
     def __len__(self) -> int:
-        return self._lengths[-1]
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> Any:
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(f"Sample {index} of {length}.")
-        for number in range(index, index + length):
-            try:
-                return self._load(len(self._transforms), number % length)
-            except BrokenSampleError as broken:
-                self._skip(broken)
-        raise DataError(f"No sample of the dataset ({self._name}) can be loaded.")
+        return self._load(self._indices[index], self._functions)
 
-    def _skip(self, broken: BrokenSampleError) -> None:
-        what = f"sample {broken.index} of {self._name}: {type(broken.error).__name__}: {broken.error}"
-        if self._max_skipped and broken.index not in self.skipped:
-            self.skipped.add(broken.index)
-            logger.warning("skipped %s (%d skipped in this process)", what, len(self.skipped))
-        refuse_to_skip(what, broken.error, len(self.skipped), self._max_skipped, "in this process")
+    def _keeps(self, transform: Filter, index: int, seed: int) -> Any:
+        seed_cpu(hash_seed(b"sample", seed, index))
+        return self._load(index, [*self._functions, transform.function])
 
-    def _length_behind(self, stage: int, transform: Transform) -> int:
-        if isinstance(transform, Filter):
-            self._kept[stage] = self._chosen(stage, transform)
-            return len(self._kept[stage])
-        if not isinstance(transform, Map | Batch | Shuffle):
-            raise DataError(
-                f"{type(transform).__name__} makes another number of samples of each, so they cannot be reached by "
-                "number. Use it in a StreamLoader; documents of known lengths are packed by PackedRows."
-            )
-        return -(-self._lengths[stage] // (transform.size if isinstance(transform, Batch) else 1))
-
-    def _chosen(self, stage: int, transform: Filter) -> list[int]:
-        kept = []
-        with preserved_random_state():
-            for index in range(self._lengths[stage]):
-                seed_cpu(hash_seed(b"sample", self._seed_of(stage), index))
-                try:
-                    if self._called(transform.function, self._load(stage, index), stage, index):
-                        kept.append(index)
-                except BrokenSampleError as broken:
-                    self._skip(broken)
-        return kept
-
-    def _load(self, stage: int, index: int) -> Any:
-        """Sample `index` as it comes to transform number `stage`; raises BrokenSampleError."""
-        if stage == 0:
-            return self._called(self._dataset.__getitem__, index, stage, index)
-        before, transform, first = stage - 1, self._transforms[stage - 1], self._place_before(stage, index)
-        if isinstance(transform, Batch):
-            end = min(first + transform.size, self._lengths[before])
-            return [self._load(before, place) for place in range(first, end)]
-        sample = self._load(before, first)
-        return self._called(transform.function, sample, stage, index) if isinstance(transform, Map) else sample
-
-    def _called(self, function: Callable[[Any], Any], argument: Any, stage: int, index: int) -> Any:
-        """The function's result; its errors name the sample of the user's dataset that this one is made of."""
+    def _load(self, index: int, functions: Sequence[Callable[[Any], Any]]) -> Any:
         try:
-            return function(argument)
+            sample = self._dataset[index]
+            for function in functions:
+                sample = function(sample)
         except Exception as error:
-            for behind in range(stage, 0, -1):
-                index = self._place_before(behind, index)
-            raise BrokenSampleError(index, error) from error
-
-    def _place_before(self, stage: int, index: int) -> int:
-        """Index, before transform number `stage`, of sample `index` after it; the first of several."""
-        before, transform = stage - 1, self._transforms[stage - 1]
-        if isinstance(transform, Filter):
-            return self._kept[before][index]
-        if isinstance(transform, Batch):
-            return index * transform.size
-        if not isinstance(transform, Shuffle):
-            return index
-        window, place = divmod(index, transform.window)
-        first = window * transform.window
-        if before not in self._windows or self._windows[before][0] != window:
-            size = min(transform.window, self._lengths[before] - first)
-            self._windows[before] = window, shuffled(size, hash_seed(b"window", self._seed_of(before), window))
-        return first + self._windows[before][1][place]
-
-    def _seed_of(self, stage: int) -> int:
-        return hash_seed(b"transform", self._seed, stage)
-
-
-class BrokenSampleError(Exception):
-    def __init__(self, index: int, error: Exception) -> None:
-        super().__init__(index, error)
-        self.index, self.error = index, error
+            raise DataError(
+                f"sample {index} of {self._name}: {type(error).__name__}: {error}. Mend the sample, or leave it out."
+            ) from error
+        return sample

@@ -63,16 +63,6 @@ class TrainStream(ABC):
         """Maps loader names of a group to their streams; a single loader's name is ""."""
         return {"": self}
 
-    @property
-    def seconds_by_loader(self) -> Mapping[str, float]:
-        """Seconds this process has spent waiting for each loader of a group, keyed by loader."""
-        return {}
-
-    @property
-    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
-        """Seconds that each worker of this rank (-1: this process) has loaded each source of a mixture."""
-        return {}
-
     @abstractmethod
     def seek(
         self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
 from dream_trainer.compat.forked_start import sure_to_start
-from dream_trainer.data.sample_seeds import KeyedDataset
+from dream_trainer.data.sampler import KeyedDataset
 from dream_trainer.distributed.signals import TERMINATING, outlive_job, starting_workers
 
 
@@ -43,13 +39,22 @@ def workers_start(loader: DataLoader[Any]) -> Iterator[None]:
     if loader.num_workers == 0:
         yield
         return
-    context = loader.multiprocessing_context
-    loader.multiprocessing_context = sure_to_start(context)
+    context = sure_to_start(loader.multiprocessing_context)
+    with with_options(loader, multiprocessing_context=context), starting_workers():
+        yield
+
+
+@contextmanager
+def with_options(loader: DataLoader[Any], **options: Any) -> Iterator[None]:
+    """Inside, the loader has other options."""
+    before = {name: getattr(loader, name) for name in options}
     try:
-        with starting_workers():
-            yield
+        for name, value in options.items():
+            setattr(loader, name, value)
+        yield
     finally:
-        loader.multiprocessing_context = context
+        for name, value in before.items():
+            setattr(loader, name, value)
 
 
 class WorkerInit:
@@ -62,16 +67,8 @@ class WorkerInit:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in TERMINATING:
             signal.signal(number, outlive_job)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, KeyedDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # a frozen dataclass
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
-
-
-def _end_with_parent() -> None:
-    """Ends this process as soon as its parent ends; PyTorch's workers by themselves would check every 5 s."""
-    parent = parent_process()
-    if parent is not None and wait([parent.sentinel]):
-        os._exit(1)

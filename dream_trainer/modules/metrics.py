@@ -30,15 +30,11 @@ def parts(metric: Any) -> list[Any]:
 
 def updates(metric: Any) -> int:
     """How often this rank has updated a metric, or the members of a collection, since their reset."""
-    return sum(map(_counted, parts(metric)))
-
-
-def _counted(part: Any) -> int:
-    """Its own updates."""
     wrappers = sys.modules["torchmetrics"].wrappers
-    if isinstance(part, wrappers.Running):
-        return int(part._num_vals_seen)
-    return 0 if isinstance(part, wrappers.abstract.WrapperMetric) else int(part.update_count)
+    of_parts = parts(metric)
+    of_running = sum(part._num_vals_seen for part in of_parts if isinstance(part, wrappers.Running))
+    own = (part.update_count for part in of_parts if not isinstance(part, wrappers.abstract.WrapperMetric))
+    return int(sum(own, of_running))
 
 
 def copied(tree: Any, metrics: Iterable[Any]) -> Any:
@@ -52,18 +48,14 @@ class MetricStates:
 
     def __init__(self, metrics: Sequence[Any]) -> None:
         self._metrics = metrics
-        self._owners = [module for metric in metrics for module in _with_states(metric)]
+        torchmetrics = sys.modules["torchmetrics"]
+        kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+        self._owners = [module for metric in metrics for module in metric.modules() if isinstance(module, kinds)]
         self._states = copied([_attributes(module) for module in self._owners], metrics)
 
     def put_back(self) -> None:
         for module, attributes in zip(self._owners, copied(self._states, self._metrics), strict=True):
             vars(module).update(attributes)
-
-
-def _with_states(metric: Any) -> list[Any]:
-    torchmetrics = sys.modules["torchmetrics"]
-    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
-    return [module for module in metric.modules() if isinstance(module, kinds)]
 
 
 def _attributes(module: Any) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 from torch import nn
 
-from dream_trainer.checks import check_pattern, check_positive
-from dream_trainer.config.parameter_class import parameters
+from dream_trainer.checks import check_between, check_pattern
+from dream_trainer.config.parameter_class import PositiveFloat, parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.sharding import (
     Described,
@@ -58,29 +59,22 @@ class GroupParameters:
     """Parameters, found by pattern, with a different learning rate or weight decay.
 
     Raises:
-        ConfigError: A value is invalid, or only the pattern is given.
+        ConfigError: A value is invalid, or `lr` and `lr_scale` are both given.
     """
 
     pattern: str
     """Regular expression, searched for in the parameter's name: "^head\\." finds `head.weight` and `head.bias`."""
-    lr: float | None = None
+    lr: PositiveFloat | None = None
     """Learning rate, whatever that of the others and `layer_decay` are; None leaves it to `lr_scale`."""
-    lr_scale: float | None = None
+    lr_scale: PositiveFloat | None = None
     """Factor on the learning rate that the parameters would have; None is 1."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float, partial(check_between, low=0)] | None = None
     """Weight decay of those of them that decay; None keeps the optimizer's."""
 
     def __post_init__(self) -> None:
         check_pattern("pattern", self.pattern)
-        for name in ("lr", "lr_scale"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name), hint=" freeze() leaves parameters as they are.")
-        if self.weight_decay is not None and self.weight_decay != 0:
-            check_positive("weight_decay", self.weight_decay, hint=" 0 decays nothing.")
         if self.lr is not None and self.lr_scale is not None:
             raise ConfigError(f"lr={self.lr} and lr_scale={self.lr_scale} both set the rate. Leave one of them out.")
-        if self.lr is None and self.lr_scale is None and self.weight_decay is None:
-            raise ConfigError(f"the group {self.pattern!r} changes nothing. Set its lr, lr_scale or weight_decay.")
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         require_match("freeze", pattern, [names for names, _ in named])
     frozen = []
     for names, parameter in named:
-        if any(_matches(pattern, names) for pattern in patterns):
+        if matches_any(patterns, names):
             parameter.requires_grad_(False)
             frozen.append(names[0])
     return frozen
@@ -195,7 +189,14 @@ def place(
             f"{type(model).__name__} has no trainable parameter. Leave some of its {len(whole.parameters)} parameters "
             "unfrozen."
         )
-    chosen = _choose(groups, [one.names for one in trainable], [one.names for one in whole.parameters])
+    chosen = [next((group for group in groups if _matches(group.pattern, one.names)), None) for one in trainable]
+    for pattern_group in groups:
+        require_match("groups", pattern_group.pattern, [one.names for one in whole.parameters])
+        if not any(pattern_group is other for other in chosen):
+            raise ConfigError(
+                f"groups: every parameter that {pattern_group.pattern!r} matches is frozen or taken by a pattern "
+                "before it. Put the narrower pattern first, or remove this one."
+            )
     depths = {} if layer_decay is None else _depths(whole, layer_decay)
     factor = 1.0 if layer_decay is None else layer_decay
     return [
@@ -240,20 +241,6 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
 
 def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
     return any(_matches(pattern, names) for pattern in patterns)
-
-
-def _choose(
-    groups: Sequence[GroupParameters], trainable: Sequence[tuple[str, ...]], everything: Sequence[tuple[str, ...]]
-) -> list[GroupParameters | None]:
-    chosen = [next((group for group in groups if _matches(group.pattern, names)), None) for names in trainable]
-    for group in groups:
-        require_match("groups", group.pattern, everything)
-        if not any(group is other for other in chosen):
-            raise ConfigError(
-                f"groups: every parameter that {group.pattern!r} matches is frozen or taken by a pattern before it. "
-                "Put the narrower pattern first, or remove this one."
-            )
-    return chosen
 
 
 def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...], int]:

@@ -1,7 +1,4 @@
-"""Learning rate schedules as closed forms of the step.
-
-The optimizer's step s, from 0, is taken at `factor(s)` times the group's rate. A checkpoint contains s and the groups'
-rates; the form follows the current config, so a longer run stretches the rest of the schedule."""
+"""Learning rate schedules as closed forms of the step."""
 
 from __future__ import annotations
 
@@ -92,14 +89,9 @@ class ScheduleParameters:
             'decay_shape="exponential" never reaches min_lr_ratio=0. Set min_lr_ratio, such as 0.01, or use another '
             "shape.",
         )
-        is_plateau = self.name == "plateau"
         refuse(
-            is_plateau and self.warmup_steps,
-            f'warmup_steps={self.warmup_steps}: "plateau" follows a metric and has no warm-up. Use warmup_steps=0.',
-        )
-        refuse(
-            is_plateau and self.unit != "step",
-            f'unit="{self.unit}": "plateau" is stepped by validations, not {self.unit}s. Leave unit out.',
+            self.name == "plateau" and (self.warmup_steps or self.unit != "step"),
+            f'"plateau" follows a metric. Leave out warmup_steps={self.warmup_steps} and unit="{self.unit}".',
         )
 
 
@@ -149,14 +141,10 @@ def build_schedules(
     """One schedule for each of several optimizers, in their order; arguments and errors of `build_schedule`."""
     if parameters.name == "plateau":
         return [_plateau(parameters, optimizer) for optimizer in optimizers]
-    if parameters.unit == "token":
-        return [_by_tokens(parameters, optimizer, tokens) for optimizer in optimizers]
-    factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-    _warn_of_long_warmup(parameters, _units(parameters, total_steps, steps_per_epoch))
-    return [LambdaLR(optimizer, factor) for optimizer in optimizers]
-
-
-def _by_tokens(parameters: ScheduleParameters, optimizer: Optimizer, tokens: TokenAxis | None) -> LambdaLR:
+    if parameters.unit != "token":
+        factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+        _warn_of_long_warmup(parameters, _units(parameters, total_steps, steps_per_epoch))
+        return [LambdaLR(optimizer, factor) for optimizer in optimizers]
     if tokens is None:
         raise ConfigError(
             'unit="token" follows the tokens of the run, and nothing tells them. Pass tokens=TokenAxis(lambda: '
@@ -164,7 +152,7 @@ def _by_tokens(parameters: ScheduleParameters, optimizer: Optimizer, tokens: Tok
         )
     factor = rate_factor(parameters, total_steps=tokens.total)
     _warn_of_long_warmup(parameters, tokens.total)
-    return TokenLR(optimizer, factor, tokens.now)
+    return [TokenLR(optimizer, factor, tokens.now) for optimizer in optimizers]
 
 
 class TokenLR(LambdaLR):

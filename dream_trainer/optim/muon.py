@@ -1,4 +1,4 @@
-"""Muon with each matrix orthogonalised on one rank; numerics, state and arguments are those of `torch.optim.Muon`.
+"""Muon with each matrix orthogonalised on one rank; numerics and state are those of `torch.optim.Muon`.
 
 PyTorch's gathers sharded matrices in every product of the iteration. Here two packed collectives a step move them."""
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, with_local
 from dream_trainer.parallel.sharding import local_gradient
@@ -163,23 +162,16 @@ _Plan = tuple[list[_Matrix], list[tuple[MatrixExchange, list[_Matrix]]]]
 _ALONE = Layout(None, 0, None)
 
 
-class Muon(Optimizer):
-    """Momentum, orthogonalised; for matrices inside a network, sharded or not.
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` for sharded matrices too; plain ones are stepped by the same numbers.
 
     With several ranks, all must step together, with gradients for the same parameters, as under `fully_shard` and the
     trainer.
 
     Args:
         params: Parameters of two dimensions, or groups of them: plain, or DTensors of any layout. One that is cut along
-            more than one dimension of its mesh (tensor parallel with FSDP) is gathered by every rank.
-        lr: Learning rate.
-        weight_decay: Decoupled weight decay.
-        momentum: Factor of the momentum.
-        nesterov: Whether the momentum is taken one step ahead.
-        ns_coefficients: Coefficients of the Newton-Schulz iteration.
-        eps: The least norm that a matrix is divided by.
-        ns_steps: Number of iterations.
-        adjust_lr_fn: How the rate follows the shape: None or "original", or "match_rms_adamw".
+            more than one dimension of its mesh (tensor parallel with FSDP) is gathered by every rank. This and the
+            arguments up to `adjust_lr_fn` are PyTorch's.
         iteration_dtype: Dtype for sending and iterating matrices; float32 is more exact, and faster on most CPUs.
         replicas: Ranks that hold the same plain parameters, with gradients that are equal bit for bit: they share the
             work. The trainer sets it. None repeats the work on each rank.
@@ -187,9 +179,6 @@ class Muon(Optimizer):
     Attributes:
         found_inf: If not None, a 0-dim tensor. If it is not 0, a step changes neither weights nor momentum, without
             waiting for the device.
-
-    Raises:
-        ValueError: A number is out of its range, or a parameter is no matrix.
     """
 
     found_inf: Tensor | None = None
@@ -213,26 +202,7 @@ class Muon(Optimizer):
         iteration_dtype: torch.dtype = torch.bfloat16,
         replicas: ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name}={value} is not a number from 0 up.")
-        if not 0 < ns_steps < 100:
-            raise ValueError(f"ns_steps={ns_steps} is not between 1 and 99. Use 5.")
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f'adjust_lr_fn={adjust_lr_fn!r} is not known. Use "original" or "match_rms_adamw".')
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_coefficients": ns_coefficients,
-                "eps": eps,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-            },
-        )
+        super().__init__(params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
         self.iteration_dtype = iteration_dtype
         self.replicas = replicas
 
@@ -242,17 +212,6 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # of a copy, or of load_state_dict, after which the groups are other dicts
-        self._plan = None
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer; ValueError if a parameter is no matrix."""
-        super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            if p.ndim != 2 or p.is_complex():
-                raise ValueError(
-                    f"Muon was given a {p.dtype} parameter of shape {tuple(p.shape)}, and steps real matrices. Leave "
-                    "it to AdamW, as build_optimizers does."
-                )
         self._plan = None
 
     @torch.no_grad()

@@ -32,8 +32,6 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {  # fields that each optimizer ta
     "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps"),
 }
 
-HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")  # of "muon" the AdamW half
-
 
 @parameters
 class OptimizerParameters:
@@ -87,27 +85,10 @@ class OptimizerParameters:
     """Decay embedding tables."""
     groups: tuple[GroupParameters, ...] = ()
     """Parameters with a different rate or decay. The first pattern that matches a parameter decides."""
-    layer_decay: float | None = None
+    layer_decay: Annotated[float, check_positive, partial(check_between, low=0, high=1)] | None = None
     """Factor of the learning rate from each block to the one below it. None has one rate for all."""
 
     def __post_init__(self) -> None:
-        self._check_hyperparameters()
-        if self.fused is True and self.name not in HAS_FUSED:
-            names = spell(repr(name) for name in HAS_FUSED)
-            raise ConfigError(f'fused=True: {self.name!r} has no fused implementation. Use fused="auto", or {names}.')
-        are_groups = isinstance(self.groups, tuple | list) and all(isinstance(g, GroupParameters) for g in self.groups)
-        example = "(GroupParameters(pattern=..., lr_scale=...),)"
-        refuse(not are_groups, f"groups={self.groups!r} is no tuple of GroupParameters. Use {example}.")
-        if self.layer_decay is not None:
-            check_between("layer_decay", self.layer_decay, 0, 1)
-            check_positive("layer_decay", self.layer_decay, hint=" freeze() leaves parameters as they are.")
-
-    def given(self, *names: str) -> dict[str, Any]:
-        """Those of these fields that are not None, as keyword arguments of PyTorch's optimizer."""
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def _check_hyperparameters(self) -> None:
         takes = HYPERPARAMETERS[self.name]
         for name in dict.fromkeys(name for names in HYPERPARAMETERS.values() for name in names):
             value = getattr(self, name)
@@ -119,15 +100,6 @@ class OptimizerParameters:
                 raise ConfigError(f"betas={self.betas!r} are not two numbers. Use a pair such as (0.9, 0.95).")
             for index, beta in enumerate(self.betas):
                 check_between(f"betas[{index}]", beta, 0, 1, below=True)
-        is_sgd, momentum, dampening = self.name == "sgd", self.momentum, self.dampening
-        refuse(
-            is_sgd and self.nesterov and (not momentum or dampening),
-            f"nesterov=True needs momentum and no dampening, not {momentum=}, {dampening=}. Use momentum=0.9, "
-            "dampening=None.",
-        )
-        is_idle = is_sgd and dampening and not momentum
-        refuse(is_idle, f"dampening={dampening} does nothing without momentum. Set momentum=0.9.")
-        refuse((self.ns_steps or 0) >= 100, f"ns_steps={self.ns_steps} is too many. Use 5.")
         refuse(
             self.adjust_lr_fn == "original" and self.adamw_lr is None,
             f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then needs a rate some fifty times '
@@ -135,6 +107,14 @@ class OptimizerParameters:
         )
         for pattern in self.hidden:
             check_pattern("hidden", pattern)
+        are_groups = isinstance(self.groups, tuple | list) and all(isinstance(g, GroupParameters) for g in self.groups)
+        example = "(GroupParameters(pattern=..., lr_scale=...),)"
+        refuse(not are_groups, f"groups={self.groups!r} is no tuple of GroupParameters. Use {example}.")
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of these fields that are not None, as keyword arguments of PyTorch's optimizer."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 # Any, since Optimizer's own constructor knows none of their keywords.
@@ -273,14 +253,9 @@ def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
     return len({is_sharded(parameter) for parameter in parameters}) > 1
 
 
-# Why PyTorch's optimizers cannot step DTensors; measured with torch 2.13 in float64 under `fully_shard` on 2 ranks and
+# PyTorch's optimizers that cannot step DTensors; measured with torch 2.13 in float64 under `fully_shard` on 2 ranks and
 # on a 2 x 2 mesh with tensor parallelism. All others agree there with one process to 4e-14.
-UNSHARDABLE: dict[type[Optimizer], str] = {
-    torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
-    LBFGS: "flattens all parameters into one vector, which sharded ones cannot",
-    Rprop: "assigns to elements picked by a mask, which DTensor has no rule for",
-    SparseAdam: "needs sparse gradients, which fully_shard does not reduce",
-}
+UNSHARDABLE: tuple[type[Optimizer], ...] = (Adafactor, LBFGS, Rprop, SparseAdam)
 
 UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)  # whose fused kernel has no rule for DTensors
 
@@ -303,10 +278,8 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 
 def refuse_unshardable_class(cls: type[Optimizer]) -> None:
     """Raises ConfigError if no optimizer of this class can step sharded parameters."""
-    for kind, reason in UNSHARDABLE.items():
-        if issubclass(cls, kind):
-            alone = "" if kind is LBFGS else ", or train in one process"  # where its closure is refused
-            raise ConfigError(
-                f"torch.optim.{kind.__name__} cannot step sharded parameters: it {reason}. Use AdamW, Adam, SGD, "
-                f"Adagrad, RMSprop, NAdam, or Muon of dream_trainer.optim{alone}."
-            )
+    if issubclass(cls, UNSHARDABLE):
+        raise ConfigError(
+            f"{cls.__name__} cannot step sharded parameters. Use AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or Muon of "
+            "dream_trainer.optim."
+        )

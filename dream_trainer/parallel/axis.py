@@ -20,7 +20,7 @@ from dream_trainer.checks import divisors, refuse, spell
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
 from dream_trainer.gradient_state import ModelPart
-from dream_trainer.modules.parameter_marks import ParameterMarks
+from dream_trainer.modules.forward_state import ParameterMarks
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.parallel.sharding import keeping_tied_and_frozen
 

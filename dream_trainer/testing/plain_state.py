@@ -19,8 +19,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
-from dream_trainer.data.streams.lane_stream import StreamLoader
 from dream_trainer.users_code import is_own
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, date, timedelta, np.generic, count)

@@ -276,8 +276,8 @@ def _change_loaders(job: Job) -> None:
     """Has loaders that the program builds serve the job's micro-batches, with the job's workers."""
     from torch.utils.data import DataLoader
 
+    from dream_trainer.data.lane_stream import StreamLoader
     from dream_trainer.data.loader import DistributedDataLoader
-    from dream_trainer.data.streams.lane_stream import StreamLoader
 
     per_rank = job.per_rank()
 

@@ -5,7 +5,7 @@ It runs nothing. `BaseTrainer` brings the loop. Every part with state is a separ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -214,17 +214,6 @@ class AbstractTrainer(MixinHooks):
     def seconds_waiting_for_data(self) -> float:
         """Seconds that training has spent loading data, or waiting for workers, in this process."""
         return self._runtime.data.feed.seconds_waiting if self._runtime.session.is_ready else 0.0
-
-    @property
-    def seconds_waiting_by_loader(self) -> Mapping[str, float]:
-        """The same per training loader, keyed by loader name; empty for a single loader."""
-        return {} if self._runtime.data.stream is None else self._runtime.data.stream.seconds_by_loader
-
-    @property
-    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
-        """Seconds that each worker of this rank has loaded each source of a mixture, by (worker, source); worker -1 is
-        this process."""
-        return {} if self._runtime.data.stream is None else self._runtime.data.stream.seconds_loading
 
     @property
     def seconds_saving(self) -> float:

@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader
 from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, ShardReader, training_loaders
-from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
+from dream_trainer.data.loader_groups import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
-from dream_trainer.data.validation_data import validation_batches
+from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream, validation_batches
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.hooks import Hooks

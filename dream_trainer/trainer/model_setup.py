@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dream_trainer.meta.realize import Plan
 from dream_trainer.meta.tape import Tape
-from dream_trainer.modules.parameter_marks import ParameterMarks
+from dream_trainer.modules.forward_state import ParameterMarks
 from dream_trainer.modules.precision import sharding_policy
 from dream_trainer.parallel.axis import AxisSetup, MeshParallelism, Parallelism
 from dream_trainer.parallel.sharded_model import shardable_bytes

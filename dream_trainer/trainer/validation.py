@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dream_trainer.data.validation_data import ValidationBatches
+from dream_trainer.data.stream import ValidationBatches
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, Every, Mixture, Throughput, dtype_at_work, peak_flops
+from tests.api import Every, Throughput, dtype_at_work, peak_flops
 from tests.callbacks.recording import Clock, Logged, Recorder, names, record
 from tests.trainer.small import Batch, Validates, batches, make_config
 
@@ -78,39 +78,6 @@ def test_there_is_no_mfu_on_a_cpu() -> None:
     found = measured([1.0] * 6, every_n_steps=1, flops_per_sample=1e3)
     assert RATE in names(found, "throughput")
     assert "throughput/mfu" not in names(found, "throughput")
-
-
-class Delayed:
-    """Samples that each take so long to load."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        ((x, y, number),) = batches(1, 1)
-        self.sample = x[0], y[0], number[0]
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Batch:
-        time.sleep(self.seconds)
-        return self.sample
-
-
-def test_the_source_and_the_worker_that_load_for_long_show() -> None:
-    mixture = Mixture({"quick": Delayed(0.0), "slow": Delayed(0.04)}, num_samples=32)
-    recorder = Recorder()
-    config = make_config(callbacks=[Throughput(every_n_steps=2, warm_up_steps=2), recorder], log_every=2, n_epochs=2)
-    trainer = Logged(config, DistributedDataLoader(mixture, 4, num_workers=2))
-    record(trainer, recorder)
-    slow, quick = recorder.values("throughput/data_load/slow"), recorder.values("throughput/data_load/quick")
-    assert slow.keys() == quick.keys()
-    assert len(slow) > 3
-    assert all(slow[step] > 0.6 and slow[step] + quick[step] == pytest.approx(1.0) for step in slow)
-    first, second = (recorder.values(f"throughput/data_load/worker_{worker}") for worker in range(2))
-    assert len(first) == len(second) == len(slow)
-    assert all(first[step] + second[step] == pytest.approx(1.0) for step in first)
-    # Of both passes, each of 16 slow samples: what the first one's workers told is not forgotten.
-    assert sum(seconds for (_, name), seconds in trainer.seconds_loading.items() if name == "slow") >= 32 * 0.04
 
 
 def test_waiting_for_data_shows_and_is_not_training() -> None:

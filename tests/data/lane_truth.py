@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.sources.stream_sources import IterableShards, WebDatasetShards
 from dream_trainer.data.stream import train_stream
-from dream_trainer.data.streams.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.window import DataPosition
 
 GLOBAL_BATCH = 8

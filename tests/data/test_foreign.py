@@ -102,7 +102,7 @@ def test_empty_data_is_an_error_that_says_why() -> None:
         open_stream(DataLoader(ShuffledStream(0), 2)).next_window()
     stream = open_stream(iter([1]))
     read(stream, passes=1)
-    with pytest.raises(DataError, match="can be read once, and pass 1 over it found nothing"):
+    with pytest.raises(DataError, match="yielded no batch in pass 1.*an iterator, which can be read once"):
         stream.next_window()
 
 

@@ -207,13 +207,13 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
 @pytest.mark.pitfall(76)
 def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
     stream = open_stream(Strided(5, 0, 1), batch_size=SampleCount())
-    with pytest.raises(DataError, match=r"24 samples.*Strided.*batch of 5.*after 20"):
+    with pytest.raises(DataError, match=r"24 samples.*Strided.*so far have 25"):
         stream.seek(DataPosition(0, 24, 3), None)
     stream = open_stream(PerRankLoader(Strided(5, 0, 1)), size=5, batch_size=SampleCount())
     with pytest.raises(DataError, match="24 samples.*dp_size=5"):
         stream.seek(DataPosition(0, 24, 3), None)
     stream = open_stream(Strided(8, 0, 1), batch_size=SampleCount())
-    with pytest.raises(DataError, match="64 samples.*ended after 48"):
+    with pytest.raises(DataError, match="64 samples.*batches so far have 48"):
         stream.seek(DataPosition(0, 64, 3), None)
 
 

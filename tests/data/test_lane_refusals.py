@@ -17,7 +17,10 @@ SHORT = api.IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, 8, 4, None, None), "3 shards, fewer than dp_size=4 data-parallel ranks.* at most 3 ranks, .* in 4 shards"),
+        (
+            (3, 8, 4, None, None),
+            "dp_size=4 data-parallel ranks .3 shards, global batch 8.* Use 1 or 2 ranks.* different shards",
+        ),
         ((8, 8, 1, 5, None), "lanes=5 is not a divisor of the global batch of 8 .* Use 1, 2, 4 or 8"),
         ((8, 8, 4, 2, None), "lanes=2 cannot be dealt .* dp_size=4 .* Use 1 or 2 ranks, or lanes=4 or 8 in a new"),
         ((8, 8, 1, 4, 3), "lanes=4 with turns=3 needs 12 shards, and the source has 8. Use turns from 1 to 2"),
@@ -84,7 +87,8 @@ def test_an_empty_shard_is_named_and_so_is_a_lane_of_which_nothing_is_kept() -> 
 def shuffled_stream() -> Any:
     import datasets
 
-    return datasets.IterableDataset.from_generator(lambda: iter([{"n": 1}])).shuffle(seed=1, buffer_size=10)
+    numbers = datasets.IterableDataset.from_generator(lambda: ({"n": n} for n in range(100)))
+    return numbers.shuffle(seed=1, buffer_size=10)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,10 @@ def shuffled_stream() -> Any:
     [
         ("there is no file .*gone.tar", lambda: api.WebDatasetShards([Path("gone.tar")])),
         ("got no items", lambda: api.IterableShards(LiveLines, [])),
-        (r"whose buffer is not in its state.*Shuffle\(window\)", lambda: api.StreamLoader(shuffled_stream(), 2)),
+        (
+            "does not come back to where it was by its own state",
+            lambda: next(iter(api.StreamLoader(shuffled_stream(), 2))),
+        ),
         (
             "A StreamLoader is for training",
             lambda: api.validation_batches(api.StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0),
@@ -159,7 +166,9 @@ def fails_at_three(sample: int) -> int:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_sample_is_named(workers: int) -> None:
     (stream,) = open_lanes(LIVE, (1, 1, workers), lanes=4, transforms=[api.Map(fails_at_three)])
-    with pytest.raises(api.DataError, match=r"sample 3 of shard \(0, 20\): ValueError: damaged.*on_error=\"skip\""):
+    with pytest.raises(
+        api.DataError, match=r"sample 3 of shard \(0, 20\): ValueError: damaged.*lane 0, and max_skipped=0"
+    ):
         read_all(stream, 9)
     stream.close()
 
@@ -167,7 +176,7 @@ def test_a_broken_sample_is_named(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [api.Shuffle(7), api.Map(fails_at_three)]}
-    streams = open_lanes(LIVE, (1, 1, workers), on_error="skip", max_skipped=9, **options)
+    streams = open_lanes(LIVE, (1, 1, workers), max_skipped=9, **options)
     found = [next_step(streams) for _ in range(9)]
     streams[0].close()
     samples = [sample for step in found for sample in step[0]]  # type: ignore[index]
@@ -180,18 +189,12 @@ def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogC
 
 
 def test_skipping_has_a_limit_of_each_lane_that_a_resume_keeps() -> None:
-    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [api.Map(fails_at_three)], "on_error": "skip"}
+    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [api.Map(fails_at_three)]}
     with pytest.raises(api.DataError, match=r"sample 13 of shard \(0, 20\).*2 samples would be skipped in lane 0.*=1"):
         read_in_parts(lambda: LIVE, [((1, 1, 0), 9)], max_skipped=1, **options)
     with pytest.raises(api.DataError, match="max_skipped=1"):
         read_in_parts(lambda: LIVE, [((1, 1, 0), 4), ((2, 2, 0), 1), ((1, 1, 0), 9)], max_skipped=1, **options)
     assert len(read_in_parts(lambda: LIVE, [((1, 1, 0), 4), ((2, 2, 0), 1), ((4, 1, 0), 3)], max_skipped=2, **options))
-
-
-@pytest.mark.parametrize(("on_error", "limit"), [("skip", None), ("skip", 0), ("raise", 3), ("ignore", 1)])
-def test_what_to_do_with_a_broken_sample_is_said_clearly(on_error: Any, limit: int | None) -> None:
-    with pytest.raises(api.DataError, match="does not say what to do with a broken sample"):
-        api.StreamLoader(LIVE, 2, on_error=on_error, max_skipped=limit)
 
 
 def read_all(stream: Any, steps: int) -> None:

@@ -123,10 +123,10 @@ def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> 
 
 def test_another_kind_of_dataset_than_the_checkpoints_is_refused() -> None:
     (stream,) = open_streams(1, 1, 0)
-    with pytest.raises(api.DataError, match=r"no state of the dataset \(Walk\)"):
+    with pytest.raises(api.DataError, match=r"the dataset \(Walk\) are of two kinds"):
         stream.seek(api.DataPosition(0, 8, 1), None)
     plain = open_stream(api.DistributedDataLoader(range(16), 8))
-    with pytest.raises(api.DataError, match="decides its order itself, and range does not"):
+    with pytest.raises(api.DataError, match=r"the dataset \(range\) are of two kinds"):
         plain.seek(api.DataPosition(0, 8, 1), None, state={"turns": []})
 
 

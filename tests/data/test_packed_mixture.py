@@ -115,7 +115,7 @@ def test_weights_that_are_set_lose_no_token_of_the_block_that_was_begun(layout: 
     rows = PackedRows(mixture(stages=()), ROW_LENGTH, block_size=BLOCK_SIZE)
     rows.begin(3, None)
     _ = rows[3 * GLOBAL_BATCH]
-    number, first_row, num_rows, _ = rows.mark()
+    number, first_row, num_rows = rows.mark()
     assert number > 0
     assert len(same) == (first_row + num_rows) // GLOBAL_BATCH > 3
     assert found[-1][1]["docs"] == sum(found[-1][1].values()) > 0

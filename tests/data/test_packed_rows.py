@@ -78,32 +78,19 @@ def test_documents_may_be_mappings_with_weights_for_each_token() -> None:
 class Weighted(NumberedDocuments):
     """Documents whose weights are `weight`, but for those at the positions in `learned`, which have 1."""
 
-    def __init__(self, sizes: Any, weight: float, learned: tuple[int, ...] = (), is_endless: bool = False) -> None:
-        super().__init__(sizes, is_endless)
-        self.weight, self.learned = weight, learned
+    def __init__(self, sizes: Any, weight: float) -> None:
+        super().__init__(sizes)
+        self.weight = weight
 
     def __getitem__(self, position: int) -> Any:
         ids = super().__getitem__(position)
-        return {"tokens": ids, "weights": [1.0 if position in self.learned else self.weight] * len(ids)}
+        return {"tokens": ids, "weights": [self.weight] * len(ids)}
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(DataError, match=rf"document at position 0 has a weight of {weight}"):
         PackedRows(Weighted([5], weight), 12)[0]
-
-
-@pytest.mark.parametrize("is_endless", [False, True])
-def test_documents_that_all_have_no_label_are_refused_and_some_are_not(is_endless: bool) -> None:
-    sizes = [5] * 3000
-    for position in (0, 700):
-        with pytest.raises(DataError, match="None of the 1024 documents from position .* has a token to learn"):
-            PackedRows(Weighted(sizes, 0.0, is_endless=is_endless), 12, block_size=10)[position]
-        rows = PackedRows(Weighted(sizes, 0.0, (1000, 2000), is_endless), 12, block_size=10)
-        assert not rows[position]["weights"].any()
-    assert PackedRows(Weighted([5] * 60, 0.0), 12)[0]["documents"].max() == 1  # too few to tell
-    with pytest.raises(DataError, match="None of the 1024"):
-        PackedRows(Weighted([5] * 60, 0.0, is_endless=True), 12, block_size=10)[0]
 
 
 def test_a_row_depends_on_its_position_and_the_seed_alone() -> None:

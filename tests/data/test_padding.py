@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from tests.api import DistributedDataLoader, PaddedRows
@@ -56,11 +55,3 @@ def test_batches_are_as_long_as_their_longest_row_and_say_what_is_padding() -> N
         assert batch["weights"].dtype is torch.float32
         num_tokens += int(real.sum())
     assert num_tokens == web_like_lengths(100).sum()
-
-
-def test_documents_that_are_cut_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    PaddedRows(NumberedDocuments([3, 40, 9, 10, 11]), 10, bucket_size=4)
-    assert "2 of the first 5 documents are longer than row_length=10 (the longest is of 40 tokens)" in caplog.text
-    caplog.clear()
-    PaddedRows(NumberedDocuments([3, 10]), 10, bucket_size=4)
-    assert not caplog.text

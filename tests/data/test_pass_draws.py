@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from dream_trainer.checkpoint import typed_json
-from tests.api import DataPosition, TrainStream, draws_at_start_only, hash_seed, iterate, seed_cpu
+from tests.api import DataPosition, SeededPass, TrainStream, draws_at_start_only, hash_seed, seed_cpu
 from tests.data import reading
 from tests.data.reading import read, windows_until
 from tests.data.samples import global_states
@@ -90,7 +90,7 @@ class LateNoiseWithState(LateNoise):
 @pytest.mark.parametrize("first", [0, 1, 2, 5])
 @pytest.mark.parametrize("kind", list(DRAWS))
 def test_each_batch_draws_from_its_own_seed_and_the_first_to_draw_from_the_passes(kind: str, first: int) -> None:
-    batches = iterate(LateNoise(kind, first), seed=SEED, epoch=EPOCH, dp_rank=RANK)
+    batches = SeededPass(LateNoise(kind, first), seed=SEED, epoch=EPOCH, dp_rank=RANK)
     assert [batch[1] for batch in batches if len(batch) == 2] == expected_draws(kind, first)
 
 
@@ -101,7 +101,7 @@ def test_training_draws_as_if_there_were_no_loader(kind: str, first: int) -> Non
     """Of numpy's normal numbers only the first of a pair, as documented."""
     seed_cpu(7)
     alone = drawn_with(7)
-    for _ in iterate(LateNoise(kind, first), seed=SEED, epoch=EPOCH, dp_rank=RANK):
+    for _ in SeededPass(LateNoise(kind, first), seed=SEED, epoch=EPOCH, dp_rank=RANK):
         for name in ("torch", "python", "numpy", "python normal"):
             assert DRAWS[name]() == next(alone[name])
 

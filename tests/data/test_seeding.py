@@ -53,7 +53,7 @@ def test_a_sample_that_is_the_first_to_draw_does_so_from_its_own_seed(
     kind: str, first: int, is_in_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_in_process:
-        monkeypatch.setattr("dream_trainer.data.sample_seeds.get_worker_info", lambda: "a worker")
+        monkeypatch.setattr("dream_trainer.data.sampler.get_worker_info", lambda: "a worker")
     dataset = LateDataset(kind, first)
     data = KeyedDataset(dataset, list, 7)
     seed_cpu(1)

@@ -50,7 +50,7 @@ def reference() -> list[list[tuple[float, ...]]]:
 
 def test_step_s_of_an_epoch_consumes_the_sth_global_batch_of_its_order(reference: list) -> None:
     for epoch in (0, 1):
-        order = epoch_order(SEED, epoch, 40, True).tolist()
+        order = epoch_order(SEED, epoch, 40).tolist()
         for step in range(3):
             indices = [row[0] for row in reference[epoch * 3 + step]]
             assert indices == order[step * 12 : (step + 1) * 12]
@@ -151,9 +151,7 @@ def test_on_ranks_a_kept_tail_is_split_evenly_or_dropped_with_a_warning(caplog: 
     assert ragged_steps(14, 2, 3, 2) == [([[2, 2]] * 3, False)]  # 2 samples are too few for 3 ranks
     assert ragged_steps(15, 2, 3, 1) == [([[2]] * 3, False), ([[2]] * 3, False), ([[1]] * 3, False)]
     assert ragged_steps(6, 2, 2, 2) == [([[2, 1], [2, 1]], True)]
-    assert [record.message for record in caplog.records] == [
-        "The last 2 samples of each epoch are dropped: they are fewer than the data-parallel ranks."
-    ]
+    assert ["last 2 samples of each epoch are dropped" in record.message for record in caplog.records] == [True]
 
 
 def test_a_plain_loaders_tail_is_trained_on_one_rank_and_dropped_on_several(caplog: pytest.LogCaptureFixture) -> None:

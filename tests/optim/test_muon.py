@@ -219,20 +219,6 @@ def test_state_of_pytorchs_muon_loads() -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "message"),
-    [
-        ((3,), {}, r"parameter of shape \(3,\), and steps real matrices"),
-        ((3, 3), {"lr": -1}, "lr=-1"),
-        ((3, 3), {"ns_steps": 100}, "ns_steps=100"),
-        ((3, 3), {"adjust_lr_fn": "none"}, "adjust_lr_fn='none'"),
-    ],
-)
-def test_what_cannot_be_stepped_is_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Muon([nn.Parameter(torch.ones(shape))], **options)
-
-
 def test_matrices_are_dealt_by_cost_and_alike_on_every_rank() -> None:
     assert deal([5, 1, 4, 1, 3], 2) == [0, 0, 1, 0, 1]
     costs = [float(1 + i * 7 % 13) for i in range(100)]

@@ -159,8 +159,8 @@ def test_plateau_is_pytorchs_own_with_a_smallest_rate_per_group() -> None:
         ({"name": "cosine", "min_lr_ratio": 1.5}, "min_lr_ratio=1.5 is not a number from 0 to 1"),
         ({"warmup_steps": 1.5}, "warmup_steps=1.5 is not a fraction of the total"),
         ({"name": "wsd", "decay_shape": "exponential"}, "never reaches min_lr_ratio=0"),
-        ({"name": "plateau", "warmup_steps": 5}, "has no warm-up"),
-        ({"name": "plateau", "unit": "epoch"}, "is stepped by validations"),
+        ({"name": "plateau", "warmup_steps": 5}, "Leave out warmup_steps=5"),
+        ({"name": "plateau", "unit": "epoch"}, 'and unit="epoch"'),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_when_built(values: dict[str, Any], message: str) -> None:

@@ -153,5 +153,5 @@ def test_a_mixture_of_sharded_and_plain_parameters_is_stepped_one_by_one(world: 
 
 
 def test_names_that_cannot_step_shards_are_refused_when_built(world: dict[str, Any]) -> None:
-    assert "torch.optim.Adafactor cannot step sharded parameters: it takes norms" in world["refused"]["Adafactor"]
+    assert "Adafactor cannot step sharded parameters" in world["refused"]["Adafactor"]
     assert "SGD has no fused kernel for sharded parameters" in world["sgd refused"]

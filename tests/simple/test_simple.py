@@ -242,7 +242,7 @@ def test_several_inputs_go_to_the_model_in_order() -> None:
 def test_a_generator_trains_one_epoch_and_says_why_not_two() -> None:
     with loops.make(train=one_by_one()) as trainer:
         assert len(trainer.fit()) == 1
-        with pytest.raises(DataError, match=r"an iterator that can be read once"):
+        with pytest.raises(DataError, match=r"an iterator, which can be read once"):
             trainer.fit(epochs=2)
 
 

@@ -132,7 +132,7 @@ def steps_per_epoch(case: Case) -> int:
 
 def dealt(case: Case, epoch: int) -> list[Window]:
     """The windows of one pass over data that the trainer deals to ranks: consecutive samples to consecutive ranks."""
-    order = epoch_order(SEED, epoch, case.length, case.shuffle)
+    order = epoch_order(SEED, epoch, case.length) if case.shuffle else torch.arange(case.length)
     assert sorted(order.tolist()) == list(range(case.length))
     chunk = case.batch_size * case.ranks
     if case.drop_last or (case.loader == "plain" and case.ranks > 1):

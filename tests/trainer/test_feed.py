@@ -1,13 +1,12 @@
 """Ranks whose loaders end at different times train what all of them have, and nobody hangs."""
 
 import os
-import resource
 from typing import Any
 
 import pytest
 import torch
 
-from tests.api import DataError, PerRankLoader
+from tests.api import PerRankLoader
 from tests.trainer.small import WIDTH, Spread, fit, make_config
 from tests.worlds import run_world
 
@@ -33,28 +32,6 @@ class Uneven(Spread):
             self.seen.append([*self.window])
             self.window = ()
         return {}
-
-
-class Files(torch.utils.data.IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Any:
-        return (torch.full((2,), float(i)) for i in range(400))
-
-
-def load_with_few_files() -> str:
-    """Workers send each tensor as an open file, and a step's are all loaded before it is trained."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (150, most))
-    data = torch.utils.data.DataLoader(Files(), batch_size=1, num_workers=1)
-    with pytest.raises(DataError) as raised:
-        fit(Uneven(make_config(max_steps=1, gradient_accumulation_steps=200), data))
-    return str(raised.value)
-
-
-def test_too_many_open_files_name_the_accumulation_that_needs_them() -> None:
-    (message,) = run_world(load_with_few_files, 1)
-    assert "200 micro-batches" in message
-    assert "at most 150" in message
-    assert "ulimit -n" in message
 
 
 def train(lengths: tuple[int, ...], accumulation: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import AlternatingLoaders, DataError, DistributedDataLoader, LoaderGroup, PerRankLoader, Throughput
+from tests.api import AlternatingLoaders, DataError, DistributedDataLoader, LoaderGroup, PerRankLoader
 from tests.trainer import small
 from tests.worlds import run_world
 
@@ -167,21 +166,6 @@ def test_epochs_and_planned_steps_follow_the_group(tmp_path: Path) -> None:
     assert counted["total_steps"] == counted["global_step"] == 10
     assert counted["current_epoch"] == 2
     assert [batch["few"][0] for batch in counted["seen"]] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
-
-
-class Slow(small.Samples):
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.005)
-        return super().__getitem__(index)
-
-
-def test_waits_are_logged_by_loader(tmp_path: Path) -> None:
-    loaders = {"quick": DistributedDataLoader(small.Samples(40), 4), "slow": DistributedDataLoader(Slow(40), 4)}
-    _, counted = train(loaders, tmp_path, 8, callbacks=(Throughput(every_n_steps=4, warm_up_steps=1),))
-    line = next(line for line in counted["lines"] if "throughput/data_wait" in line)
-    quick, slow = line["throughput/data_wait/quick"], line["throughput/data_wait/slow"]
-    assert 0 < quick < slow
-    assert quick + slow <= line["throughput/data_wait"]
 
 
 def test_a_global_batch_is_of_all_loaders_together(tmp_path: Path) -> None:

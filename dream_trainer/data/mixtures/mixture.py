@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from operator import attrgetter
-from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,8 +29,8 @@ from dream_trainer.data.mixtures.mixture_order import (
     segments,
     weights_by_position,
 )
-from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset, innermost
-from dream_trainer.data.sources.measured import lengths_of, mean_lengths
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset, innermost
+from dream_trainer.data.sources.shard_files import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import ConfigError, DataError
 from dream_trainer.screen import logger
@@ -112,8 +111,6 @@ class Mixture(OrderedDataset):
     ) -> None:
         self.sources = dict(sources)
         self.names = list(self.sources)
-        self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._seconds = [0.0] * len(self.names)  # that this process has loaded each source
         _check_sources(self.sources)
         self._lengths = [len(source) for source in self.sources.values()]
         self._means = mean_lengths(self.sources) if unit == "tokens" else None
@@ -129,7 +126,13 @@ class Mixture(OrderedDataset):
         if num_samples is not None:
             check_integer("num_samples", num_samples, minimum=1)
         check_stages(self._stages, self.names)
-        _check_limits(self._max_epochs, self.names)
+        for name, epochs in self._max_epochs.items():
+            refuse(name not in self.names, f"max_epochs has {name!r}, and the sources are {self.names}.")
+            if not 0 < epochs < math.inf:
+                raise ConfigError(
+                    f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit "
+                    "for it."
+                )
         self._changes: list[tuple[int, dict[str, float]]] = []
         self._asked: dict[str, float] | None = None
         self._origin = 0
@@ -140,7 +143,6 @@ class Mixture(OrderedDataset):
         self._segments: list[Segment] = []
         self._segments_of: tuple[int, list[int | None]] | None = None
         self._compile()
-        _warn_of_unused_sources(self._weights, self._stages)
 
     # -- the samples
 
@@ -149,27 +151,13 @@ class Mixture(OrderedDataset):
 
     def __getitem__(self, position: int) -> Any:
         name, index, _ = self.locate(position)
-        started = perf_counter()
         try:
-            sample = self.sources[name][index]
+            return self.sources[name][index]
         except Exception as error:
             raise DataError(
                 f"sample {index} of source {name!r} ({type(self.sources[name]).__name__}), at position {position} of "
                 f"the mixture, cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-        self._seconds[self._numbers[name]] += perf_counter() - started
-        return sample
-
-    def mark(self) -> LoadingTime:
-        worker = get_worker_info()
-        return LoadingTime(-1 if worker is None else worker.id, tuple(self._seconds))
-
-    @property
-    def source_names(self) -> list[str]:
-        return self.names
-
-    def loading_time(self, mark: Any) -> LoadingTime | None:
-        return mark if isinstance(mark, LoadingTime) else None
 
     def locate(self, position: int) -> Draw:
         """The source, its sample and its epoch at a position of this pass."""
@@ -250,7 +238,6 @@ class Mixture(OrderedDataset):
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
         self._run_seed = seed
-        self._seconds = [0.0] * len(self.names)
         self._begins_pass = state is None
         if state is not None:
             self._take(state)
@@ -309,7 +296,8 @@ class Mixture(OrderedDataset):
                 f"the checkpoint is of another mixture ({told}). Give it what it had; or, except for num_samples, "
                 'Mixture(..., on_change="continue") to continue with this mixture from that position.'
             )
-        if self._told_at != state["position"] and _is_main():  # a resume may call this several times
+        is_main = get_worker_info() is None and (not dist.is_initialized() or dist.get_rank() == 0)
+        if self._told_at != state["position"] and is_main:  # a resume may call this several times
             logger.warning(
                 "The run continues with another mixture, from position %d on: %s. With packed rows, the rest of the "
                 "block that was begun is left out.",
@@ -411,26 +399,3 @@ def _check_sources(sources: Mapping[str, Any]) -> None:
             raise DataError(
                 f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path, split and filters."
             )
-
-
-def _check_limits(max_epochs: Mapping[str, float], names: Sequence[str]) -> None:
-    for name, epochs in max_epochs.items():
-        refuse(name not in names, f"max_epochs has {name!r}, and the sources are {list(names)}.")
-        if not 0 < epochs < math.inf:
-            raise ConfigError(
-                f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit for "
-                "it."
-            )
-
-
-def _warn_of_unused_sources(weights: Mapping[str, float], stages: Sequence[Stage]) -> None:
-    unused = [name for name, weight in weights.items() if not weight and not any(s.weights.get(name) for s in stages)]
-    if unused and _is_main():
-        logger.warning(
-            "The mixture never draws from %s, whose weight is 0 in all stages, unless set_weights gives one.",
-            ", ".join(unused),
-        )
-
-
-def _is_main() -> bool:
-    return get_worker_info() is None and (not dist.is_initialized() or dist.get_rank() == 0)

@@ -148,22 +148,10 @@ class IndexPermutation:
     """Permutations of `range(length)`, one for each epoch, by arithmetic: no memory, and the same time for any index.
 
     A Feistel network permutes the fields of a slightly larger rectangle. Results outside `length` pass the network
-    again until they fall inside.
-
-    Args:
-        length: How many there are to order, from 1 to 2**62.
-        seed: 64 bits.
-
-    Example:
-        ```python
-        order = IndexPermutation(5, seed=0)
-        assert sorted(order(np.arange(5), epochs=3)) == [0, 1, 2, 3, 4]
-        ```
+    again until they fall inside. Lengths go up to 2**62.
     """
 
     def __init__(self, length: int, seed: int) -> None:
-        if not 1 <= length <= 2**62:
-            raise ValueError(f"length={length} cannot be permuted. Give 1 to 2**62.")
         self.length = length
         self.seed = seed
         width = math.isqrt(length - 1) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from dream_trainer.compat.attention import (
 from dream_trainer.errors import StepError
 from dream_trainer.parallel.context_attention import ContextAttention, GatheredAttention, UlyssesAttention
 
-_KINDS = ("auto", "sdpa", "flex", "varlen")
+Kind = Literal["auto", "sdpa", "flex", "varlen"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -40,14 +40,17 @@ class PackedSegments:
     """Whether a token sees none that come after it."""
 
 
+Mask = Tensor | BlockMask | PackedSegments
+
+
 def packed_attention_mask(
     documents: Tensor,
-    kind: Literal["auto", "sdpa", "flex", "varlen"] = "auto",
+    kind: Kind = "auto",
     *,
     causal: bool = True,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor | BlockMask | PackedSegments:
+) -> Mask:
     """The mask under which the documents of a packed row do not see each other. Padding sees padding.
 
     `packed_attention` takes each kind. To use a kind by itself:
@@ -70,7 +73,7 @@ def packed_attention_mask(
         ValueError: `kind` is unknown, or `documents` are of another shape.
     """
     if has_torch_function((documents,)):  # where ranks share the row
-        mask: Tensor | BlockMask | PackedSegments = handle_torch_function(
+        mask: Mask = handle_torch_function(
             packed_attention_mask, (documents,), documents, kind, causal=causal, device=device, dtype=dtype
         )
         return mask
@@ -85,7 +88,7 @@ def packed_attention_mask(
     return mask.tril() if causal else mask
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | PackedSegments) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     """Attention under any of the masks; keys and values may have fewer heads (grouped queries).
 
     Segments on another device than CUDA are attended to one by one, with the work of the documents' lengths squared.
@@ -127,11 +130,11 @@ def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Pack
 
 
 def mask_kind(
-    documents: Tensor, kind: Literal["auto", "sdpa", "flex", "varlen"], device: torch.device, dtype: torch.dtype | None
+    documents: Tensor, kind: Kind, device: torch.device, dtype: torch.dtype | None
 ) -> Literal["sdpa", "flex", "varlen"]:
     """The kind of mask for `documents` by `kind`; raises ValueError for unknown kinds."""
-    if kind not in _KINDS:
-        raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, _KINDS))}.")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, get_args(Kind)))}.")
     if documents.ndim != 2:
         raise ValueError(
             f"documents have the shape {tuple(documents.shape)}. Give those of a batch: (rows, row_length)."
@@ -153,10 +156,6 @@ def _segments(documents: Tensor, device: torch.device, causal: bool) -> PackedSe
 
 
 # -- Packed rows whose positions several ranks share.
-
-
-Mask = Tensor | BlockMask | PackedSegments
-Kind = Literal["auto", "sdpa", "flex", "varlen"]
 
 
 def handlers(attention: ContextAttention) -> Mapping[Callable[..., Any], Callable[..., Any]]:

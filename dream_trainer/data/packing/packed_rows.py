@@ -13,16 +13,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dream_trainer.checks import check_count, refuse
-from dream_trainer.data.ordered import ENDLESS, LoadingTime, OrderedDataset
-from dream_trainer.data.sources.measured import FOLLOWING
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.sample_count import IGNORED as IGNORED
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
-from dream_trainer.screen import logger
 
 _ROW_BITS = 32
 
@@ -39,10 +37,6 @@ class RowPlan:
     @property
     def num_rows(self) -> int:
         return len(self.row_starts) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.sizes.sum())
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """The pieces of a row as (document, start, size)."""
@@ -117,10 +111,8 @@ def _cut(lengths: NDArray[Any], row_length: int) -> tuple[NDArray[np.int64], NDA
     return documents, starts, np.minimum(lengths[documents] - starts, row_length)
 
 
-IGNORED = -100  # the label of a token that predicts nothing; `cross_entropy` leaves it out by default
 PADDING = -1  # the document number of a row's padding
 
-_FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 64, 1024
 _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
 
 _FEWEST_ROWS = 512  # the last rows of a block stay partly empty: 2 of 512 are 0.4%
@@ -175,7 +167,6 @@ class DocumentRows(OrderedDataset):
         self.pad_id = pad_id
         self.field = field
         self.vocabulary_size = vocabulary_size
-        self._labels_seen = False
         self.documents = documents
         self.row_length = row_length
         self._given_block_size = block_size
@@ -226,7 +217,7 @@ class DocumentRows(OrderedDataset):
 
     def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
         number, first_row = self._anchor_at(position, mark)
-        begun = self._begun(position, mark)[0]
+        begun = self._begun(position, mark)
         return {
             "rows": self._rows,
             "block_size": self.block_size,
@@ -234,35 +225,27 @@ class DocumentRows(OrderedDataset):
             "first_row": first_row,
             "position": position,
             "begun": begun,
-            "documents": self.documents.state_at(begun, None if mark is None else mark[3]),
+            "documents": self.documents.state_at(begun),
         }
 
     def mark(self) -> Any:
         block = self._block
-        if block is None:
-            return None
-        return block.number, block.first_row, block.plan.num_rows, self.documents.mark()
-
-    def loading_time(self, mark: Any) -> LoadingTime | None:
-        return self.documents.loading_time(mark[3])
+        return None if block is None else (block.number, block.first_row, block.plan.num_rows)
 
     def changes_at(self, position: int, mark: Any = None) -> bool:
-        has_changed = self.documents.changes_at(self._begun(position, mark)[0], None if mark is None else mark[3])
+        has_changed = self.documents.changes_at(self._begun(position, mark))
         if has_changed:
             self._block = self._counted = None
         return has_changed
 
-    def change_begins_at(self, position: int, mark: Any = None) -> int:
-        return self._begun(position, mark)[1]
-
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         number, first_row = self._anchor_at(position, mark)
-        document, of_documents = number * self.block_size, None
+        document = number * self.block_size
         if mark is not None:
             share = (position - first_row) / mark[2] if number == mark[0] else 0.0
             of_block = min(self.block_size, len(self.documents) - document)
-            document, of_documents = document + round(share * of_block), mark[3]
-        return self.documents.numbers_at(document, of_documents)
+            document += round(share * of_block)
+        return self.documents.numbers_at(document)
 
     @property
     def block_size(self) -> int:
@@ -299,18 +282,17 @@ class DocumentRows(OrderedDataset):
         """The last block that is known to begin at or before `position`, and the position of its first row."""
         if mark is None or mark[1] > position:
             return self._start()
-        number, first_row, num_rows, _ = mark
+        number, first_row, num_rows = mark
         return (number, first_row) if position < first_row + num_rows else (number + 1, first_row + num_rows)
 
-    def _begun(self, position: int, mark: Any) -> tuple[int, int]:
-        """Documents of the blocks that were begun before `position`, and where the last of these ends."""
+    def _begun(self, position: int, mark: Any) -> int:
+        """Documents of the blocks that were begun before `position`."""
         if mark is not None and mark[1] < position < mark[1] + mark[2]:
-            return int(mark[0] + 1) * self.block_size, int(mark[1] + mark[2])
+            return int(mark[0] + 1) * self.block_size
         if not self._is_endless and position >= len(self):
-            return len(self.documents), position
+            return len(self.documents)
         block = self._block_at(position)
-        is_begun = block.first_row < position
-        return (block.number + is_begun) * self.block_size, block.end if is_begun else position
+        return (block.number + (block.first_row < position)) * self.block_size
 
     def _block_at(self, position: int) -> _Block:
         block = self._block
@@ -380,7 +362,8 @@ class DocumentRows(OrderedDataset):
     def _lengths(self, block: int) -> NDArray[Any]:
         first = block * self.block_size
         last = min(first + self.block_size, len(self.documents))
-        lengths = np.asarray(_lengths_of(self.documents, first, last))
+        documents: Any = self.documents
+        lengths: NDArray[Any] = np.asarray(documents.lengths(first, last))
         are_counts = lengths.shape == (last - first,) and lengths.dtype.kind in "iu" and lengths.min(initial=0) >= 0
         if not are_counts:
             raise DataError(
@@ -391,8 +374,9 @@ class DocumentRows(OrderedDataset):
         return lengths
 
     def _fitting_block_size(self) -> int:
-        judged = min(len(self.documents), 4096)
-        mean = float(np.mean(_lengths_of(self.documents, 0, judged)))
+        documents: Any = self.documents
+        judged = min(len(documents), 4096)
+        mean = float(np.mean(documents.lengths(0, judged)))
         if mean == 0.0:
             raise DataError(
                 f"The first {judged} documents have no token. Look at their source, or at the lengths it tells."
@@ -425,17 +409,13 @@ class DocumentRows(OrderedDataset):
         weights = np.zeros(room or length, dtype=np.float32)
         at = 0
         for document, start, size in pieces:
-            ids, next_ids, counts = self._load(block.number * self.block_size + document, int(block.lengths[document]))
+            ids, counts = self._load(block.number * self.block_size + document, int(block.lengths[document]))
             tokens[at : at + size] = ids[start : start + size]
-            num_labels = min(size, len(next_ids) - start)  # a document's last token predicts nothing
-            labels[at : at + num_labels] = next_ids[start : start + num_labels]
+            num_labels = min(size, len(ids) - 1 - start)  # a document's last token predicts nothing
+            labels[at : at + num_labels] = ids[start + 1 : start + 1 + num_labels]
             weights[at : at + num_labels] = 1.0 if counts is None else counts[start : start + num_labels]
             at += size
         labels[weights == 0.0] = IGNORED
-        if not self._labels_seen:
-            self._labels_seen = bool(weights.any())
-            if not self._labels_seen:
-                self._refuse_documents_without_labels(block.number * self.block_size)
         positions = np.zeros(room or length, dtype=np.int64)
         positions[:length] = np.arange(length) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         documents = np.full(room or length, PADDING, dtype=np.int64)
@@ -443,15 +423,15 @@ class DocumentRows(OrderedDataset):
         row = {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "weights": weights}
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
-    def _load(self, position: int, length: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
-        """Token ids of a document, its labels, and the weight of each label."""
-        document, weights, following = self.documents[position], None, None
+    def _load(self, position: int, length: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Token ids of a document, and the weight of each label: of the next token."""
+        document, weights = self.documents[position], None
         place = f"The document at position {position}"
         if isinstance(document, Mapping):
             if self.field not in document:
                 there = ", ".join(map(repr, document))
                 raise DataError(f"{place} has no {self.field!r}, but {there}. Name its token ids in field=.")
-            document, weights, following = document[self.field], document.get("weights"), document.get(FOLLOWING)
+            document, weights = document[self.field], document.get("weights")
         ids, wrong = np.asarray(document), None
         if ids.shape != (length,):
             wrong = (
@@ -475,36 +455,13 @@ class DocumentRows(OrderedDataset):
                     wrong or f"has a weight of {unusable[0]}. A weight is a finite number, 0 for what is not learned."
                 )
         refuse(wrong, f"{place} {wrong}", DataError)
-        if weights is not None:
-            return ids, ids[1:], weights[1:]
-        return ids, ids[1:] if following is None else np.append(ids[1:], following), None
-
-    def _refuse_documents_without_labels(self, first: int) -> None:
-        """Raises if nothing can be learned from many documents, from position `first` on: so it is with all of them."""
-        last = min(first + _MOST_LOOKED_AT, len(self.documents))
-        first = max(min(first, last - _MOST_LOOKED_AT), self.documents.first_position)
-        documents: Any = self.documents
-        for position, length in enumerate(documents.lengths(first, last).tolist(), first):
-            _, labels, weights = self._load(position, length)
-            if len(labels) and (weights is None or weights.any()):
-                self._labels_seen = True
-                return
-        if last - first >= _FEWEST_LOOKED_AT:
-            raise DataError(
-                f"None of the {last - first} documents from position {first} on has a token to learn: they are of one "
-                "token, or their weights are 0. Give a weight of 1 to the tokens of answers, and 0 to those of prompts."
-            )
+        return ids, None if weights is None else weights[1:]
 
 
 def block_order(seed: int, num_rows: int) -> NDArray[np.int64]:
     generator = torch.Generator(device="cpu")
     generator.manual_seed(seed)
     return torch.randperm(num_rows, generator=generator, device="cpu").numpy()
-
-
-def _lengths_of(documents: Any, first: int, last: int) -> NDArray[Any]:
-    lengths: NDArray[Any] = documents.lengths(first, last)
-    return lengths
 
 
 def _check_documents(documents: object) -> None:
@@ -551,7 +508,7 @@ class PackedRows(DocumentRows):
     Raises:
         DataError: `documents` have no order, no lengths, or length 0. `method` is unknown, `row_length` or `block_size`
             is not positive, or `pad_id` is not a token id. On loading a row: a document differs from its stated length.
-            Its token ids are outside the vocabulary, or its weights negative. 1024 documents have no token to learn.
+            Its token ids are outside the vocabulary, or its weights negative.
     """
 
     def __init__(
@@ -591,18 +548,16 @@ class PaddedRows(DocumentRows):
     """One row per document, ordered so that a global batch holds rows of like length.
 
     Give it to a `DistributedDataLoader` with `collate_fn=rows.collate`. A row has the format of `PackedRows`, with one
-    document and its length. A document longer than `row_length` is cut into several rows, and a warning counts such
-    documents among the first ones. `collate` pads the rows of a micro-batch to the longest.
+    document and its length. A document longer than `row_length` is cut into several rows. `collate` pads the rows of a
+    micro-batch to the longest.
 
     Args:
         documents: The documents in their order, with lengths, as for `PackedRows`.
         row_length: Tokens of the longest row.
         bucket_size: Rows of like length that come together: the samples of one optimizer step over all ranks.
-        pad_id: Token id of padding.
+        pad_id: As in PackedRows, as `field` and `vocabulary_size`.
         block_size: Documents that are sorted by length together. None: 64 buckets' worth.
         multiple_of: A batch's length is rounded up to a multiple of this, which suits kernels.
-        field: Name of the token ids in documents that are mappings.
-        vocabulary_size: Number of token ids; with it, each is checked when it is loaded.
 
     Raises:
         DataError: As `PackedRows`; or `bucket_size` or `multiple_of` is not positive.
@@ -632,7 +587,6 @@ class PaddedRows(DocumentRows):
         )
         self.bucket_size = bucket_size
         self.multiple_of = multiple_of
-        self._warn_of_long_documents()
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         return self._build_row(position, None)
@@ -654,19 +608,6 @@ class PaddedRows(DocumentRows):
 
     def _pack(self, lengths: NDArray[Any]) -> RowPlan:
         return pack_one_by_one(lengths, self.row_length)
-
-    def _warn_of_long_documents(self) -> None:
-        lengths = self._lengths(0)
-        num_long = int((lengths > self.row_length).sum())
-        if num_long and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.warning(
-                "%d of the first %d documents are longer than row_length=%d (the longest is of %d tokens) and are cut "
-                "into separate rows.",
-                num_long,
-                len(lengths),
-                self.row_length,
-                lengths.max(),
-            )
 
     def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
         # The bucket that the block before began is completed by short rows, and the last one begun with short ones: a

@@ -1,15 +1,17 @@
-"""Samples in Parquet, JSON lines and WebDataset files by number. Where samples begin is found once, when the files are
-opened."""
+"""Samples in Parquet, JSON lines and WebDataset files by number; and lengths of samples, measured once. Where samples
+begin is found once, when the files are opened."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.checks import refuse
 from dream_trainer.data.sources.stream_sources import Paths, find_files, tar_samples
@@ -165,3 +167,96 @@ class TarSamples(ShardFiles):
             contents = sample.read(file)
         decode = self.decode or (lambda extension, content: content)
         return {"__key__": sample.key} | {part: decode(part, content) for part, content in contents.items()}
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A source that knows the tokens of each sample without loading it: `lengths`, shape `(len(source),)`."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.integer[Any]]: ...
+
+
+class WithLengths(Dataset[Any]):
+    """A dataset that says how long its samples are, for mixtures by tokens and for packing.
+
+    Args:
+        dataset: Map-style.
+        lengths: Tokens of each sample, such as `measure_lengths(dataset)`; shape `(len(dataset),)`.
+
+    Raises:
+        DataError: There are more or fewer lengths than samples.
+    """
+
+    def __init__(self, dataset: Any, lengths: npt.ArrayLike) -> None:
+        self.dataset = dataset
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        if self.lengths.shape != (len(dataset),):
+            raise DataError(
+                f"there are lengths of shape {self.lengths.shape} for {len(dataset)} samples. Measure them again."
+            )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def measure_lengths(
+    dataset: Any, *, field: str = "tokens", num_workers: int = 0, length: Callable[[Any], int] | None = None
+) -> npt.NDArray[np.int64]:
+    """Loads every sample once, and says how long each is. Keep the result in a file: `np.save`.
+
+    Args:
+        dataset: Map-style.
+        field: Name of the token ids in samples that are mappings.
+        num_workers: Processes that load.
+        length: Tokens of a sample, of any kind. None: the sample's `len`, or of a mapping that of its `field`.
+
+    Returns:
+        Shape `(len(dataset),)`, int64.
+
+    Raises:
+        DataError: A sample is a mapping without `field`.
+    """
+    measured = DataLoader(_Measure(dataset, field, length), batch_size=None, num_workers=num_workers)
+    return np.fromiter((int(value) for value in measured), dtype=np.int64, count=len(dataset))
+
+
+class _Measure(Dataset[int]):
+    def __init__(self, dataset: Any, field: str, length: Callable[[Any], int] | None) -> None:
+        self.dataset, self.field, self.length = dataset, field, length
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> int:
+        sample = self.dataset[index]
+        if self.length is not None:
+            return int(self.length(sample))
+        if not isinstance(sample, Mapping):
+            return len(sample)
+        if self.field not in sample:
+            there = ", ".join(map(repr, sample))
+            raise DataError(f"sample {index} has no {self.field!r}, but {there}. Name its token ids in field=.")
+        return len(sample[self.field])
+
+
+def lengths_of(source: Any, name: str) -> Any:
+    if not isinstance(source, Measured):
+        raise DataError(
+            f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
+            "attribute `lengths`. Write it with `dream-trainer data tokenize`, or use WithLengths(source, "
+            "measure_lengths(source))."
+        )
+    return source.lengths
+
+
+def mean_lengths(sources: Mapping[str, Any]) -> list[float]:
+    means = []
+    for name, source in sources.items():
+        lengths = np.asarray(lengths_of(source, name))
+        means.append(float(lengths.sum(dtype=np.int64)) / len(lengths))
+        refuse(not means[-1] > 0, f"the samples of source {name!r} have no tokens.", DataError)
+    return means

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from dream_trainer.checks import refuse
-from dream_trainer.compat.huggingface import files_read, shuffles_in_a_buffer
 from dream_trainer.errors import DataError
 
 Paths = str | Path | Sequence[str | Path]
@@ -44,10 +43,6 @@ class ShardedSource(ABC):
     def name(self, shard: int) -> str:
         """Name of a shard in messages and checkpoints; must stay the same."""
         return f"shard {shard}"
-
-    def place(self, shard: int) -> str:
-        """Where a shard is, for the message that it cannot be read."""
-        return self.name(shard)
 
 
 class IterableShards(ShardedSource):
@@ -87,19 +82,11 @@ class HuggingFaceShards(ShardedSource):
     """The shards of a streaming dataset of Hugging Face's `datasets`.
 
     Args:
-        dataset: Result of `load_dataset(..., streaming=True)`, possibly with `map`, `filter` and others applied.
-
-    Raises:
-        DataError: It is shuffled in a buffer, and so does not come back to where it was.
+        dataset: Result of `load_dataset(..., streaming=True)`, possibly with `map`, `filter` and others applied, except
+            `shuffle`, whose buffer is not in its state.
     """
 
     def __init__(self, dataset: Any) -> None:
-        if shuffles_in_a_buffer(dataset):
-            raise DataError(
-                "the Hugging Face dataset is shuffled by its own `shuffle`, whose buffer is not in its state: a "
-                "resumed run would miss samples and see others twice. Leave that out, and use shuffle_shards=True and "
-                "the transform Shuffle(window) of dream_trainer.data."
-            )
         self._dataset = dataset
         self._num_shards = int(dataset.num_shards)
 
@@ -112,10 +99,6 @@ class HuggingFaceShards(ShardedSource):
 
     def name(self, shard: int) -> str:
         return f"shard {shard} of {self._num_shards} of the Hugging Face dataset"
-
-    def place(self, shard: int) -> str:
-        files = ", ".join(files_read(self.open(shard))[:3])
-        return f"{self.name(shard)} ({files})" if files else self.name(shard)
 
 
 class WebDatasetShards(ShardedSource):

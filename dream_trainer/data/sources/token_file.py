@@ -1,6 +1,5 @@
 """Documents of token ids in memory-mapped files: NAME.bin, NAME.index.npy with each document's start, and the header
-NAME.json. The header is written last; a shard without it does not count. docs/mixtures.md describes the format.
-NAME.npy, a one-dimensional array of token ids, can replace NAME.bin and NAME.json."""
+NAME.json. The header is written last; a shard without it does not count. docs/mixtures.md describes the format."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ Tokens = npt.NDArray[np.integer[Any]]
 class _Shard(NamedTuple):
     tokens: Path
     starts: Path
-    dtype: np.dtype[Any] | None  # None of a .npy file, which says it itself
+    dtype: np.dtype[Any]
     num_documents: int
     num_tokens: int
-    vocabulary_size: int | None
+    vocabulary_size: int
 
 
 class TokenFile:
@@ -38,21 +37,21 @@ class TokenFile:
     Files are mapped when a document is first read, in each process by itself; pickled, it is its path.
 
     Args:
-        path: A shard's .bin or .npy file, or a directory: all shards in it, sorted.
+        path: A shard's .bin file, or a directory: all shards in it, sorted.
 
     Raises:
         DataError: A file is missing, of another kind, or shorter than it should be; or a directory does not have all
             shards that `dream-trainer data tokenize` should have made there.
 
     Attributes:
-        vocabulary_size: Number of token ids; None where no file says it.
+        vocabulary_size: Number of token ids.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._shards = _find_shards(self.path)
         self._ends = np.cumsum([shard.num_documents for shard in self._shards])
-        self.vocabulary_size = max((shard.vocabulary_size or 0 for shard in self._shards), default=0) or None
+        self.vocabulary_size = max(shard.vocabulary_size for shard in self._shards)
         self._maps: dict[int, tuple[Tokens, npt.NDArray[np.int64]]] = {}
         self._lengths: npt.NDArray[np.int64] | None = None
 
@@ -89,12 +88,9 @@ class TokenFile:
             starts = np.load(shard.starts, mmap_mode="r")
             if (np.diff(starts) < 0).any():
                 raise DataError(f"{shard.starts} is damaged: documents begin before those that they follow.")
-            if shard.dtype is None:
-                tokens = np.load(shard.tokens, mmap_mode="r")
-            elif shard.num_tokens == 0:
-                tokens = np.empty(0, shard.dtype)  # an empty file cannot be mapped
-            else:
-                tokens = np.memmap(shard.tokens, shard.dtype, mode="r")
+            # an empty file cannot be mapped
+            is_empty = shard.num_tokens == 0
+            tokens = np.empty(0, shard.dtype) if is_empty else np.memmap(shard.tokens, shard.dtype, mode="r")
             self._maps[number] = tokens, starts
         return self._maps[number]
 
@@ -114,10 +110,7 @@ def planned_shard(directory: Path, number: int) -> Path:
 def _find_shards(path: Path) -> list[_Shard]:
     if path.is_dir():
         _refuse_unfinished(path)
-        files = sorted(
-            [file.with_suffix(".bin") for file in path.glob("*.json") if _header(file)]
-            + [file for file in path.glob("*.npy") if not file.name.endswith(".index.npy")]
-        )
+        files = sorted(file.with_suffix(".bin") for file in path.glob("*.json") if _header(file))
         if not files:
             below = sorted({str(file.parent.relative_to(path)) for file in path.glob("*/**/*.index.npy")})
             told = f" itself; there are some in {', '.join(below[:5])}: name one of those" if below else ""
@@ -126,7 +119,7 @@ def _find_shards(path: Path) -> list[_Shard]:
         files = [path]
     else:
         raise DataError(f"there is no token file {path}.")
-    shards = [_open_npy(file) if file.suffix == ".npy" else _open_bin(file) for file in files]
+    shards = [_open_shard(file) for file in files]
     refuse(not any(shard.num_documents for shard in shards), f"{path} has no document.", DataError)
     return shards
 
@@ -147,7 +140,7 @@ def _refuse_unfinished(directory: Path) -> None:
         )
 
 
-def _open_bin(path: Path) -> _Shard:
+def _open_shard(path: Path) -> _Shard:
     described = path.with_suffix(".json")
     if not described.exists():
         raise DataError(
@@ -168,39 +161,15 @@ def _open_bin(path: Path) -> _Shard:
             f"{path} has {size} bytes, and {num_tokens} tokens of {dtype.name} take {expected}: it was cut, or belongs "
             "to another header. Write it again."
         )
-    index = _check_index(path, num_tokens, header["documents"])
-    return _Shard(path, index, dtype, header["documents"], num_tokens, header["vocabulary_size"])
-
-
-def _open_npy(path: Path) -> _Shard:
-    tokens = _load_npy(path)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise DataError(f"{path} has {tokens.dtype} of shape {tokens.shape}. Token ids are integers in one dimension.")
-    index = _check_index(path, len(tokens), None)
-    return _Shard(path, index, None, len(np.load(index, mmap_mode="r")) - 1, len(tokens), None)
-
-
-def _load_npy(path: Path) -> npt.NDArray[Any]:
-    try:
-        loaded: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path} is not a whole .npy file: {error}") from error
-    return loaded
-
-
-def _check_index(path: Path, num_tokens: int, num_documents: int | None) -> Path:
     index = path.with_suffix(".index.npy")
-    if not index.exists():
-        raise DataError(
-            f"{path} has no index {index.name}: where each document begins, and where the last one ends, as int64. "
-            "`dream-trainer data tokenize` or a TokenFileWriter writes both."
-        )
-    starts = _load_npy(index)
-    is_index = starts.ndim == 1 and starts.dtype == np.int64 and len(starts) > 0
-    is_of_these = is_index and starts[0] == 0 and starts[-1] == num_tokens
-    if not is_of_these or num_documents not in (None, len(starts) - 1):
+    try:
+        starts = np.load(index, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"{index} is not a whole .npy file: {error}") from error
+    is_index = starts.dtype == np.int64 and starts.shape == (header["documents"] + 1,)
+    if not is_index or starts[0] != 0 or starts[-1] != num_tokens:
         raise DataError(f"{index} does not belong to {path.name}, which has {num_tokens} tokens. Write both again.")
-    return index
+    return _Shard(path, index, dtype, header["documents"], num_tokens, header["vocabulary_size"])
 
 
 def _header(path: Path) -> dict[str, Any] | None:

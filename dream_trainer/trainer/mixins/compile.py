@@ -8,9 +8,8 @@ import torch
 
 from dream_trainer.config.parallel_parameters import CompileConfigMixin, CompileParameters
 from dream_trainer.errors import StepError
-from dream_trainer.modules.block_state import BlockState, Moves
 from dream_trainer.modules.class_change import change_class, own_class
-from dream_trainer.modules.recompute import Recomputed
+from dream_trainer.modules.recompute import BlockState, Moves, Recomputed
 from dream_trainer.parallel.axes import COMPILATION, Traced
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.joined_buffers import unread_in_training

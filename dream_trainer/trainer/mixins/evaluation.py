@@ -12,7 +12,7 @@ from dream_trainer.best_value import is_better
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.config.training_parameters import EvalConfigMixin, EvalParameters
-from dream_trainer.data.validation_data import validation_batches
+from dream_trainer.data.stream import validation_batches
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.nested import concatenated, detach, to_device
 from dream_trainer.trainer.abstract import AbstractTrainer

@@ -18,8 +18,8 @@ from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init, refuse_hidden, refuse_lazy
 from dream_trainer.meta.realize import materialize, remember
 from dream_trainer.meta.tape import Tape
+from dream_trainer.modules.forward_state import ParameterMarks
 from dream_trainer.modules.metrics import parts
-from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import half_dtype, norms_in_float32
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable

@@ -1,8 +1,5 @@
-"""Documents cut into pieces: all of their tokens and labels, in any order; and stages that packed rows do not hide."""
+"""Stages and changed weights of a mixture that packed rows do not hide."""
 
-import logging
-import pickle
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,52 +8,12 @@ from numpy.typing import NDArray
 
 from tests import api
 
-LENGTHS = [7, 64, 1, 200, 33, 96, 0, 128]
 
-
-def documents(first: int = 0, lengths: list[int] = LENGTHS) -> api.WithLengths:
+def documents(first: int, lengths: list[int]) -> api.WithLengths:
     """Each token is there once."""
     ends = np.cumsum(lengths) + first
     found = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     return api.WithLengths(found, lengths)
-
-
-def read(rows: api.PackedRows) -> Counter[tuple[int, int]]:
-    """(token, label) of every place that holds a document."""
-    found: Counter[tuple[int, int]] = Counter()
-    for number in range(len(rows)):
-        row = rows[number]
-        is_real = row["documents"] != api.PADDING
-        found.update(zip(row["tokens"][is_real].tolist(), row["labels"][is_real].tolist(), strict=True))
-    return found
-
-
-@pytest.mark.parametrize("length", [1, 32, 50, 1000])
-def test_pieces_are_the_documents(length: int) -> None:
-    source = documents()
-    pieces: Any = pickle.loads(pickle.dumps(api.Pieces(source, length)))
-    assert [len(pieces[number]["tokens"]) for number in range(len(pieces))] == pieces.lengths.tolist()
-    whole: list[NDArray[Any]] = []
-    begun: list[NDArray[Any]] = []
-    for number in range(len(pieces)):
-        piece = pieces[number]
-        begun.append(piece["tokens"])
-        if "following" not in piece:
-            whole.append(np.concatenate(begun))
-            begun.clear()
-        else:
-            assert len(piece["tokens"]) == length
-            assert piece["following"] == piece["tokens"][-1] + 1
-    for found, expected in zip(whole, source.dataset, strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("length", [32, 50])
-def test_every_token_predicts_what_it_does_in_the_whole_document(length: int) -> None:
-    def rows(source: Any) -> api.PackedRows:
-        return api.PackedRows(api.Mixture({"all": source}, max_epochs={"all": 1}, seed=3), row_length=32)
-
-    assert read(rows(api.Pieces(documents(), length))) == read(rows(documents()))
 
 
 def two_sources(at: int, **options: Any) -> api.Mixture:
@@ -94,7 +51,7 @@ def test_parts_of_a_block_lose_nothing_and_are_those_of_a_resume() -> None:
     assert any((rows[number]["labels"] == api.IGNORED).any() for number in range(len(rows)))
 
 
-def test_weights_that_count_later_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_weights_count_from_the_next_block() -> None:
     mixture = two_sources(at=10_000)
     rows = api.PackedRows(mixture, row_length=100, block_size=100)  # 20 rows
     stream = api.train_stream(
@@ -109,9 +66,7 @@ def test_weights_that_count_later_say_so(caplog: pytest.LogCaptureFixture) -> No
 
     step()
     mixture.set_weights({"b": 1})
-    with caplog.at_level(logging.WARNING):
-        for _ in range(8):
-            step()
-    assert "count in 6 steps: the 17 rows until then" in caplog.text
+    for _ in range(8):
+        step()
     assert [bool((row >= 100_000).any()) for row in tokens] == [False] * 20 + [True] * 7
     stream.close()

@@ -1,24 +1,126 @@
-"""Training from several loaders: each is a stream with its own place, and their whole windows are put together. The
-places of all of them after a window are what a checkpoint keeps."""
+"""Several training loaders as one: a batch of each in every micro-batch, or one loader's turn after another's."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from functools import reduce
+from math import gcd
+from typing import Any, Literal, NamedTuple, get_args
 
-from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup, PassEnd, refuse_shared
+from dream_trainer.checks import refuse
 from dream_trainer.data.ordered import ENDLESS, innermost
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
 
-_END: Any = object()
+PassEnd = Literal["shortest", "longest", "cycle"]
+
+
+class LoaderGroup:
+    """Named training loaders that are read together: each batch is a dict with one batch of each.
+
+    A plain dict of loaders does the same. Each loader may be of any kind that works in a trainer. It has its own batch
+    size, and its own seed from the run's seed and its name. Each loader restarts independently when it ends, so the
+    samples of a step only depend on the number of steps. Only whole optimizer steps are read: samples at a loader's end
+    that do not fill its part of a step are left out of that pass.
+
+    Args:
+        loaders: Maps names to loaders.
+        end: The pass over the group, which is an epoch. "longest" and "shortest" are a pass over that loader; the
+            others continue in the next pass at their position. "cycle" never ends: limit the run by steps, samples or
+            tokens, and use `train_steps_per_epoch` to make epochs.
+
+    Raises:
+        DataError: There is no loader, one is in it twice, or `end` is unknown.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], *, end: PassEnd = "longest") -> None:
+        self.loaders = _checked(loaders, end, type(self).__name__)
+        self.end: PassEnd = end
+
+
+class AlternatingLoaders:
+    """Named training loaders that take turns by optimizer steps: each batch is `(name, batch)` of one.
+
+    All micro-batches of a step are from one loader, on all ranks, so a step's data depends neither on accumulation
+    nor on the number of ranks. Turns are spread evenly: `{"text": 3, "images": 1}` is text, text, images, text. Each
+    pass begins with the first turn. Otherwise the loaders are read as in a LoaderGroup.
+
+    Args:
+        loaders: Maps names to loaders.
+        ratio: Steps of each loader in a round, whole numbers above 0. None is one for each.
+        end: A pass ends at the turn of a loader that has nothing left: when the last loader gets there ("longest"),
+            the first ("shortest"), or never ("cycle").
+
+    Raises:
+        DataError: As in LoaderGroup, or the ratio has other names, or values that are not whole numbers above 0.
+    """
+
+    def __init__(
+        self, loaders: Mapping[str, Any], ratio: Mapping[str, int] | None = None, *, end: PassEnd = "longest"
+    ) -> None:
+        self.loaders = _checked(loaders, end, type(self).__name__)
+        self.end: PassEnd = end
+        self.ratio = dict.fromkeys(self.loaders, 1) if ratio is None else _checked_ratio(ratio, self.loaders)
+        self.turns = turns(self.ratio)
+
+
+def turns(ratio: Mapping[str, int]) -> list[str]:
+    divisor = reduce(gcd, ratio.values())
+    shares = {name: count // divisor for name, count in ratio.items()}
+    total = sum(shares.values())
+    owed, order = dict.fromkeys(shares, 0), []
+    for _ in range(total):
+        for name, share in shares.items():
+            owed[name] += share
+        chosen = max(owed, key=owed.__getitem__)
+        owed[chosen] -= total
+        order.append(chosen)
+    return order
+
+
+def _checked(loaders: Any, end: object, kind: str) -> dict[str, Any]:
+    if not isinstance(loaders, Mapping) or not loaders:
+        raise DataError(
+            f'{kind} got {loaders!r}, and no loaders. Give a dict of named loaders, such as {{"text": ..., "images": '
+            "...}."
+        )
+    ends = get_args(PassEnd)
+    refuse(end not in ends, f"end={end!r} is not one of {', '.join(map(repr, ends))}.", DataError)
+    for name in loaders:
+        is_wrong = not isinstance(name, str) or not name
+        refuse(is_wrong, f"{kind} got a loader named {name!r}. Use a string for its name.", DataError)
+    refuse_shared(loaders)
+    return dict(loaders)
+
+
+def refuse_shared(parts: Mapping[str, object]) -> None:
+    """Raises DataError where one object is there under two names: it has one place, and both would move it."""
+    names: dict[int, str] = {}
+    for name, part in parts.items():
+        first = names.setdefault(id(part), name)
+        if first != name:
+            raise DataError(
+                f"the training loaders {first!r} and {name!r} read the same {type(part).__name__}. Make one for each."
+            )
+
+
+def _checked_ratio(ratio: Any, loaders: Mapping[str, Any]) -> dict[str, int]:
+    is_whole = isinstance(ratio, Mapping) and set(ratio) == set(loaders)
+    if not is_whole or not all(type(count) is int and count > 0 for count in ratio.values()):
+        raise DataError(
+            f"ratio={ratio!r} is not a whole number of steps above 0 for each of the loaders {list(loaders)}, and no "
+            "other. Leave out a loader that is not to be read."
+        )
+    return {name: ratio[name] for name in loaders}
+
+
+# -- The stream over them: each loader has its own place, and a checkpoint keeps the places of all after a window.
 
 
 class GroupStream(TrainStream):
@@ -71,18 +173,6 @@ class GroupStream(TrainStream):
     def facts(self) -> dict[str, Any]:
         of_parts = {f"{part.name}: {key}": value for part in self._parts for key, value in part.stream.facts.items()}
         return {"read by": self._order} | of_parts
-
-    @property
-    def seconds_by_loader(self) -> Mapping[str, float]:
-        return {part.name: part.seconds for part in self._parts}
-
-    @property
-    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
-        return {
-            (worker, f"{part.name}/{source}"): seconds
-            for part in self._parts
-            for (worker, source), seconds in part.stream.seconds_loading.items()
-        }
 
     @property
     def length(self) -> int | None:
@@ -158,7 +248,12 @@ class GroupStream(TrainStream):
 
     def _after(self, position: DataPosition) -> tuple[int, list[Place]]:
         """How many windows of its pass end with that position, and where the loaders are then."""
-        return next((windows, places) for end, windows, places in self._places if _is_same(end, position))
+        return next(
+            (windows, places)
+            for end, windows, places in self._places
+            # where no samples were counted, the trainer has written them into the position
+            if (end == position if end.samples else (end.epoch, end.batches) == (position.epoch, position.batches))
+        )
 
     def close(self) -> None:
         for part in self._parts:
@@ -190,8 +285,8 @@ class GroupStream(TrainStream):
 
     def _seek_part(self, part: Member, state: dict[str, Any] | None) -> None:
         part.window = None
-        place = part.place
-        naming_loader(part.name, lambda: part.stream.seek(place.position, place.rank_state, state=state))
+        with naming_loader(part.name):
+            part.stream.seek(part.place.position, part.place.rank_state, state=state)
 
     def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
         advice = "Give it what it had, or start a new run from the checkpoint's weights."
@@ -228,7 +323,7 @@ class GroupStream(TrainStream):
             self.end_pass()
             return None
         windows = [self._take(part) for part in parts]
-        each = [self._timed(part, window.batches) for part, window in zip(parts, windows, strict=True)]
+        each = [_named(part, window.batches) for part, window in zip(parts, windows, strict=True)]
         if not self._are_together:
             return self._window(((parts[0].name, batch) for batch in each[0]), windows)
         names = [part.name for part in parts]
@@ -277,10 +372,8 @@ class GroupStream(TrainStream):
         return part.window is not None
 
     def _pull(self, part: Member) -> Window | None:
-        started = time.perf_counter()
-        window = naming_loader(part.name, part.stream.next_window)
-        part.seconds += time.perf_counter() - started
-        return window
+        with naming_loader(part.name):
+            return part.stream.next_window()
 
     def _take(self, part: Member) -> Window:
         """The loader's next window, of its next pass where this one has ended."""
@@ -293,16 +386,6 @@ class GroupStream(TrainStream):
         part.place = Place(window.end, window.rank_state, window.is_last, False, part.place.has_ended)
         part.window = None
         return window
-
-    def _timed(self, part: Member, batches: Iterable[Any]) -> Iterator[Any]:
-        iterator = iter(batches)
-        while True:
-            started = time.perf_counter()
-            batch = naming_loader(part.name, partial(next, iterator, _END))
-            part.seconds += time.perf_counter() - started
-            if batch is _END:
-                return
-            yield batch
 
     def _window(self, batches: Iterable[Any], windows: Sequence[Window]) -> Window:
         samples: int | None = 0
@@ -340,13 +423,6 @@ class GroupStream(TrainStream):
         self._places.append((end, self._windows, [part.place for part in self._parts]))
 
 
-def _is_same(end: DataPosition, position: DataPosition) -> bool:
-    """Whether `position` is that end: where no samples were counted, the trainer has written them into it."""
-    if end.samples:
-        return end == position
-    return (end.epoch, end.batches) == (position.epoch, position.batches)
-
-
 def group_stream(
     loader: LoaderGroup | AlternatingLoaders,
     open_one: Callable[[object, int, SampleCount | None, str], TrainStream],
@@ -359,8 +435,8 @@ def group_stream(
     for name, one in loader.loaders.items():
         # Else loaders of one length would have one order.
         own_seed = hash_seed(b"loader" + name.encode(), seed)
-        open_it = partial(open_one, one, own_seed, _count_of_one(loader, name, count), name)
-        streams[name] = naming_loader(name, open_it)
+        with naming_loader(name):
+            streams[name] = open_one(one, own_seed, _count_of_one(loader, name, count), name)
     readers = {name: stream.reader for name, stream in streams.items() if stream.reader is not None}
     refuse_shared({name: innermost(reader.ordered) for name, reader in readers.items() if reader.ordered is not None})
     order: dict[str, Any] = {"kind": type(loader).__name__, "end": loader.end}
@@ -376,9 +452,6 @@ def _count_of_one(loader: LoaderGroup | AlternatingLoaders, name: str, count: Sa
         return count
     own = count.own
     return SampleCount() if isinstance(loader, LoaderGroup) else SampleCount(lambda batch: own((name, batch)))
-
-
-T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -399,7 +472,6 @@ class Member:
     stream: TrainStream
     place: Place
     window: Window | None = None
-    seconds: float = 0.0
 
 
 def refuse_state_of_group(state: dict[str, Any] | None) -> None:
@@ -410,9 +482,16 @@ def refuse_state_of_group(state: dict[str, Any] | None) -> None:
         )
 
 
-def naming_loader(name: str, call: Callable[[], T]) -> T:
+def _named(part: Member, batches: Iterable[Any]) -> Iterator[Any]:
+    with naming_loader(part.name):
+        yield from batches
+
+
+@contextmanager
+def naming_loader(name: str) -> Iterator[None]:
+    """Errors raised inside name the loader."""
     try:
-        return call()
+        yield
     except DataError as error:
         raise DataError(f"the training loader {name!r}: {error}") from error
     except Exception as error:

@@ -21,16 +21,14 @@ from dream_trainer.checks import check_count, divisors, refuse, spell
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.probe import summary
-from dream_trainer.data.sample_seeds import collates_without_draws
+from dream_trainer.data.sampler import collates_without_draws
 from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource, StatefulIterable
 from dream_trainer.data.transforms import (
     Item,
-    OnError,
     SampleCalls,
     Transform,
     block_size,
     description,
-    refuse_unclear_policy,
     shuffled,
 )
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
@@ -88,19 +86,13 @@ class LanePlan:
 
 def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | None, turns: int | None) -> LanePlan:
     """The plan for a source; `lanes` None is the largest divisor of `global_batch` with shards for it, up to 64."""
-    if num_shards < dp_size:
-        raise DataError(
-            f"the source has {num_shards} {_shards(num_shards)}, fewer than dp_size={dp_size} data-parallel ranks, and "
-            f"each rank reads different shards. Use at most {num_shards} ranks, or write the data in {dp_size} shards "
-            "or more."
-        )
     possible = [lane for lane in divisors(global_batch) if lane <= num_shards]
     if lanes is None:
         lanes = max(lane for lane in possible if lane <= MOST_LANES)
     if lanes not in possible:
         raise DataError(
             f"lanes={lanes} is not a divisor of the global batch of {global_batch} samples, or more than the "
-            f"{num_shards} {_shards(num_shards)} of the source. Every step takes equally many samples from each lane. "
+            f"{num_shards} shards of the source. Every step takes equally many samples from each lane. "
             f"Use {spell(possible)}."
         )
     if lanes % dp_size:
@@ -108,8 +100,8 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
         fitting = [lane for lane in possible if lane % dp_size == 0]
         other = f", or lanes={spell(fitting)} in a new run" if fitting else ""
         raise DataError(
-            f"lanes={lanes} cannot be dealt evenly to dp_size={dp_size} data-parallel ranks ({num_shards} "
-            f"{_shards(num_shards)}, global batch {global_batch}). Use {spell(ranks)} ranks{other}."
+            f"lanes={lanes} cannot be dealt evenly to dp_size={dp_size} data-parallel ranks ({num_shards} shards, "
+            f"global batch {global_batch}). Use {spell(ranks)} ranks{other}. Each rank reads different shards."
         )
     if turns is None:
         possible_turns = range(1, min(MOST_TURNS, num_shards // lanes) + 1)
@@ -121,10 +113,6 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
             f"turns from 1 to {num_shards // lanes}, or fewer lanes."
         )
     return LanePlan(num_shards, global_batch, lanes, turns)
-
-
-def _shards(count: int) -> str:
-    return "shard" if count == 1 else "shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +210,7 @@ class Lane(Iterator[Any]):
                 state.place, state.read, state.reader = state.place + 1, 0, None
             except Exception as error:
                 what = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-                raise DataError(f"sample {state.read} of {source.place(shard)} cannot be read: {what}") from error
+                raise DataError(f"sample {state.read} of {name} cannot be read: {what}") from error
             else:
                 item = Item(value, state.number, name, state.read)
                 state.number, state.read = state.number + 1, state.read + 1
@@ -266,29 +254,23 @@ def close(iterator: Iterator[Any] | None) -> None:
 
 def refuse_forgetful(source: ShardedSource, shard: int) -> None:
     """Reads a few samples of a shard twice, the second time from a state; raises if they differ."""
-    expected: list[Any] = []
-    found: list[Any] = []
-    before = 0
-    for before in _READ_BEFORE:
-        try:
-            expected, found = _read_twice(source, shard, before)
-        except Exception:  # the lane that reads the shard will raise it too, with the sample
-            return
-        if expected:
-            break
+    try:
+        expected, found = _read_twice(source, shard)
+    except Exception:  # the lane that reads the shard will raise it too, with the sample
+        return
     if found != expected:
         raise DataError(
             f"{source.name(shard)} does not come back to where it was by its own state: from the state after "
-            f"{before} samples other samples follow than before. It may shuffle in a buffer or draw from "
+            f"{_READ_BEFORE} samples other samples follow than before. It may shuffle in a buffer or draw from "
             "random generators that its state leaves out. Let the source read in order, and use the transforms Shuffle "
-            "and Map of dream_trainer.data, whose draws are seeded by sample."
+            "and Map of dream_trainer.data, whose draws are seeded by sample, and shuffle_shards=True."
         )
 
 
-def _read_twice(source: ShardedSource, shard: int, before: int) -> tuple[list[Any], list[Any]]:
+def _read_twice(source: ShardedSource, shard: int) -> tuple[list[Any], list[Any]]:
     reader, iterator = opened(source, shard, 0, None)
     try:
-        for _ in islice(iterator, before):
+        for _ in islice(iterator, _READ_BEFORE):
             pass
         state = pickle.loads(pickle.dumps(reader.state_dict()))
         expected = [summary(sample) for sample in islice(iterator, _READ_AFTER)]
@@ -299,7 +281,7 @@ def _read_twice(source: ShardedSource, shard: int, before: int) -> tuple[list[An
         close(iterator)
 
 
-_READ_BEFORE, _READ_AFTER = (16, 4, 1), 4  # fewer where the shard has no more
+_READ_BEFORE, _READ_AFTER = 4, 16
 
 
 class StreamLoader:
@@ -324,14 +306,12 @@ class StreamLoader:
             last step that each lane can fill, and the next epoch begins with all shards.
         num_workers: Processes that load ahead; 0 loads in the training process.
         collate_fn: Turns a list of samples into a batch.
-        on_error: Policy for a sample whose transform raises: "raise", or "skip" with a count in the logs. Errors of the
-            source itself end the run.
-        max_skipped: With "skip", how many samples each lane may skip in the whole run; with `repeat=False`, in each
-            pass.
-        pin_memory: Whether batches are copied to page-locked memory.
-        prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
-        multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
-        timeout: Seconds to wait for a batch from a worker; 0 waits forever.
+        max_skipped: How many samples whose transform raises each lane may skip in the whole run, or with `repeat=False`
+            in each pass. They are counted in the logs. Errors of the source itself end the run.
+        pin_memory: As in DistributedDataLoader, like the next three.
+        prefetch_factor: Batches that each worker loads ahead.
+        multiprocessing_context: How workers start.
+        timeout: Seconds to wait for a batch from a worker.
         worker_init_fn: Called with 0 in each worker when it starts.
 
     Raises:
@@ -350,8 +330,7 @@ class StreamLoader:
         repeat: bool = True,
         num_workers: int = 0,
         collate_fn: Callable[[Any], Any] | None = None,
-        on_error: OnError = "raise",
-        max_skipped: int | None = None,
+        max_skipped: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         multiprocessing_context: str | BaseContext | None = None,
@@ -362,8 +341,7 @@ class StreamLoader:
         source = sharded_source(source)
         if source.num_shards < 1:
             raise DataError(f"the source ({type(source).__name__}) has 0 shards. Check its path and split.")
-        limit = refuse_unclear_policy(on_error, max_skipped)
-        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, limit)
+        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, max_skipped)
         self.batch_size = batch_size
         self.lanes = lanes
         self.turns = turns
@@ -417,8 +395,6 @@ class LaneStream(TrainStream):
         self._states: dict[str, Any] = {}  # of this pass, by lane; never changed, since windows hold it
         self._readers: list[Iterator[Loaded]] | None = None
         self._facts = self.facts
-        if dp_rank == 0:
-            self._say_what_is_uneven()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -494,28 +470,22 @@ class LaneStream(TrainStream):
 
     def close(self) -> None:
         for reader in self._readers or ():
-            if isinstance(reader, Generator):
-                reader.close()
-            else:
-                shutdown_workers(reader)
+            close(reader)
+            shutdown_workers(reader)
         self._readers = None
 
     def _load(self, step: int) -> tuple[list[Any], list[Mark], str | None]:
         if self._readers is None:
             self._readers = self._open(step)
-        with preserved_random_state() if self._loader.num_workers == 0 else nullcontext():
-            return self._next(step, self._readers)
-
-    def _next(self, step: int, readers: Sequence[Iterator[Loaded]]) -> tuple[list[Any], list[Mark], str | None]:
         batches: list[Any] = []
         told: list[Mark] = []
-        for reader in self._is_read_by[step % self._plan.turns]:
-            batch, marks, end = next(readers[reader])
-            if end is not None:
-                return [], [], end
-            batches.append(batch)
-            if marks is not None:
-                told += marks
+        with preserved_random_state() if self._loader.num_workers == 0 else nullcontext():
+            for reader in self._is_read_by[step % self._plan.turns]:
+                batch, marks, end = next(self._readers[reader])
+                if end is not None:
+                    return [], [], end
+                batches.append(batch)
+                told += marks or ()
         return batches, told, None
 
     def _take(self, marks: Sequence[Mark]) -> None:
@@ -570,35 +540,6 @@ class LaneStream(TrainStream):
             **worker_options(loader) | own,
         )
         return started(torch_loader)
-
-    def _say_what_is_uneven(self) -> None:
-        plan, workers = self._plan, self._loader.num_workers
-        if workers > len(self._chains):
-            logger.warning(
-                "%d of num_workers=%d have nothing to load: a batch comes from one worker, and a rank's shards are "
-                "read in %d groups that each fill batches. Use that number of workers, or raise turns= of the "
-                "StreamLoader (it is %d, and lanes=%d), if there are enough shards.",
-                workers - len(self._chains),
-                workers,
-                len(self._chains),
-                plan.turns,
-                plan.lanes,
-            )
-        fewest, rest = divmod(plan.num_shards, plan.lanes * plan.turns)
-        if rest:
-            logger.warning(
-                "%d shards are dealt to %d lanes (lanes=%d, turns=%d), %d or %d to each: %s. A number of lanes that "
-                "divides the shards deals them evenly.",
-                plan.num_shards,
-                plan.lanes * plan.turns,
-                plan.lanes,
-                plan.turns,
-                fewest,
-                fewest + 1,
-                "lanes with fewer begin again sooner, so their samples come more often"
-                if self._loader.options.repeat
-                else "a pass ends with the first lane that ends",
-            )
 
 
 def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation: int) -> list[list[int]]:

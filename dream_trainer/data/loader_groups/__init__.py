@@ -1,1 +1,0 @@
-"""Several training loaders read as one."""
