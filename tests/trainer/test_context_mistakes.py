@@ -31,12 +31,12 @@ TOKENS = torch.zeros(3, 30)
         (
             lambda cut: cut.cut(TOKENS),
             api.DataError,
-            r"batch\['text'\]\['tokens'\] has 30 positions .* multiple of 4.* Use sequences of 28 or 32 positions",
+            r"a tensor of 30 positions .* multiple of 4.* Use sequences of 28 or 32 positions",
         ),
         (
             lambda cut: cut.cut(torch.zeros(3, 5), dim=-1),
             api.DataError,
-            "a tensor made in cut_batch has 5 positions along",
+            "a tensor of 5 positions along",
         ),
         (lambda cut: cut.cut(3), api.HookError, r"with int\. Only cut tensors along the sequence"),
         (lambda cut: cut.cut(torch.zeros(4)), api.HookError, r"with a tensor of shape \(4,\). Only cut tensors"),
@@ -51,7 +51,7 @@ TOKENS = torch.zeros(3, 30)
 def test_a_batch_that_ranks_cannot_share_is_named_with_what_fits(mistake: Any, error: Any, told: str) -> None:
     world: Any = RanksOfTwo(0, 2, None, sample_copies=2)
     cut = api.SequenceCut(api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True)), world)
-    cut.begin({"text": {"tokens": TOKENS}})
+    cut.begin()
     with pytest.raises(error, match=told):
         cut.end(mistake(cut), is_training=True)
 
@@ -96,7 +96,7 @@ def test_blocks_that_two_models_have_are_compiled_once() -> None:
     assert len(type(trainer.model.blocks[0]).__mro__) == len(type(trainer.other.blocks[1]).__mro__)
 
 
-def test_a_batch_is_prepared_in_one_process_too_and_what_is_no_batch_is_named() -> None:
+def test_a_batch_is_prepared_in_one_process_too() -> None:
     class Prepared(Trained):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             assert "positions" in batch
@@ -105,13 +105,6 @@ def test_a_batch_is_prepared_in_one_process_too_and_what_is_no_batch_is_named() 
     with Prepared(config_of(Case(), max_steps=1)) as trainer:
         trainer.fit()
         assert trainer.global_step == 1
-
-    class Forgotten(Trained):
-        def cut_batch(self, batch: Any, cut: Any) -> Any:
-            cut(batch["tokens"])
-
-    with pytest.raises(api.HookError, match="Forgotten.cut_batch returned None. Return the batch"):
-        Forgotten(config_of(Case())).fit()
 
 
 MISTAKES = {

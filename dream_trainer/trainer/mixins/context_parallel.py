@@ -6,7 +6,7 @@ their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,20 +36,6 @@ class ContextParallelMixin(AbstractTrainer):
     """Context-parallel training. Override `cut_batch(batch, cut)`.
 
     `predict` computes whole sequences on each rank, and so does a forward outside the steps.
-
-    Example:
-        ```python
-        def cut_batch(self, batch, cut):
-            tokens, labels = batch[:, :-1], batch[:, 1:]
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            return cut(tokens), cut(labels), cut(positions)
-
-        def training_step(self, batch, batch_idx):
-            tokens, labels, positions = batch
-            loss = F.cross_entropy(self.model(tokens, positions).flatten(0, 1), labels.flatten())
-            self.backward(loss, weight=labels.numel())
-            ...
-        ```
     """
 
     _config_class: ClassVar[type | None] = ContextParallelConfigMixin
@@ -67,12 +53,6 @@ class ContextParallelMixin(AbstractTrainer):
             batch: On the device.
             cut: `cut(tensor, dim=1)` gives this rank's positions of a tensor whose dimension `dim` is the sequence;
                 the tensor itself without context parallelism.
-
-        Example:
-            ```python
-            def cut_batch(self, batch, cut):  # PackedRows: all tensors are [rows, row_length]
-                return {name: cut(tensor) for name, tensor in batch.items()}
-            ```
         """
         return batch
 
@@ -97,7 +77,7 @@ class ContextParallelMixin(AbstractTrainer):
             return step
 
         def with_whole_batch(batch: Any, batch_idx: int) -> Any:
-            return step(_checked(self._runtime, self.cut_batch(batch, _whole)), batch_idx)
+            return step(self.cut_batch(batch, lambda tensor, dim=1: tensor), batch_idx)
 
         if self.world.mesh_shape.cp == 1:
             return with_whole_batch
@@ -107,11 +87,16 @@ class ContextParallelMixin(AbstractTrainer):
         def with_part(batch: Any, batch_idx: int) -> Any:
             if isinstance(self._runtime.records.current, NoRecord):  # a prediction
                 return with_whole_batch(batch, batch_idx)
-            seed = _step_seed(self._runtime, batch_idx)
-            cut.begin(batch)
+            # Fixed for a step, also after a resume, and equal on context-parallel ranks.
+            runtime, progress, dp_rank = self._runtime, self._runtime.progress, self._runtime.world.dp_rank
+            seed = hash_seed(b"val" + runtime.state.val_name.encode(), runtime.config.seed, batch_idx, dp_rank)
+            if runtime.state.training:
+                place = progress.current_epoch, progress.global_step, batch_idx
+                seed = hash_seed(b"train", runtime.config.seed, *place, dp_rank)
+            cut.begin()
             with preserved_random_state(device):
                 seed_device(seed, device)
-                part = _checked(self._runtime, self.cut_batch(batch, cut.cut))
+                part = self.cut_batch(batch, cut.cut)
             cut.end(part, is_training=self.training)
             seed_for_sequence(hash_seed(b"step", seed))
             with takeover:
@@ -120,14 +105,6 @@ class ContextParallelMixin(AbstractTrainer):
             return result
 
         return with_part
-
-
-def _step_seed(runtime: Runtime, batch_idx: int) -> int:
-    """Seed for draws that are equal on context-parallel ranks; fixed for a step, also after a resume."""
-    seed, progress, dp_rank = runtime.config.seed, runtime.progress, runtime.world.dp_rank
-    if not runtime.state.training:
-        return hash_seed(b"val" + runtime.state.val_name.encode(), seed, batch_idx, dp_rank)
-    return hash_seed(b"train", seed, progress.current_epoch, progress.global_step, batch_idx, dp_rank)
 
 
 def _attention(runtime: Runtime) -> ContextAttention:
@@ -141,28 +118,14 @@ def _attention(runtime: Runtime) -> ContextAttention:
     return GatheredAttention(SequenceParts(rank, size, group, is_balanced=True))
 
 
-def _whole(tensor: Tensor, dim: int = 1) -> Tensor:
-    return tensor
-
-
-def _checked(runtime: Runtime, batch: Any) -> Any:
-    if batch is None:
-        raise HookError(
-            f"{type(runtime.hooks).__name__}.cut_batch returned None. Return the batch, with cut(tensor) instead of "
-            "each tensor along the sequence."
-        )
-    return batch
-
-
 class SequenceCut:
     def __init__(self, attention: ContextAttention, world: World) -> None:
         self._attention, self._world = attention, world
-        self._batch: Any = None
         self._digest = 0
         self._is_compared = False
 
-    def begin(self, batch: Any) -> None:
-        self._batch, self._digest = batch, 0
+    def begin(self) -> None:
+        self._digest = 0
         self._attention.lengths = set()
         self._attention.shapes.begin()
 
@@ -171,15 +134,15 @@ class SequenceCut:
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise HookError(
-                f"cut_batch called cut({self._name(tensor)}, dim={dim}) with {what}. Only cut tensors along the "
-                "sequence, and name their dimension: cut(tensor, dim=...)."
+                f"cut_batch called cut(tensor, dim={dim}) with {what}. Only cut tensors along the sequence, and name "
+                "their dimension: cut(tensor, dim=...)."
             )
         length, parts = tensor.shape[dim], self._attention.parts
         if length == 0 or length % parts.n_chunks:
             below, above = length // parts.n_chunks * parts.n_chunks, -(-length // parts.n_chunks) * parts.n_chunks
             twice = "twice " if parts.n_chunks > parts.size else ""
             raise DataError(
-                f"{self._name(tensor)} has {length} positions along dimension {dim}, which is not a multiple of "
+                f"cut_batch cut a tensor of {length} positions along dimension {dim}, which is not a multiple of "
                 f"{parts.n_chunks}, {twice}context_parallel={parts.size}. Use sequences of "
                 f"{spell(fit for fit in (below, above or parts.n_chunks) if fit)} positions: of another length, or "
                 "padded in the loader (with labels that do not count)."
@@ -198,7 +161,6 @@ class SequenceCut:
                 f"cut_batch cut nothing, and each of the {self._attention.parts.size} ranks would do the whole work. "
                 "Call cut(tensor) there for every tensor along the sequence."
             )
-        self._batch = None
         self._attention.shapes.end(part)
         if is_training and not self._is_compared:
             self._is_compared = True
@@ -212,19 +174,3 @@ class SequenceCut:
     def forget(self) -> None:
         """Keeps no tensor of the batch."""
         self._attention.shapes.given.clear()
-
-    def _name(self, tensor: Any) -> str:
-        """Name of a tensor for messages: its place in the batch, if it has one."""
-        place = next((name for name, leaf in _places(self._batch, "batch") if leaf is tensor), None)
-        return place or "a tensor made in cut_batch"
-
-
-def _places(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _places(value, f"{name}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _places(value, f"{name}[{number}]")
-    else:
-        yield name, tree
