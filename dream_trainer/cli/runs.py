@@ -197,8 +197,7 @@ class RunShow:
     """Print JSON: the run's whole record and config."""
 
     def run(self) -> int:
-        from dream_trainer.trainer.receipt import PARTS, receipt
-        from dream_trainer.trainer.run_record import read_run
+        from dream_trainer.trainer.run_record import PARTS, read_run, receipt
 
         path = _run_directory(self.run_path)
         run = read_run(path, path)

@@ -159,19 +159,6 @@ class LoggingCallback(Callback):
 
     Raises:
         ConfigError: The name is invalid.
-
-    Example:
-        ```python
-        class EpochSeconds(LoggingCallback):
-            def __init__(self, name="epoch"):
-                super().__init__(name)
-
-            def pre_epoch(self, trainer):
-                self.began = time.perf_counter()
-
-            def post_epoch(self, trainer):
-                trainer.log(f"{self.name}/seconds", time.perf_counter() - self.began, weight=1.0, reduce="max")
-        ```
     """
 
     name: str = ""

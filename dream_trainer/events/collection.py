@@ -82,29 +82,17 @@ class CallbackCollection:
             `len` and iteration leave it out. Default: the trainer's, `[SanityChecks()]`; `[]` for nothing.
 
     Raises:
-        ConfigError: Two of them would log under one name, one that logs has none, or an `order` is not an integer.
-        TypeError: Something in it is not a Callback, or it is a callback instead of a list.
+        ConfigError: Two of them would log under one name, or one that logs has none.
+        TypeError: Something in it is not a Callback.
     """
 
     def __init__(self, callbacks: Iterable[BaseCallback] = (), defaults: Iterable[BaseCallback] | None = None) -> None:
-        for given in (callbacks, defaults):
-            if isinstance(given, BaseCallback):
-                raise TypeError(f"CallbackCollection got {given!r}. Use a list: callbacks=[...].")
-        members: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
-        self._callbacks: list[BaseCallback] = members
+        self._callbacks = list(callbacks)
         self._has_defaults = defaults is not None
         self._defaults = list(defaults or ())
-        for callback in (*members, *self._defaults):
-            if isinstance(callback, type) and issubclass(callback, BaseCallback):
-                name = callback.__name__
-                raise TypeError(f"{name} is a class, not a callback. Write {name}() in the list.")
+        for callback in (*self._callbacks, *self._defaults):
             if not isinstance(callback, BaseCallback):
-                raise TypeError(f"{callback!r} is not a Callback. Derive its class from dream_trainer.Callback.")
-            if not isinstance(callback.order, int):
-                raise ConfigError(
-                    f"{type(callback).__name__}.order={callback.order!r} is not an integer. Use one such as 10; "
-                    "lower runs earlier."
-                )
+                raise TypeError(f"{callback!r} is not a Callback: build it, as in [Progress()].")
         _refuse_one_name(self._callbacks)
 
     def __iter__(self) -> Iterator[BaseCallback]:

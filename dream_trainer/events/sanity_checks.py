@@ -1,4 +1,4 @@
-"""SanityChecks: warnings about runs that train nothing, not all, or some twice, or whose schedules stand still."""
+"""SanityChecks: warnings about runs that train nothing, or not all, or whose schedules stand still."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.nn as nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from dream_trainer.checks import listed
@@ -27,18 +26,13 @@ BATCHES_WITHOUT_STEP: Final = 10_000
 class SanityChecks(Callback):
     """Warns of runs that look right and train nothing; every run has it unless its collection leaves it out.
 
-    It warns once each about models in eval mode that an optimizer trains, parameters in no optimizer or in two,
-    `training_step` without `self.step(...)`, and steps without a gradient. It also warns about schedulers that are
-    never stepped, stepped twice, or stepped more often than their optimizer. All of it may be intended. A run that
-    would never end, because its only limit is a number of steps and none is counted, is an error.
+    It warns once each about models in eval mode that an optimizer trains, parameters in no optimizer, `training_step`
+    without `self.step(...)`, steps without a gradient, and schedulers that are never stepped or stepped twice. All of
+    it may be intended. A run that would never end, because its only limit is a number of steps and none is counted, is
+    an error.
 
     Raises:
         StepError: While training: only a number of steps ends the run, and none will ever be counted.
-
-    Example:
-        ```python
-        callbacks = CallbackCollection([EMA()], defaults=[])  # without it
-        ```
     """
 
     order = 1000  # after the callbacks that step schedulers or change modes
@@ -54,7 +48,6 @@ class SanityChecks(Callback):
         self._before = {id(s): (steps_taken(s), trainer.times_stepped(s), _rates_of(s)) for s in schedulers}
         _warn_of_eval_mode(trainer)
         _warn_of_left_out_parameters(trainer)
-        _warn_of_shared_parameters(trainer)
 
     @override
     def post_train_step(self, trainer: AbstractTrainer) -> None:
@@ -111,54 +104,43 @@ class SanityChecks(Callback):
             return
         limits = trainer.config.training_parameters
         others = (limits.n_epochs, limits.max_samples, limits.max_tokens, limits.max_time)
-        if limits.max_steps is not None and all(limit is None for limit in others):
-            self._refuse_to_go_on_for_ever(trainer)
+        trains = self._weights_moved(trainer) or any(p.grad is not None for p in _optimized(trainer))
+        is_late = trainer.local_batches >= BATCHES_WITHOUT_STEP  # a first step may be, e.g. for a full buffer
+        if limits.max_steps is not None and all(limit is None for limit in others) and (trains or is_late):
+            raise StepError(
+                f"max_steps={limits.max_steps} never comes: of {trainer.local_batches} trained batches none has called "
+                "self.step(...), and only that counts a step. Call self.backward(loss) instead of loss.backward(), and "
+                "self.step(model, optimizer) instead of optimizer.step(); or set n_epochs."
+            )
         trainer.warn_once(
             "no step",
             "training_step has not called self.step(...) so far: no optimizer step is counted, and a limit in steps "
             "never comes. Call self.backward(loss) there, and then self.step(model, optimizer).",
         )
 
-    def _refuse_to_go_on_for_ever(self, trainer: AbstractTrainer) -> None:
-        """Refuses runs without weight changes after a while; a first step may come late, e.g. for a full buffer."""
-        trains = self._weights_moved(trainer) or any(p.grad is not None for p in _optimized(trainer))
-        if trains or trainer.local_batches >= BATCHES_WITHOUT_STEP:
-            count = "1 batch was" if trainer.local_batches == 1 else f"{trainer.local_batches} batches were"
-            raise StepError(
-                f"max_steps={trainer.config.training_parameters.max_steps} never comes: {count} trained, and "
-                "training_step has not called self.step(...), and only that counts a step. Call self.backward(loss) "
-                "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(); or set "
-                "n_epochs."
-            )
-
     def _weights_moved(self, trainer: AbstractTrainer) -> bool:
         return _writes(trainer) != self._writes_before
 
     def _warn_of_schedulers_out_of_step(self, trainer: AbstractTrainer) -> None:
         for name, scheduler in trainer.named_schedulers().items():
-            handed_over = trainer.times_stepped(scheduler)
-            place, handed_over_before, _ = self._before.get(id(scheduler), (0, 0, []))
-            steps, times = steps_taken(scheduler) - place, handed_over - handed_over_before
+            place, times_before, _ = self._before.get(id(scheduler), (0, 0, []))
+            steps, times = steps_taken(scheduler) - place, trainer.times_stepped(scheduler) - times_before
             if steps > times > 0:
                 trainer.warn_once(
                     f"stepped twice {name}",
                     f"self.{name} is passed to step() and stepped by hand as well: it has gone {steps} steps in "
                     f"{times}. step() steps schedulers that it gets: leave out self.{name}.step(), or do not pass it.",
                 )
-            of_optimizer = trainer.times_stepped(scheduler.optimizer)
-            if handed_over > of_optimizer:
-                trainer.warn_once(
-                    f"beside {name}",
-                    f"self.{name} was handed to step() {handed_over} times, and its optimizer {of_optimizer} times. "
-                    "Hand it over with the optimizer that it was built on.",
-                )
 
     def _warn_of_idle_schedulers(self, trainer: AbstractTrainer) -> None:
         """One active scheduler per optimizer is enough: others may be its parts, or step later."""
         for optimizer_name, optimizer in trainer.named_optimizers().items():
             schedulers = {name: s for name, s in trainer.named_schedulers().items() if s.optimizer is optimizer}
-            is_idle = schedulers and not any(self._has_moved(scheduler) for scheduler in schedulers.values())
-            if is_idle and trainer.times_stepped(optimizer) > 0:
+            has_moved = any(  # it stepped, or changed its rates in another way, such as by fractions of an epoch
+                steps_taken(one) > 0 or (id(one) in self._before and _rates_of(one) != self._before[id(one)][2])
+                for one in schedulers.values()
+            )
+            if schedulers and not has_moved and trainer.times_stepped(optimizer) > 0:
                 which = " and ".join(f"self.{name}" for name in schedulers)
                 trainer.warn_once(
                     f"never stepped {optimizer_name}",
@@ -166,11 +148,6 @@ class SanityChecks(Callback):
                     "over in self.step(model, optimizer, scheduler), or call its step() in post_epoch or "
                     "post_val_epoch.",
                 )
-
-    def _has_moved(self, scheduler: Any) -> bool:
-        """Whether it stepped, or changed its rates in another way, such as by fractions of an epoch."""
-        before = self._before.get(id(scheduler))
-        return steps_taken(scheduler) > 0 or (before is not None and _rates_of(scheduler) != before[2])
 
 
 def _warn_of_eval_mode(trainer: AbstractTrainer) -> None:
@@ -189,7 +166,9 @@ def _warn_of_eval_mode(trainer: AbstractTrainer) -> None:
 def _warn_of_left_out_parameters(trainer: AbstractTrainer) -> None:
     """Their gradients are computed, reduced and never cleared: each accumulation step adds to them."""
     updated = {id(parameter) for parameter in _optimized(trainer)}
-    left_out = [name for name, p in _named_parameters(trainer) if p.requires_grad and id(p) not in updated]
+    models = trainer.named_models().items()
+    named = [(name, p) for model_name, model in models for name, p in model.named_parameters(model_name)]
+    left_out = [name for name, p in named if p.requires_grad and id(p) not in updated]
     if left_out:
         left = listed(left_out, 2)
         trainer.warn_once(
@@ -197,34 +176,9 @@ def _warn_of_left_out_parameters(trainer: AbstractTrainer) -> None:
         )
 
 
-def _warn_of_shared_parameters(trainer: AbstractTrainer) -> None:
-    """It may be intended, e.g. for an encoder that two losses train alternately, each with its own learning rate."""
-    names = {id(parameter): name for name, parameter in _named_parameters(trainer)}
-    owners: dict[int, str] = {}
-    for owner, optimizer in trainer.named_optimizers().items():
-        updated = [id(parameter) for parameter in _parameters_of(optimizer)]
-        shared = next((p for p in updated if p in owners), None)
-        if shared is not None:
-            trainer.warn_once(
-                f"shared {owner}",
-                f"{names.get(shared, 'a parameter')} is in self.{owners[shared]} and in self.{owner}: each that is "
-                "stepped changes it. Leave it out of one, unless they are to take turns at it.",
-            )
-        owners |= dict.fromkeys(updated, owner)
-
-
-def _named_parameters(trainer: AbstractTrainer) -> Iterator[tuple[str, nn.Parameter]]:
-    for model_name, model in trainer.named_models().items():
-        for name, parameter in model.named_parameters():
-            yield f"{model_name}.{name}", parameter
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _optimized(trainer: AbstractTrainer) -> Iterator[nn.Parameter]:
-    return (parameter for optimizer in trainer.named_optimizers().values() for parameter in _parameters_of(optimizer))
+    groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _writes(trainer: AbstractTrainer) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,6 +28,7 @@ from dream_trainer.trainer.base import BaseTrainer
 from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.mixins.setup import SetupStage
 from dream_trainer.trainer.model_setup import Build
+from dream_trainer.trainer.prefetcher import next_window
 from dream_trainer.trainer.session import start
 
 LEFT_OUT = ("pretrained weights", "resuming", "validation", "saves", "loggers", "callbacks", "verification")
@@ -57,7 +59,7 @@ class MeasuredTrainer(BaseTrainer):
         for group, changes in self._changes.items():
             setattr(config, group, replace(getattr(config, group), **changes))
         super().__init__(config, *args, **kwargs)
-        self._runtime.recorder = _NoRecord()
+        self._runtime.recorder = cast(Any, SimpleNamespace(listeners=lambda event, is_main: ()))
         self._runtime.events = event_table(self._runtime, is_main=True)
         vars(self)["_tracker"] = Tracker()
 
@@ -77,7 +79,7 @@ class MeasuredTrainer(BaseTrainer):
                 self._tracker.mark(part.buffers(recurse=False), "buffers", path)
         steps: list[StepMeasure] = []
         for _ in range(2):
-            window = runtime.prefetcher.next_window(runtime.data.feed)
+            window = next_window(runtime)
             if window is None:
                 raise ConfigError("the training data end before two steps. A plan trains two.")
             with self._values(), self._tracker.window(models) as measured:
@@ -198,13 +200,6 @@ class PlannedTrainer(MeasuredTrainer):
             "a plan is of fit(), and the program calls evaluate() before. Give a function that returns "
             "the trainer: PROGRAM:FUNCTION."
         )
-
-
-class _NoRecord:
-    def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
-        return ()
-
-    def nothing_to_train(self, because: str) -> None: ...
 
 
 def in_place_of(kind: type[MeasuredTrainer], **values: Any) -> Callable[[type], type]:

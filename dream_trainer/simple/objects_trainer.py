@@ -261,7 +261,7 @@ Scheduler = LRScheduler | ReduceLROnPlateau
 
 READ_EVERY = 1000  # steps between reads of values on the device; an epoch may have any number
 # Warnings for the author of a class, who builds models and loaders in hooks.
-_EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint"})
+_EXPECTED = frozenset({"real weights", "no-val", "no checkpoint"})
 
 
 @dataclass(kw_only=True)

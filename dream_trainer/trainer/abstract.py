@@ -5,17 +5,19 @@ It runs nothing. `BaseTrainer` brings the loop. Every part with state is a separ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.config.training_parameters import micro_batch_size
+from dream_trainer.data.window import Window
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback, CallbackCollection, Timed
@@ -27,14 +29,13 @@ from dream_trainer.parallel.sharding import frozen
 from dream_trainer.screen import logger
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.event_table import event_table, notify
+from dream_trainer.trainer.hooks import MixinHooks
 from dream_trainer.trainer.limits import Limits, set_limits
-from dream_trainer.trainer.mixin_hooks import MixinHooks
 from dream_trainer.trainer.registry import Scheduler
 from dream_trainer.trainer.run_record import RunRecorder
 from dream_trainer.trainer.runtime import Runtime, build_runtime
 from dream_trainer.trainer.session import close
-from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
-from dream_trainer.trainer.user_class.class_checks import check_assignment, check_trainer
+from dream_trainer.trainer.user_class import check_assignment, check_trainer
 
 C = TypeVar("C", bound=BaseCallback)
 
@@ -95,9 +96,6 @@ class AbstractTrainer(MixinHooks):
             if not name.startswith("__") and "_runtime" not in vars(self):
                 raise HookError(f"{cls}.__init__ does not call super().__init__(config). Call it first.")
             raise AttributeError(f"{cls!r} object has no attribute {name!r}", name=name, obj=self)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-            raise TypeError(f"{type(self).__name__} is a trainer and no module: call its model, self.model(x).")
 
     # -- state everybody may read
 
@@ -248,7 +246,7 @@ class AbstractTrainer(MixinHooks):
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far. Reading it waits for the device."""
         if self._runtime.session.is_ready:
-            self._runtime.optimizer_step.settle()
+            self._runtime.optimizer_step.guard.settle()
         return self._runtime.progress.skipped_steps
 
     @property
@@ -317,7 +315,12 @@ class AbstractTrainer(MixinHooks):
         Raises:
             KeyError: No model, or more than one, has them.
         """
-        return self._runtime.registry.model_of(optimizer)
+        registry = self._runtime.registry
+        owners = [name for name, model in registry.models().items() if optimizer in registry.optimizers_of(model)]
+        if len(owners) != 1:
+            kind = type(optimizer).__name__
+            raise KeyError(f"{kind} updates parameters of {len(owners)} models {owners}; expected one.")
+        return registry.models()[owners[0]]
 
     def get_optimizers_by_model(self, model: nn.Module) -> list[Optimizer]:
         """The optimizers that update parameters of `model`."""
@@ -325,7 +328,7 @@ class AbstractTrainer(MixinHooks):
 
     def get_scheduler_from_optimizer(self, optimizer: Optimizer) -> Scheduler | None:
         """The scheduler that drives `optimizer`, or None."""
-        return self._runtime.registry.scheduler_of(optimizer)
+        return next((one for one in self.named_schedulers().values() if one.optimizer is optimizer), None)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The plain module out of `torch.compile`, DistributedDataParallel and AveragedModel wrappers.
@@ -372,7 +375,7 @@ class AbstractTrainer(MixinHooks):
         """
         if self._runtime.session.is_ready:
             self._runtime.schedule.update()
-            self._runtime.optimizer_step.settle()
+            self._runtime.optimizer_step.guard.settle()
 
     def close(self) -> None:
         """Closes loaders and loggers and leaves the process group; called by every rank, as the end of a `with` does.
@@ -456,8 +459,6 @@ class AbstractTrainer(MixinHooks):
         self.world.refuse_if_forbidden()
         return self._runtime.parallel.gathered(*models)
 
-    # -- ours
-
     def _notify(self, event: str, *args: Any) -> None:
         notify(self._runtime, event, *args)
 
@@ -467,3 +468,81 @@ class AbstractTrainer(MixinHooks):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
+
+
+class AccumulationWindow:
+    """The window that runs, or ran last: `trainer.accumulation_window`. Nothing here waits for the device.
+
+    Before training is set up there is none: nothing is open, and everything else is None or empty.
+    """
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window is running, whose gradients cannot be saved: not a moment to save, to load
+        or to move averages. In `post_train_step` it is over."""
+        return self._runtime.session.is_ready and self._runtime.accumulation.is_open
+
+    @property
+    def batch(self) -> Any:
+        """The micro-batch that runs, or ran last, on the device."""
+        return self._runtime.window.batch
+
+    @property
+    def weight(self) -> Tensor | float:
+        """Weight of that micro-batch in logged means: that of `backward`, otherwise its samples on this rank. In
+        `training_step` it may be set, such as to a number of labels if `backward` gets no weight."""
+        weight = self._runtime.accumulation.batch_weight
+        return self._runtime.window.batch_samples if weight is None else weight
+
+    @weight.setter
+    def weight(self, weight: Tensor | float) -> None:
+        self._runtime.accumulation.batch_weight = weight
+
+    @property
+    def data(self) -> Window | None:
+        """Its loaded data: the number of samples over all ranks, and the position in the data after it."""
+        return self._runtime.data.feed.window if self._runtime.session.is_ready else None
+
+    def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:
+        """This rank's batches of positions `first` to `end` of a pass over the data, each as its samples' indices in
+        the dataset; None if only the loader knows."""
+        stream = self._runtime.data.stream
+        return None if stream is None else stream.indices(epoch, first, end)
+
+    @property
+    def step_was_skipped(self) -> Tensor | None:
+        """In `post_optimizer_step`: a 0-dim device tensor, nonzero if the step did not change the weights. None if the
+        step is known to have changed them. Listeners can act on the tensor without a host read."""
+        return self._runtime.optimizer_step.guard.maybe_skipped if self._runtime.session.is_ready else None
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The loss multiplier under fp16: a 0-dim device tensor that changes in place; otherwise None."""
+        scale = self._runtime.accumulation.loss_scale if self._runtime.session.is_ready else None
+        return None if scale is None else scale.scale
+
+    @property
+    def losses(self) -> Sequence[Tensor]:
+        """Losses given to `backward` in the micro-batch, detached; empty unless `watch` was called."""
+        return (self._runtime.accumulation.losses or ()) if self._runtime.session.is_ready else ()
+
+    def watch(self, left_out: Callable[[Optimizer], None]) -> None:
+        """Keeps `losses` and reports skipped steps from now on to the end of the run; can be called from `pre_fit` on.
+
+        Args:
+            left_out: Called with each optimizer whose step the host skips since its gradients are not finite, while
+                they still exist; `post_optimizer_step` is not called then.
+        """
+        accumulation = self._runtime.accumulation
+        if accumulation.losses is None:
+            accumulation.losses = []
+        self.watch_skipped(left_out)
+
+    def watch_skipped(self, left_out: Callable[[Optimizer], None]) -> None:
+        """As `watch`, without keeping `losses`."""
+        self._runtime.optimizer_step.guard.left_out.append(left_out)

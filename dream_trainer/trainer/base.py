@@ -42,9 +42,9 @@ from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
-from dream_trainer.trainer.describe import describe
-from dream_trainer.trainer.event_table import anyone_listens, listening_callbacks
+from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks
 from dream_trainer.trainer.limits import ending_with_the_epoch
+from dream_trainer.trainer.prefetcher import next_window
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import failing_for_all, go_on, leave, start
 from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
@@ -290,7 +290,7 @@ class BaseTrainer(AbstractTrainer):
         if is_over:
             self._end_epoch()
         while not is_over:
-            window = runtime.prefetcher.next_window(runtime.data.feed)
+            window = next_window(runtime)
             if runtime.coordinator.stopped:
                 self._window_finished(is_last=True)
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
@@ -307,7 +307,6 @@ class BaseTrainer(AbstractTrainer):
                 return
 
     def _run_window(self, window: Window) -> None:
-        """Trains one accumulation window and advances the counters."""
         runtime, progress = self._runtime, self._runtime.progress
         self._window_started()
         if self.config.training_parameters.on_nonfinite != "retry":
@@ -376,7 +375,7 @@ class BaseTrainer(AbstractTrainer):
         runtime, progress = self._runtime, self._runtime.progress
         state, feed = runtime.window, runtime.data.feed
         stepped = runtime.accumulation.finish_window()
-        runtime.optimizer_step.settle_when_full()
+        runtime.optimizer_step.guard.settle_when_full()
         runtime.parallel.join_buffers()
         feed.trained(window)
         progress.finish_window(stepped=stepped, samples=state.samples, tokens=state.tokens, end=window.end)
@@ -419,7 +418,6 @@ class BaseTrainer(AbstractTrainer):
         return False
 
     def _conclude(self, owed: Owed) -> bool:
-        """Finishes a window that ends the run or an epoch, or that a validation follows."""
         runtime, progress = self._runtime, self._runtime.progress
         is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + owed.epoch_ended)
         if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):

@@ -16,8 +16,7 @@ from dream_trainer.errors import StepError
 from dream_trainer.events.collection import Timed
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.screen import logger
-from dream_trainer.trainer.counters import Counters
-from dream_trainer.trainer.schedule import Schedule
+from dream_trainer.trainer.counters import Counters, Schedule
 
 
 class Coordinator:
@@ -137,14 +136,12 @@ class Coordinator:
 def refuse_unlike_order(world: World, step: int) -> NoReturn:
     """Raises StepError; all ranks call it, once they know."""
     if world.stages > 1:
-        stages = (
-            f"by step {step} the stages have called step() for other optimizers than each other, or in "
-            "another order, so that norms were mixed up; no checkpoint has that. Call it for the same optimizers on "
-            "every rank, in the same order; where a stage has nothing of one, that has an empty group."
+        raise StepError(
+            f"by step {step} the stages have called step() for other optimizers than each other, or in another order, "
+            "so that norms were mixed up; no checkpoint has that. Call it for the same optimizers on every rank, in "
+            "the same order; where a stage has nothing of one, that has an empty group. Or the ranks of a stage have "
+            "run its sharded blocks in different orders: run the same on each."
         )
-        if world.parameter_shape.dp_shard > 1:
-            stages += " Or the ranks of a stage have run its blocks in different orders: run the same on each."
-        raise StepError(stages)
     raise StepError(
         f"by step {step} the ranks have run blocks of a sharded model in different orders, or backward through "
         "different ones. Their gathers and reductions were mixed up; no checkpoint has that. Run the same blocks on "

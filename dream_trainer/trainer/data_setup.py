@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
-from dream_trainer.data.foreign import EpochAware
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, ShardReader, training_loaders
+from dream_trainer.data.loader import PerRankLoader, ShardReader
 from dream_trainer.data.loader_groups import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
@@ -20,7 +17,6 @@ from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.user_class.overrides import heard
 
 
 def connect_data(runtime: Runtime) -> None:
@@ -35,8 +31,13 @@ def connect_data(runtime: Runtime) -> None:
         raise DataError("configure_dataloaders returned None for the training loader. Return an iterable of batches.")
     parameters, world = runtime.config.training_parameters, runtime.world
     batch_size = loader_batch_size(runtime.state.train_dataloader)
-    if parameters.global_batch_size is not None:
-        refuse_unlike_turns(runtime.state.train_dataloader)
+    if parameters.global_batch_size is not None and isinstance(runtime.state.train_dataloader, AlternatingLoaders):
+        sizes = {name: loader_batch_size(one) for name, one in runtime.state.train_dataloader.loaders.items()}
+        if len(set(sizes.values())) > 1:
+            raise DataError(
+                f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
+                "one batch size, or set gradient_accumulation_steps instead."
+            )
     runtime.state.accumulation_steps = (
         accumulation_steps(parameters, batch_size or parameters.train_batch_size, world.dp_size)
         if parameters.global_batch_size is not None
@@ -93,28 +94,16 @@ def follow_train_dataloader(runtime: Runtime) -> None:
     progress.loader_was_replaced = runtime.data.was_replaced = True
 
 
-def _say_if_workers_keep_old_data(runtime: Runtime) -> None:
-    if not heard(type(runtime.hooks), "pre_epoch"):
-        return
-    loaders = training_loaders(runtime.state.train_dataloader).values()
-    ours = [loader for loader in loaders if isinstance(loader, DataLoader | DistributedDataLoader)]
-    if not any(loader.persistent_workers and not isinstance(loader.dataset, EpochAware) for loader in ours):
-        return
-    runtime.warn_once(
-        "persistent workers",
-        "the training loader's workers persist, with the dataset as it was when they started: changes by pre_epoch "
-        "only count if its length changes too. Give the dataset a set_epoch(epoch), or set "
-        "persistent_workers=False.",
-    )
-
-
 def _open_stream(runtime: Runtime) -> None:
-    _say_if_workers_keep_old_data(runtime)
     stream, count = _stream(runtime, runtime.state.train_dataloader), runtime.config.training_parameters.overfit_batches
     if count:
-        batches, sizes = _first_batches(stream, count)
+        batches: list[Any] = []
+        known: dict[int, int] = {}
+        while len(batches) < count and (window := stream.next_window()) is not None:  # fewer if a pass has fewer
+            new = list(window.batches)[: count - len(batches)]
+            known |= {id(batch): size for batch, size in zip(new, window.sizes or (), strict=False)}
+            batches += new
         stream.close()
-        known = {id(batch): size for batch, size in zip(batches, sizes, strict=True)}
         stream = _stream(runtime, PerRankLoader(batches), SampleCount(lambda batch: known[id(batch)]))
     runtime.data.connect(stream, runtime.state.train_dataloader)
 
@@ -141,19 +130,6 @@ def _stream(runtime: Runtime, loader: Any, count: SampleCount | None = None) -> 
         text = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
         raise DataError(messages[0] if alike else text) from told
     return stream
-
-
-def _first_batches(stream: TrainStream, count: int) -> tuple[list[Any], list[int]]:
-    """The first `count` batches of the first pass, fewer if it has fewer, and the samples of each."""
-    batches: list[Any] = []
-    sizes: list[int] = []
-    while len(batches) < count:
-        window = stream.next_window()
-        if window is None:
-            break
-        batches += list(window.batches)
-        sizes += window.sizes or ()
-    return batches[:count], sizes[:count]
 
 
 def global_batch_size(runtime: Runtime) -> int | None:
@@ -205,17 +181,6 @@ def _named_validation_loaders(runtime: Runtime, val: Any) -> dict[str, Any]:
             "Add EvalMixin to the trainer and EvalConfigMixin to its config, or return one loader."
         )
     return dict(val)
-
-
-def refuse_unlike_turns(loader: Any) -> None:
-    """Raises where steps of one global batch would need an accumulation for each loader."""
-    if isinstance(loader, AlternatingLoaders):
-        sizes = {name: loader_batch_size(one) for name, one in loader.loaders.items()}
-        if len(set(sizes.values())) > 1:
-            raise DataError(
-                f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
-                "one batch size, or set gradient_accumulation_steps instead."
-            )
 
 
 def refuse_one_order_for_both(runtime: Runtime) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's events, and the table of who really listens to each.
+"""The trainer's events, the table of who really listens to each, and `describe()`.
 
 The table is built once, from the methods that override the documented no-ops, each heard once.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.trainer.hooks import EVENTS
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.user_class.overrides import bound, heard
+from dream_trainer.trainer.user_class import bound, heard
 
 Listener = Callable[..., None]
 
@@ -40,36 +40,26 @@ def notify(runtime: Runtime, event: str, *args: Any) -> None:
         listener(*args)
 
 
-def _with_whole_parameters(runtime: Runtime, event: str, listener: Listener) -> Listener:
-    """`listener`, for whom small sharded models are whole, as they are in steps."""
-    if event not in _BETWEEN_STEPS:
+def _with_parameters(runtime: Runtime, event: str, listener: Listener, *, sees_shards: bool = False) -> Listener:
+    """`listener`, for whom small sharded models are whole, as they are in steps; or which reads shards, also there."""
+    if event not in (_IN_STEPS if sees_shards else _BETWEEN_STEPS):
         return listener
 
-    def inside(*args: Any) -> None:
-        with runtime.parallel.whole():
-            listener(*args)
-
-    return inside
-
-
-def _with_shards(runtime: Runtime, event: str, listener: Listener) -> Listener:
-    """`listener`, which reads shards, also while small models are whole."""
-    if event not in _IN_STEPS:
-        return listener
-
-    def after_writing_back(*args: Any) -> None:
+    def with_shards(*args: Any) -> None:
         runtime.parallel.write_back()
         listener(*args)
 
-    return after_writing_back
+    def with_whole(*args: Any) -> None:
+        with runtime.parallel.whole():
+            listener(*args)
+
+    return with_shards if sees_shards else with_whole
 
 
 def _listener(runtime: Runtime, callback: BaseCallback, event: str) -> Listener:
     method = getattr(callback, event)
     if not callback.main_process_only:
-        listener = partial(method, runtime.hooks)
-        with_parameters = _with_shards if callback.sees_shards else _with_whole_parameters
-        return with_parameters(runtime, event, listener)
+        return _with_parameters(runtime, event, partial(method, runtime.hooks), sees_shards=callback.sees_shards)
 
     where = f"{type(callback).__name__}.{event}, which is main_process_only"
 
@@ -93,7 +83,7 @@ def event_table(runtime: Runtime, *, is_main: bool) -> Mapping[str, tuple[Listen
     table: dict[str, tuple[Listener, ...]] = {}
     for event in EVENTS:
         listeners: list[Listener] = [
-            _with_whole_parameters(runtime, event, bound(runtime.hooks, event, part))
+            _with_parameters(runtime, event, bound(runtime.hooks, event, part))
             for part in heard(type(runtime.hooks), event)
         ]
         listeners += [
@@ -120,3 +110,83 @@ def describe_events(runtime: Runtime) -> str:
     if len(rows) == 2:
         rows.append("| (no event has a listener) | | | |")
     return "\n".join(rows)
+
+
+# -- `describe()`: the setup order with its reasons, the listeners of each event, and the mesh
+
+
+def describe(runtime: Runtime) -> str:
+    """Markdown of the trainer's setup order and event table; works before launch."""
+    name = type(runtime.hooks).__name__
+    stages = runtime.hooks._setup_stages() or [("setup", f"{name} sets itself up")]
+    lines = [f"# {name}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]
+    lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
+    lines += ["", "## Events", "", describe_events(runtime)]
+    mesh = mesh_lines(runtime)
+    if mesh:
+        lines += ["", "## Mesh", "", *mesh]
+    return "\n".join(lines)
+
+
+def mesh_lines(runtime: Runtime) -> list[str]:
+    """Markdown: a row for each dimension of more than one rank, each rank, and each stage."""
+    world = runtime.launched
+    if world is None or world.mesh is None:
+        return []
+    rows = ["| Dimension | Ranks | With this rank | Links | What crosses them |", "| --- | --- | --- | --- | --- |"]
+    for name, size in world.mesh_shape._asdict().items():
+        if size > 1:
+            ranks = world.mesh[name].mesh.tolist()
+            links, crossing = world.links(ranks), _crossing(runtime, name)
+            rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} |")
+    for axis in runtime.parallel.active_axes(runtime.config):
+        if not axis.is_among_data:
+            continue
+        n_ranks, (place, of_layers) = axis.value(runtime.config), divmod(world.rank, world.data_copies)
+        ranks = [(place // n_ranks * n_ranks + other) * world.data_copies + of_layers for other in range(n_ranks)]
+        links, name = world.links(ranks), axis.dimension
+        rows.append(f"| {name}, of these | {n_ranks} | {_spelled(ranks)} | {links} | {axis.crossing} |")
+    rows += ["", "`dream-trainer plan` counts the bytes of each collective in a step."]
+    speaker = f"This is rank {world.rank} of {world.world_size}."
+    return [speaker, "", *rows, *_stages(runtime)]
+
+
+def _stages(runtime: Runtime) -> list[str]:
+    if not runtime.parallel.stages:
+        return []
+    rows = ["", "| Model | Stage | Stage rank | Holds |", "| --- | --- | --- | --- |"]
+    for model_name, model in runtime.registry.models().items():
+        if model not in runtime.parallel.stages:
+            rows.append(f"| {model_name} | - | each | all |")
+            continue
+        stages = runtime.parallel.stages[model]
+        for number, (names, rank) in enumerate(zip(stages.names, stages.ranks, strict=True)):
+            held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
+            rows.append(f"| {model_name} | {number} | {rank} | {held} |")
+    return rows
+
+
+def _crossing(runtime: Runtime, dimension: str) -> str:
+    shape, workers = runtime.world.parameter_shape, runtime.world.workers
+    match dimension:
+        case "dp_replicate" if workers > 1:
+            within = "gradients within each, once per step; " if shape.dp_replicate > workers else ""
+            return f"{workers} workers: {within}parameters between them, once per round"
+        case "dp_replicate":
+            return "gradients, once per step"
+        case "dp_shard":
+            is_once = runtime.config.training_parameters.sync_policy == "no_sync"
+            stays = runtime.world.stages > 1  # shards of a stage are there through all micro-batches
+            gathered = "once for each batch" if stays else "for forward and again for backward of each micro-batch"
+            return f"weights, gathered {gathered}; gradients, {'once per step' if is_once else 'per micro-batch'}"
+        case _:
+            axes = runtime.parallel.active_axes(runtime.config)
+            crossing = next(axis.crossing for axis in axes if axis.dimension == dimension)
+            if getattr(shape, dimension) > 1:
+                return crossing
+            of_parameters = "weights and gradients of shards" if shape.dp_shard > 1 else "gradients"
+            return f"{crossing}; {of_parameters}, as between other ranks"
+
+
+def _spelled(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f", ... {ranks[-1]}" if len(ranks) > 8 else "")

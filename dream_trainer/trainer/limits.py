@@ -95,18 +95,14 @@ def _build_schedulers_again(runtime: Runtime, ends: str) -> None:
             runtime.progress.global_step,
         )
     for group, kept in zip(groups, options, strict=True):
-        _put_back(group, kept)
+        rate = kept.pop("lr")
+        group.update(kept)
+        set_rate(group, rate)  # in place: a captured step has the tensor
     for name, scheduler in schedulers.items():
         set_token_origin(scheduler, shared["token_origins"].get(name, 0))
     for line in rates.go_on(shared, ALL_KEPT):
         if runtime.world.is_main:
             logger.warning("%s", line)
-
-
-def _put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
-    rate = kept["lr"]
-    group.update({key: value for key, value in kept.items() if key != "lr"})
-    set_rate(group, rate)  # in place: a captured step has the tensor
 
 
 def _spelled(count: int | None) -> Any:

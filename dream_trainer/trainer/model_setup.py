@@ -12,12 +12,11 @@ from dream_trainer.modules.forward_state import ParameterMarks
 from dream_trainer.modules.precision import sharding_policy
 from dream_trainer.parallel.axis import AxisSetup, MeshParallelism, Parallelism
 from dream_trainer.parallel.sharded_model import shardable_bytes
-from dream_trainer.trainer.mixin_hooks import MixinHooks
-from dream_trainer.trainer.user_class.overrides import definers, is_ours
+from dream_trainer.trainer.hooks import MixinHooks
+from dream_trainer.trainer.user_class import definers, is_ours
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.parallel.verify import Verification
@@ -29,7 +28,6 @@ class Build:
     """Results that one stage passes to later ones."""
 
     tape: Tape | None
-    built_early: dict[str, nn.Module] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
     plan: Plan | None = None
     frozen_draws: set[str] = field(default_factory=set)
@@ -96,9 +94,3 @@ def is_whole_in_steps(runtime: Runtime, model: nn.Module) -> bool:
     is_by_hand = not all(is_ours(part) for part in definers(type(runtime.hooks), "apply_fully_shard"))
     is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20
     return is_plain and not asks_for_blocks and devices.float8 == "none" and not is_by_hand and is_small
-
-
-def parameter_mesh(runtime: Runtime) -> DeviceMesh:
-    mesh = runtime.world.parameter_mesh
-    assert mesh is not None  # at world size > 1 there is one
-    return mesh

@@ -38,19 +38,13 @@ _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "diff
 
 def refuse_different_configs(runtime: Runtime) -> None:
     """Compares the seed and the parameters of the framework's own parts; a collective."""
-    refuse_differences(
-        runtime.world, _config_facts(runtime.config), "Build the config from the same values on every rank."
-    )
-
-
-def _config_facts(config: Any) -> dict[str, str]:
-    facts = {"seed": repr(config.seed)}
-    for part in fields(config):
-        value = vars(config)[part.name]
+    facts = {"seed": repr(runtime.config.seed)}
+    for part in fields(runtime.config):
+        value = vars(runtime.config)[part.name]
         if is_dataclass(value) and type(value).__module__.startswith("dream_trainer."):
             compared = {name: item for name, item in vars(value).items() if name not in _MAY_DIFFER}
             facts |= plain_facts(part.name, compared)
-    return facts
+    refuse_differences(runtime.world, facts, "Build the config from the same values on every rank.")
 
 
 def refuse_different_modules(world: Ranks, kind: str, modules: Mapping[str, nn.Module]) -> None:
@@ -80,8 +74,8 @@ def agree_on_data(runtime: Runtime) -> int | None:
     assert stream is not None  # connect_data has just set it
     if world.world_size == 1:
         return stream.steps_per_epoch
-    readers = {_of_training(name): part.reader for name, part in stream.parts.items()} | {
-        _of_validation(name): batches.reader for name, batches in runtime.data.validation.items()
+    readers = {_called("training", name): part.reader for name, part in stream.parts.items()} | {
+        _called("validation", name): batches.reader for name, batches in runtime.data.validation.items()
     }
     known = {name: reader for name, reader in readers.items() if reader is not None}
     data_of_ranks = world.all_gather_object((_data_facts(runtime, readers), stream.steps_per_epoch, probed(known)))
@@ -95,20 +89,16 @@ def agree_on_data(runtime: Runtime) -> int | None:
     return None if None in steps else min(steps)
 
 
-def _of_training(name: str) -> str:
-    return f"training {name!r}" if name else "training"
-
-
-def _of_validation(name: str) -> str:
-    return f"validation {name!r}" if name else "validation"
+def _called(kind: str, name: str) -> str:
+    return f"{kind} {name!r}" if name else kind
 
 
 def _data_facts(runtime: Runtime, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
     stream = runtime.data.stream
     assert stream is not None  # as above
     loaders = {
-        _of_training(name): loader for name, loader in training_loaders(runtime.state.train_dataloader).items()
-    } | {_of_validation(name): loader for name, loader in runtime.state.val_dataloaders.items()}
+        _called("training", name): loader for name, loader in training_loaders(runtime.state.train_dataloader).items()
+    } | {_called("validation", name): loader for name, loader in runtime.state.val_dataloaders.items()}
     facts: dict[str, Any] = {
         "training loaders": ", ".join(map(repr, stream.parts)),
         "validation loaders": ", ".join(map(repr, runtime.state.val_dataloaders)) or "none",
@@ -143,18 +133,14 @@ def _refuse_other_samples(
             steady = {part: rank for part, rank in differing(summaries_of_sample).items() if part not in unsure}
             if not steady or any(not summary for summary in summaries_of_sample):
                 continue
-            dataset = reader.loader.dataset
-            raise _other_sample(name, dataset, 0 if index == 0 else len(dataset) - 1, *next(iter(steady.items())))
-
-
-def _other_sample(name: str, dataset: Any, number: int, part: str, rank: int) -> RanksDifferError:
-    return RanksDifferError(
-        f"sample {number} of the dataset of {name} ({type(dataset).__name__}) is another one on rank {rank} than on "
-        f"rank 0 (in {part}). The trainer deals one dataset to all ranks, so one that is split or shuffled by rank "
-        "already would be dealt twice. Give every rank the whole dataset in the same order, or wrap a loader over this "
-        "rank's part in PerRankLoader. Random augmentation belongs on the global generators, which are seeded for each "
-        "sample."
-    )
+            dataset, (part, rank) = reader.loader.dataset, next(iter(steady.items()))
+            raise RanksDifferError(
+                f"sample {index and len(dataset) - 1} of the dataset of {name} ({type(dataset).__name__}) is another "
+                f"one on rank {rank} than on rank 0 (in {part}). The trainer deals one dataset to all ranks, so one "
+                "that is split or shuffled by rank already would be dealt twice. Give every rank the whole dataset in "
+                "the same order, or wrap a loader over this rank's part in PerRankLoader. Random augmentation belongs "
+                "on the global generators, which are seeded for each sample."
+            )
 
 
 def refuse_different_optimizers(runtime: Runtime) -> None:
@@ -220,7 +206,7 @@ def warn_of_different_buffers(runtime: Runtime) -> None:
         )
 
 
-def say_what_only_rank_0_keeps(runtime: Runtime, digests: Mapping[str, str]) -> None:
+def warn_of_different_state(runtime: Runtime, digests: Mapping[str, str]) -> None:
     """Compares state that a checkpoint only saves from rank 0; a collective. A difference may be intended."""
     first, *others = runtime.world.all_gather_object(digests)
     lost = {name for digests in others for name, digest in digests.items() if first.get(name) != digest}

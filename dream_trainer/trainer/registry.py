@@ -5,9 +5,8 @@ It reads the attributes when asked; `__setattr__` registers nothing.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.nn as nn
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dream_trainer.errors import ConfigError, HookError, StepError
+from dream_trainer.errors import HookError
 
 Scheduler = LRScheduler | ReduceLROnPlateau
 
@@ -72,20 +71,6 @@ class Registry:
             if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
         ]
 
-    def model_of(self, optimizer: Optimizer) -> nn.Module:
-        owners = [name for name, model in self.models().items() if optimizer in self.optimizers_of(model)]
-        if len(owners) != 1:
-            raise KeyError(
-                f"{type(optimizer).__name__} updates parameters of {len(owners)} models {owners}; expected one."
-            )
-        return self.models()[owners[0]]
-
-    def scheduler_of(self, optimizer: Optimizer) -> Scheduler | None:
-        for scheduler in self.schedulers().values():
-            if scheduler.optimizer is optimizer:
-                return scheduler
-        return None
-
     def refuse_strangers(self, former_name: Callable[[Tensor], str | None]) -> None:
         """Checks that every parameter that an optimizer updates is one of the trainer's models'."""
         known = {id(parameter) for model in self.models().values() for parameter in model.parameters()}
@@ -105,34 +90,6 @@ class Registry:
                     "that configure_models() assigns to self."
                 )
 
-    def refuse_closures(self) -> None:
-        """Raises ConfigError if an optimizer cannot step without a closure: `step` has the gradients already."""
-        for name, optimizer in self.optimizers().items():
-            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-            if closure is not None and closure.default is closure.empty:
-                kind = type(optimizer).__name__
-                raise ConfigError(
-                    f"self.{name} is {kind}, whose step() needs a closure that computes the loss again, and "
-                    "self.step(model, optimizer) has the gradients already. Use torch.optim.AdamW or SGD; or train "
-                    f"with {kind} without a trainer: optimizer.step(closure) in a plain PyTorch loop, in one process."
-                )
-
-    def refuse_another_model(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], stepped_models: Collection[nn.Module]
-    ) -> None:
-        """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model."""
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        models = self.models()
-        updated = [name for name, one in models.items() if any(id(p) in stepped for p in one.parameters())]
-        is_updated = any(id(parameter) in stepped for parameter in model.parameters())
-        if not is_updated and any(models[name] in stepped_models for name in updated):
-            given = next((f"self.{name}" for name, one in models.items() if one is model), type(model).__name__)
-            trained = " and ".join(f"self.{name}" for name in updated)
-            raise StepError(
-                f"step() was given {given}, and an optimizer that only updates {trained}. Pass the model and the "
-                "optimizer that belong together."
-            )
-
     def _candidates(self) -> Iterator[tuple[str, nn.Module]]:
         for name, value in self._public_attributes():
             if is_metric(value):
@@ -144,26 +101,26 @@ class Registry:
             elif isinstance(value, nn.Module):
                 yield name, value
             elif isinstance(value, list | tuple | set | dict):
-                _refuse_hidden_modules(name, value)
+                for item in value.values() if isinstance(value, dict) else value:
+                    if isinstance(item, nn.Module) and not is_metric(item) and _has_state(item):
+                        kind = "nn.ModuleDict" if isinstance(value, dict) else "nn.ModuleList"
+                        raise HookError(
+                            f"self.{name} is a plain {type(value).__name__} that holds a module "
+                            f"({type(item).__name__}): the trainer would neither shard nor save it. Use {kind}."
+                        )
 
     def _named_by_type(self, kinds: Any) -> dict[str, Any]:
         """Objects of `kinds`, keyed by first name: an object with two names is one object, saved once."""
-        named: dict[str, Any] = {}
-        for name, value in self._all_by_type(kinds).items():
-            if not any(value is other for other in named.values()):
-                named[name] = value
-        return named
-
-    def _all_by_type(self, kinds: Any) -> dict[str, Any]:
-        named: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for name, value in self._public_attributes():
             if isinstance(value, kinds):
-                named[name] = value
+                found[name] = value
             elif isinstance(value, Mapping) or type(value) is nn.ModuleDict:
-                named.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
+                found.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
             elif isinstance(value, list | tuple) or type(value) is nn.ModuleList:
-                named.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
-        return named
+                found.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
+        first = {id(value): name for name, value in reversed(found.items())}
+        return {name: value for name, value in found.items() if first[id(value)] == name}
 
     def _public_attributes(self) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in list(self._attributes.items()) if not name.startswith("_"))
@@ -171,17 +128,6 @@ class Registry:
 
 def _has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def _refuse_hidden_modules(name: str, container: Any) -> None:
-    items = container.values() if isinstance(container, dict) else container
-    for item in items:
-        if isinstance(item, nn.Module) and not is_metric(item) and _has_state(item):
-            kind = "nn.ModuleDict" if isinstance(container, dict) else "nn.ModuleList"
-            raise HookError(
-                f"self.{name} is a plain {type(container).__name__} that holds a module ({type(item).__name__}): the "
-                f"trainer would neither shard nor save it. Use {kind}."
-            )
 
 
 def refuse_private_models(attributes: Mapping[str, Any]) -> None:
@@ -192,12 +138,3 @@ def refuse_private_models(attributes: Mapping[str, Any]) -> None:
                 f"self.{name} holds a module ({type(value).__name__}): under a private name the trainer would neither "
                 f"shard nor save it. Call it self.{name.lstrip('_')}."
             )
-
-
-def refuse_returned(hook: str, attribute: str, returned: object) -> None:
-    """Raises HookError if a hook that assigns to the trainer returned something, as other trainers' hooks do."""
-    if returned is not None:
-        raise HookError(
-            f"{hook} returned {type(returned).__name__}, and its return value is ignored. Assign it to the "
-            f"trainer: {attribute} = ..."
-        )

@@ -293,7 +293,6 @@ def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Arguments of a scheduler that differ; rates follow the optimizer's."""
     found = []
     for key in (key for key in now if key in then and key not in ("base_lrs", "_last_lr")):
         if key == "_schedulers" and len(now[key]) == len(then[key]):
@@ -320,7 +319,6 @@ def _at_most(form: Callable[[int], float], cap: float) -> Callable[[int], float]
 
 
 def _rebase(scheduler: LambdaLR, bases: Sequence[Any]) -> None:
-    """Moves the scheduler to these rates, at its present step."""
     scheduler.base_lrs = list(bases)
     rates = []
     for group, base, form in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):

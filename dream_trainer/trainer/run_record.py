@@ -10,10 +10,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
@@ -29,9 +30,9 @@ from dream_trainer.distributed.failure import dead_ranks, describe, is_lost_conn
 from dream_trainer.distributed.hosts import own_code
 from dream_trainer.distributed.job_store import job_store
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.loggers.formatting import format_duration
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
-from dream_trainer.trainer.receipt import Start, process_began, receipt
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.version import __version__
 
@@ -138,16 +139,12 @@ def trained_fields(config: Mapping[str, Any], record: RunRecord | None) -> dict[
     trained: dict[str, tuple[Any, list[str]]] = {}
     for kept in record.kept_options:
         option, asked = kept["option"], kept["config"]
-        names = [name for name, value in values.items() if _sets(name, option) and value == asked]
+        ends = tuple(f"_{spelling}" for spelling in _SPELLINGS.get(option, (option,)))
+        names = [n for n, value in values.items() if value == asked and f"_{n.rpartition('.')[2]}".endswith(ends)]
         for name in names or [f"{kept['optimizer']}.{option}"]:
             trained.setdefault(name, (asked, []))[1].append(str(kept["trained"]))
     shown = {name: f"{asked} (trained {', '.join(dict.fromkeys(found))})" for name, (asked, found) in trained.items()}
     return values | fields_of_start | shown
-
-
-def _sets(field: str, option: str) -> bool:
-    end = field.rpartition(".")[2]
-    return any(end == name or end.endswith(f"_{name}") for name in _SPELLINGS.get(option, (option,)))
 
 
 def is_alive(run_dir: Path, record: RunRecord) -> bool | None:
@@ -311,18 +308,11 @@ class RunRecorder:
             began = process_began() if self._is_first_here else self._made
             step = runtime.progress.global_step
             self._start = Start(began=began, trained_from=now, seen=now, first_step=step, last_step=step)
-        if is_new_process and runtime.progress.global_step > 0:
-            self._say_what_code_changed(before.code, code)
+        changed = sorted(path for path in code.keys() & before.code.keys() if code[path] != before.code[path])
+        if changed and is_new_process and (step := runtime.progress.global_step) > 0:
+            said = f"the run resumes at step {step} with other code than its last start: {listed(changed, 5)}."
+            runtime.warn_once("code", said)
         self._write("running")
-
-    def _say_what_code_changed(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-        changed = sorted(path for path in now.keys() & before.keys() if now[path] != before[path])
-        if changed:
-            self._runtime.warn_once(
-                "code",
-                f"the run resumes at step {self._runtime.progress.global_step} with other code than its last start: "
-                f"{listed(changed, 5)}.",
-            )
 
     def _best_before(self, before: RunRecord) -> dict[str, dict[str, Any]]:
         """What a checkpoint brought along, of another run's too, and what the record knows of no later step."""
@@ -419,21 +409,19 @@ class RunRecorder:
             self._write("failed", f"{named} is gone without an error: killed (out of memory?), or ended by native code")
 
     def _write(self, state: RunState, why: str | None = None) -> None:
-        record, progress = self._record, self._runtime.progress
+        runtime, record, start = self._runtime, self._record, self._start
         if record is None:
             return
+        progress = runtime.progress
         record.state, record.why, record.seen = state, why, time.time()
         record.step, record.epoch, record.samples = progress.global_step, progress.current_epoch, progress.samples_seen
         record.seconds = progress.elapsed_seconds
-        if self._start is not None:  # on rank 0, once it has begun to train
-            record.times = [*self._times, self._time_of(self._start, record.seen)]
-        self._guarded(lambda: write_record(self._runtime.run_dir, record))
-
-    def _time_of(self, start: Start, now: float) -> dict[str, Any]:
-        start.seen, start.last_step, runtime = now, self._runtime.progress.global_step, self._runtime
-        start.validation, start.saving = runtime.window.validation_seconds, runtime.saver.seconds
-        start.data, start.ranks = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time.waited
-        return start.plain()
+        if start is not None:  # on rank 0, once it has begun to train
+            start.seen, start.last_step = record.seen, progress.global_step
+            start.validation, start.saving = runtime.window.validation_seconds, runtime.saver.seconds
+            start.data, start.ranks = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time.waited
+            record.times = [*self._times, start.plain()]
+        self._guarded(lambda: write_record(runtime.run_dir, record))
 
     def _write_config(self) -> None:
         def write() -> None:
@@ -464,7 +452,6 @@ def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _gone(world_size: int) -> dict[int, str]:
-    """The ranks on this host whose processes have ended, each with the name of its process."""
     store = job_store()
     try:
         return {} if store is None else dead_ranks(store, world_size)
@@ -477,3 +464,108 @@ def _own_code() -> dict[str, str]:
         return {os.path.relpath(file.path): file.digest for file in own_code().values()}
     except (OSError, ValueError):  # the working directory is gone, or a file is on another drive
         return {}
+
+
+_MARKS = 20  # checkpoints of a start whose times are kept: a later start may fall back by some
+_LOADED = time.time()
+PARTS = {
+    "training": "training",
+    "again": "steps done twice",
+    "validation": "validation",
+    "saving": "saving",
+    "data": "waiting for data",
+    "ranks": "waiting for ranks",
+    "starting": "starting up",
+    "idle": "idle between starts",
+}
+"""The parts of a run's time, with their labels."""
+
+
+@dataclass(kw_only=True)
+class Start:
+    """One start of a run. Times are in seconds since 1970, durations in seconds of rank 0."""
+
+    began: float  # its process
+    trained_from: float  # its loop
+    seen: float  # its last sign of life
+    first_step: int  # optimizer steps completed when its loop began
+    last_step: int  # and at the last sign
+    validation: float = 0.0
+    saving: float = 0.0  # while training waited for it
+    data: float = 0.0
+    ranks: float = 0.0  # in collectives of gradients and of sharded weights
+    saved: list[list[float]] = field(default_factory=list)  # [step, time] of its checkpoints
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Self:
+        """Of JSON, which may have been written by another version."""
+        return cls(**{name: plain[name] for name in cls.__dataclass_fields__ if name in plain})
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def mark(self, step: int, now: float) -> None:
+        """A checkpoint of `step` was saved."""
+        self.saved = [*self.saved, [step, now]][-_MARKS:]
+
+    def reached(self, step: int) -> float:
+        """When it had trained `step`, as far as its checkpoints tell."""
+        return max((then for saved, then in self.saved if saved <= step), default=self.trained_from)
+
+    def parts(self, following: Start | None) -> dict[str, float]:
+        """Its time by part, and the time until the following start."""
+        looped = max(self.seen - self.trained_from, 0.0)
+        spent = {name: getattr(self, name) for name in ("validation", "saving", "data", "ranks")}
+        spent["training"] = max(looped - sum(spent.values()), 0.0)
+        again = 0.0
+        if following is not None and following.first_step < self.last_step:
+            again = max(self.seen - self.reached(following.first_step), 0.0)
+        # Steps trained again later take all of the loop's time since then, in equal shares of its parts.
+        stays = 1 - min(again, looped) / looped if looped else 1.0
+        idle = 0.0 if following is None else max(following.began - self.seen, 0.0)
+        spent = {name: seconds * stays for name, seconds in spent.items()}
+        return {**spent, "again": again, "starting": max(self.trained_from - self.began, 0.0), "idle": idle}
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """How a run spent its time."""
+
+    seconds: dict[str, float]  # by part, as in PARTS
+    starts: int
+
+    @property
+    def total(self) -> float:
+        """From the first start to the last sign of life."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time spent on steps that are in the final weights."""
+        return self.seconds["training"] / self.total if self.total else 0.0
+
+    def words(self) -> str:
+        """One line: the goodput, and every part of at least 1% of the time."""
+        shown = {name: words for name, words in PARTS.items() if self.seconds[name] > self.total / 100}
+        others = [f"{words} {self.seconds[name] / self.total:.0%}" for name, words in shown.items()]
+        took = f"{format_duration(self.total)} in {self.starts} start{'s' * (self.starts > 1)}"
+        return f"{took}, goodput {self.goodput:.1%}: {', '.join(others)}"
+
+
+def receipt(starts: Sequence[dict[str, Any]]) -> Receipt | None:
+    """From the entries of each start in `run.json`; None without any, as in files of older versions."""
+    known = [Start.of(start) for start in starts]
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for start, following in zip_longest(known, known[1:]):
+        for name, spent in start.parts(following).items():
+            seconds[name] += spent
+    return Receipt(seconds, len(known)) if known else None
+
+
+def process_began() -> float:
+    """When this process began, in seconds since 1970; where the system does not tell, when this module was loaded."""
+    try:
+        after_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
+    except (OSError, ValueError, AttributeError, IndexError):
+        return _LOADED

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.data.feed import ConnectedData
@@ -20,12 +20,10 @@ from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.coordinator import Coordinator
-from dream_trainer.trainer.counters import Counters, WindowState
-from dream_trainer.trainer.mixin_hooks import MixinHooks, NoRounds
-from dream_trainer.trainer.prefetcher import Prefetcher
+from dream_trainer.trainer.counters import Counters, Schedule, WindowState
+from dream_trainer.trainer.hooks import MixinHooks, NoRounds
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
-from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.state_registry import StateRegistry
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.optimizer_step import OptimizerStep
@@ -33,6 +31,7 @@ from dream_trainer.weights.unloaded_base import UnloadedBases
 
 if TYPE_CHECKING:
     from dream_trainer.parallel.context_attention import AttentionTakeover
+    from dream_trainer.trainer.run_record import RunRecorder
 
 
 @dataclass(slots=True)
@@ -80,14 +79,6 @@ class RunOrigin:
     best_of_checkpoint: dict[str, tuple[float, int]] = field(default_factory=dict)  # with steps, until training starts
 
 
-class RunsRecord(Protocol):
-    """The loop's interface to trainer/run_record.py."""
-
-    def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]: ...
-
-    def nothing_to_train(self, because: str) -> None: ...
-
-
 @dataclass(kw_only=True, eq=False)
 class Runtime:
     hooks: MixinHooks
@@ -106,14 +97,13 @@ class Runtime:
     parallel: ParallelModels = field(default_factory=ParallelModels)
     said_once: set[str] = field(default_factory=set)
     origin: RunOrigin = field(default_factory=RunOrigin)
-    recorder: RunsRecord = field(init=False)
+    recorder: RunRecorder = field(init=False)
     events: Mapping[str, tuple[Callable[..., None], ...]] = field(init=False)  # of this rank, once it is known
     # From launch on
     launched: World | None = None
     # From setup on; mixins replace these
     accumulation: Accumulation = field(init=False)
     optimizer_step: OptimizerStep = field(init=False)
-    prefetcher: Prefetcher = field(init=False)
     unloaded_bases: UnloadedBases = field(default_factory=UnloadedBases)
     states: StateRegistry = field(init=False)  # checkpointed state other than weights, optimizers and data
     saver: Saving = field(default_factory=Saving)

@@ -8,7 +8,8 @@ the last.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,17 @@ from torch import Tensor, nn
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.digests import FrozenWeights, refuse_other_weights
+from dream_trainer.checkpoint.files import recover_replaced
 from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.checkpoint.manifest import (
+    Manifest,
+    find_checkpoint,
+    finished_directories,
+    list_checkpoints,
+    newest_checkpoint,
+    read_manifest,
+    verify_checkpoint,
+)
 from dream_trainer.checkpoint.model_state import (
     ModelForm,
     load_metric_state,
@@ -44,19 +54,23 @@ from dream_trainer.checkpoint.optimizer_state import (
     optimizer_state,
     prepare_optimizer_state,
 )
+from dream_trainer.checkpoint.remote_run import newest_in_both
+from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.snapshot_writer import HostCopies
-from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
-from dream_trainer.config.serialize import to_dict
+from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
+from dream_trainer.config.serialize import difference, to_dict, with_later_fields
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.foreign import EpochAware
-from dream_trainer.distributed.ranks import on_all_ranks
+from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, random_state, seed_everything, set_random_state
 from dream_trainer.distributed.world import World
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dream_trainer.screen import logger
+from dream_trainer.stores.store_path import absolute, as_path
 from dream_trainer.trainer.data_setup import global_batch_size
-from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
-from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
+from dream_trainer.trainer.rank_differences import warn_of_different_buffers, warn_of_different_state
+from dream_trainer.trainer.resumed_rates import ANOTHER_RUN
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.state_registry import CALLBACK_PREFIX, REGISTERED_PREFIX, Checkpointed
 from dream_trainer.weights.adapter_record import origin_of, whole_adapters
@@ -104,11 +118,12 @@ def snapshot(
         } | ({"optimizers": own_of_optimizers} if own_of_optimizers else {})
         tensors_of_rank |= metric_tensors
         texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
-        return *texts, tensors_of_rank, _digests(runtime, plain)
+        digests = _digests(runtime, plain) if world.world_size > 1 else {}
+        return *texts, tensors_of_rank, digests
 
     step = runtime.progress.global_step
     shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {step}", serialise)
-    say_what_only_rank_0_keeps(runtime, digests)
+    warn_of_different_state(runtime, digests)
     warn_of_different_buffers(runtime)
     differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
@@ -166,7 +181,6 @@ def kept_name(optimizer: str, worker: int) -> str:
 
 
 def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world: World) -> dict[str, dict[str, str]]:
-    """The entries that stand for omitted parameters in a checkpoint."""
     about = {name: {"digest": digest} for name, digest in digests.items()}
     for name, parameter in model_parameters(models).items():
         origin = origin_of(parameter) if name in about else None
@@ -193,17 +207,10 @@ def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | No
 
 
 def _digests(runtime: Runtime, plain: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the user's state that is only saved from rank 0, keyed by its source."""
-    if runtime.world.world_size == 1:
-        return {}
-    states = {"state_dict()": plain["user"]}
-    states |= {f"register_state({name!r})": state for name, state in plain["mixins"].items()}
-    states |= {f"{one['class']}.state_dict()": one["state"] for one in plain["callbacks"]}
-    parts = {
-        f"{name}[{key!r}]": value
-        for name, state in states.items()
-        for key, value in (state if isinstance(state, Mapping) else {"all": state}).items()
-    }
+    """Of the state that is only saved from rank 0, keyed by its source."""
+    parts = {"state_dict()": plain["user"]}
+    parts |= {f"register_state({name!r})": state for name, state in plain["mixins"].items()}
+    parts |= {f"{one['class']}.state_dict()": one["state"] for one in plain["callbacks"]}
     parts |= {f"the schedule {name}": state for name, state in plain["schedulers"].items()}
     for name, optimizer in runtime.registry.optimizers().items():
         parts[f"learning rates of {name}"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -230,7 +237,13 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
     if branch.data == "keep":
         refuse_other_run(runtime, shared, path, is_own=begins is None)
     runtime.rates.refuse(shared, branch)
-    workers = _saved_workers(path, shared, world.workers, branch)
+    workers: int = shared.get("workers", 1)  # that wrote it (LocalSGDMixin); all can resume from that of one
+    if workers not in (1, world.workers) and branch.optimizer != "new":
+        raise CheckpointError(
+            f"{path} was written by workers={workers}, whose optimizers have separate states (LocalSGDMixin), and this "
+            f"run has {world.workers}. Use the same number, or begin another experiment from its average with "
+            "CheckpointParameters(init_from=<its path>)."
+        )
     models = runtime.registry.models()
     fqns = parameter_fqns(models)
     refuse_other_adapters(path, models, shared.get("adapters"), world=world)
@@ -272,7 +285,11 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
         optional = (CALLBACK_PREFIX, REGISTERED_PREFIX, RANK_PREFIX, *of_optimizers, *of_another_run, *replaced)
         load_tensors(path, tensors, world=world, optional_prefix=optional)
     load(lambda: [finish() for finish in finishing])
-    load(lambda: _load_extra_state(runtime, shared["extra_state"]))
+    extra_state = shared["extra_state"]
+    if world.stages > 1:
+        own = model_extra_state(models)
+        extra_state = {name: {fqn: v for fqn, v in extra_state[name].items() if fqn in own[name]} for name in own}
+    load(lambda: load_model_extra_state(models, extra_state))
     load(lambda: runtime.states.load(Checkpointed(shared, tensor_metadata(path), branch, is_own=begins is None)))
     if branch.counters == "keep":
         form.restore(models, model_form, world)
@@ -283,29 +300,9 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
         load(lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
 
 
-def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:
-    """Number of workers (LocalSGDMixin) that wrote the checkpoint; all workers can resume from that of one."""
-    saved: int = shared.get("workers", 1)
-    if saved not in (1, workers) and branch.optimizer != "new":
-        raise CheckpointError(
-            f"{path} was written by workers={saved}, whose optimizers have separate states (LocalSGDMixin), and "
-            f"this run has {workers}. Use the same number, or begin another experiment from its average with "
-            "CheckpointParameters(init_from=<its path>)."
-        )
-    return saved
-
-
 def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
     """The mesh sizes that assign data and random state to ranks; sharding of parameters does not matter."""
     return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
-
-
-def _load_extra_state(runtime: Runtime, saved: dict[str, dict[str, Any]]) -> None:
-    models = runtime.registry.models()
-    if runtime.world.stages > 1:
-        own = model_extra_state(models)
-        saved = {name: {fqn: value for fqn, value in saved[name].items() if fqn in own[name]} for name in own}
-    load_model_extra_state(models, saved)
 
 
 def _say_if_the_data_changed(runtime: Runtime) -> None:
@@ -337,19 +334,8 @@ def _restore_metrics(runtime: Runtime, manifest: Manifest, *, same_layout: bool)
 
 
 def _every_nth_rank(manifest: Manifest, n: int) -> list[int]:
-    """One of each `n` neighbouring ranks of the run that wrote the checkpoint."""
     mesh = manifest.mesh_shape
     return list(range(0, mesh["dp_replicate"] * mesh["dp_shard"] * mesh["cp"] * mesh["tp"], n))
-
-
-def _united_state(runtime: Runtime, manifest: Manifest) -> dict[str, Any] | None:
-    """This rank's place in data that each rank read a part of, in another layout than the checkpoint's."""
-    stream = runtime.data.stream
-    if stream is None or not stream.resumes_from_all_ranks:
-        return None
-    same_samples = manifest.mesh_shape["cp"] * manifest.mesh_shape["tp"]
-    ranks = _every_nth_rank(manifest, same_samples)
-    return stream.united([read_rank(manifest.path, rank)[0].get("data") for rank in ranks])
 
 
 def _restore_rank(
@@ -377,7 +363,10 @@ def _restore_rank(
             "come in the same order, except from your own loaders and the short tail of a plain DataLoader, which "
             "several ranks drop. Random layers continue from a new seed."
         )
-    rank_state = state.get("data") if same_layout else _united_state(runtime, manifest)
+    rank_state, stream = state.get("data"), runtime.data.stream
+    if not same_layout and stream is not None and stream.resumes_from_all_ranks:  # each read a part of the data
+        former_ranks = _every_nth_rank(manifest, manifest.mesh_shape["cp"] * manifest.mesh_shape["tp"])
+        rank_state = stream.united([read_rank(path, rank)[0].get("data") for rank in former_ranks])
     runtime.data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)
     _say_if_the_data_changed(runtime)
     # Last, so that nothing above draws from the generators.
@@ -385,3 +374,207 @@ def _restore_rank(
         set_random_state(state["random"], tensors, world.device)
     else:
         seed_everything(hash_seed(b"resumed", runtime.config.seed, progress.global_step, world.data_rank))
+
+
+# -- From which checkpoint a run continues. Rank 0 looks and chooses; all ranks load the same.
+
+
+Load = Callable[[Manifest, BranchParameters], None]
+
+
+def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load) -> bool:
+    """Loads the checkpoint of `parameters.resume`, and returns whether there was one; every rank calls it."""
+    if world.is_main:
+        recover_replaced(root)
+    asked = parameters.resume
+    newest = world.broadcast_object(newest_checkpoint(root) if world.is_main else None)
+    if isinstance(asked, str) and asked not in ("auto", "latest", "best"):
+        return _branch(asked, root, parameters.branch, newest, world, load)
+    parent = newest.parent if newest else None
+    if parameters.branch != ALL_KEPT and parent is None:
+        raise ConfigError(
+            f"branch={parameters.branch} says what to take over from another run's checkpoint, and resume={asked!r} "
+            "is not the path of one. Set resume=<its path>."
+        )
+    if asked is None:
+        count = world.broadcast_object(len(finished_directories(root)) if world.is_main else 0)
+        if count:
+            raise ConfigError(
+                f"resume=None starts from step 0, but {root} has {count} checkpoints of an earlier run. "
+                'Use another experiment name, resume="auto", or move them away.'
+            )
+        return False
+    if asked in ("auto", "latest"):
+        return _load_newest(root, world, load, is_required=asked == "latest")
+    if asked == "best":
+        path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
+    else:
+        path = from_main_rank(world, "choose what to resume", lambda: find_checkpoint(root, int(asked)))
+    load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
+    return True
+
+
+def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, world: Ranks) -> Manifest | None:
+    """The run's newest checkpoint, if that is what `parameters.resume` asks for; every rank calls it."""
+    asked, branch = parameters.resume, parameters.branch
+
+    def look() -> Manifest | None:
+        recover_replaced(root)
+        newest = newest_in_both(root, stage)
+        parent = newest.parent if newest else None
+        if asked in ("auto", "latest"):
+            return newest if branch == ALL_KEPT or parent is not None else None
+        has_begun = (
+            isinstance(asked, str)
+            and parent is not None
+            and asked != "best"
+            and began_at(parent, absolute(as_path(asked)))
+            and parent["words"] == vars(branch)
+        )
+        return newest if has_begun else None
+
+    return from_main_rank(world, "look for the newest checkpoint", look)
+
+
+def _branch(
+    asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load
+) -> bool:
+    """Begins from the checkpoint at a path; a run that already began there resumes from its own newest."""
+    place = absolute(as_path(asked))
+    parent = newest.parent if newest else None
+    if parent is not None and world.broadcast_object(began_at(parent, place) if world.is_main else None):
+        if parent["words"] != vars(branch):
+            raise ConfigError(
+                f"this run began from {parent['checkpoint']} with {parent['words']}, and branch is {vars(branch)} now. "
+                "Use another experiment name."
+            )
+        return _load_newest(root, world, load, is_required=True)
+    if not world.broadcast_object(place.exists()):
+        raise CheckpointError(
+            f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
+        )
+    path = (
+        _chosen(place / "checkpoints", world, lambda found: _newest(found).path)
+        if (place / "checkpoints").is_dir()
+        else place
+    )
+    is_own = path.parent.resolve() == root.resolve()
+    if newest is not None and not is_own:
+        raise ConfigError(
+            f"resume={asked!r} is another run's, and {root} has checkpoints up to step {newest.step}, and began "
+            f"{'from ' + parent['checkpoint'] if parent else 'at step 0'}. Use another experiment name, or "
+            'resume="auto" to continue this one.'
+        )
+    if branch != ALL_KEPT and is_own:
+        raise ConfigError(
+            f"branch={branch} is for a run that begins from another one's checkpoint, and {path} is this run's own. "
+            "Use another experiment name."
+        )
+    load(verify_checkpoint(path, world=world, shards=False), branch)
+    return True
+
+
+def _newest(checkpoints: list[Manifest]) -> Manifest:
+    if not checkpoints:
+        raise CheckpointError("the run that resume names has no whole checkpoint.")
+    return checkpoints[-1]
+
+
+def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:
+    candidates = world.broadcast_object(finished_directories(root) if world.is_main else [])
+    for path in reversed(candidates):
+        try:
+            load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
+        except DamagedCheckpointError as error:
+            if world.is_main:
+                logger.warning("skipping a damaged checkpoint: %s", error)
+            continue
+        return True
+    if candidates:
+        raise CheckpointError(
+            f"none of the {len(candidates)} checkpoints in {root} is whole; the warnings before say what is wrong with "
+            "each. Move them away to start from step 0, or give another run's checkpoint as resume=path."
+        )
+    if is_required:
+        raise CheckpointError(f'resume="latest", but {root} has no checkpoint. Use "auto" to start one.')
+    return False
+
+
+def _chosen(root: Path, world: Ranks, choose: Callable[[list[Manifest]], Path]) -> Path:
+    return from_main_rank(world, "choose what to resume", lambda: choose(list_checkpoints(root)))
+
+
+def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: CheckpointParameters) -> Path:
+    metric = parameters.best_metric or ""
+    best = best_checkpoint(checkpoints, metric, parameters.known_best_mode())
+    if best is None:
+        raise CheckpointError(
+            f'resume="best", but none of the {len(checkpoints)} checkpoints in {root} has a value of {metric!r}. '
+            "A checkpoint has the metrics of a validation at its own step."
+        )
+    return best.path
+
+
+def run_name(manifest: Manifest) -> str:
+    """Project, group and experiment of the run that wrote a checkpoint, wherever it lies now."""
+    return "/".join(str(manifest.config.get(name)) for name in ("project", "group", "experiment"))
+
+
+def began_at(parent: dict[str, Any], place: Path) -> bool:
+    """Whether a path names the checkpoint that a run began from, or the run of it: by place, or moved since."""
+    if as_path(parent["checkpoint"]).resolve().is_relative_to(place.resolve()):
+        return True
+    try:
+        if is_run := (place / "checkpoints").is_dir():
+            found = list_checkpoints(place / "checkpoints")[-1]
+        else:
+            found = read_manifest(place)
+    except (CheckpointError, IndexError):
+        return False
+    # A branch of before this name was kept has none.
+    return parent.get("run") == run_name(found) and (is_run or parent["step"] == found.step)
+
+
+# Fields that say where files lie and how this start begins: no difference between the runs.
+_OF_ONE_START = (
+    "runs_dir:",
+    "checkpoint_parameters.directory:",
+    "checkpoint_parameters.resume:",
+    "checkpoint_parameters.branch.",
+)
+
+
+def changed_fields(manifest: Manifest, config: BaseTrainerConfig) -> list[str]:
+    """Fields of the config that the checkpoint's run had otherwise, as `name: old -> new`."""
+    lines = difference(with_later_fields(manifest.config, config), to_dict(config))
+    return [line for line in lines if not line.startswith(_OF_ONE_START)]
+
+
+@contextmanager
+def naming_what_changed(manifest: Manifest, runtime: Runtime) -> Iterator[None]:
+    """Mismatched state often comes from a changed config, so the error lists the changes."""
+    try:
+        yield
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError as error:
+        changed = changed_fields(manifest, runtime.config)
+        if not changed:
+            raise
+        raise CheckpointError(f"{error} The config differs from the checkpoint's: {'; '.join(changed)}.") from error
+
+
+def refuse_other_run(runtime: Runtime, shared: dict[str, Any], path: Path, *, is_own: bool) -> None:
+    """Raises CheckpointError for a checkpoint of another seed or global batch; `is_own` if the run itself wrote it."""
+    of_this_run = {"seed": runtime.config.seed, "global_batch_size": global_batch_size(runtime)}
+    for name, value in of_this_run.items():
+        if shared[name] != value:
+            other_way = 'let this run start its own data: branch=BranchParameters(data="new").'
+            if is_own:
+                other = f"{runtime.config.experiment}-{name.replace('_', '-')}-{value}"
+                to_begin = ANOTHER_RUN.format(words='data="new"')
+                other_way = f"take another name, such as experiment={other!r}: {to_begin}."
+            raise CheckpointError(
+                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step "
+                f"would no longer be the same. Set {name}={shared[name]}, or {other_way}"
+            )

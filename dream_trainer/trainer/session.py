@@ -18,13 +18,12 @@ from dream_trainer.errors import ConfigError, NonFiniteError, StepError
 from dream_trainer.events.collection import Timed
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.event_table import anyone_listens, event_table, notify
-from dream_trainer.trainer.prefetcher import Prefetcher
 from dream_trainer.trainer.rank_differences import refuse_different_configs
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
-from dream_trainer.trainer.step.optimizer_step import Heard, OptimizerStep
-from dream_trainer.trainer.user_class.class_checks import uncalled_hooks, uncalled_methods
+from dream_trainer.trainer.step.optimizer_step import OptimizerStep
+from dream_trainer.trainer.user_class import uncalled_hooks
 
 # -- begins
 
@@ -58,13 +57,13 @@ def _launch_and_set_up(runtime: Runtime) -> None:
         for model in runtime.registry.models().values():
             model.to(runtime.world.device)
         connect_data(runtime)
-    runtime.registry.refuse_closures()
     runtime.data.open_feed(runtime.world, runtime.state.accumulation_steps, runtime.world.device)
     _build_step(runtime)
     runtime.rates.note_built()
     session.is_ready = True
     runtime.hooks._finish_setup()
-    _build_coordination(runtime)
+    timed = [callback for callback in runtime.config.callbacks if isinstance(callback, Timed)]
+    runtime.coordinator.begin(runtime.world, runtime.saver, runtime.parallel.gradients, timed)
     notify(runtime, "post_setup")
     # Layers draw different numbers on each data-parallel rank; a resume replaces this by each rank's saved state.
     seed_everything(hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank))
@@ -185,10 +184,8 @@ def _build_step(runtime: Runtime) -> None:
     accumulation = Accumulation(config.device_parameters, world, registry, parallel, runtime.warn_once)
     loss_scale = accumulation.loss_scale
     guard = NonFiniteGuard(config.training_parameters, world, runtime.progress, loss_scale, runtime.warn_once)
-    before, after = [
-        Heard(runtime.events[event], anyone_listens(runtime, event))
-        for event in ("pre_optimizer_step", "post_optimizer_step")
-    ]
+    events = ("pre_optimizer_step", "post_optimizer_step")
+    before, after = [runtime.events[event] for event in events]
     runtime.accumulation = accumulation
     runtime.optimizer_step = OptimizerStep(
         config.training_parameters,
@@ -200,21 +197,7 @@ def _build_step(runtime: Runtime) -> None:
         guard,
         before=before,
         after=after,
-    )
-
-
-def _build_coordination(runtime: Runtime) -> None:
-    world, saver, coordinator = runtime.world, runtime.saver, runtime.coordinator
-    timed = [callback for callback in runtime.config.callbacks if isinstance(callback, Timed)]
-    coordinator.begin(world, saver, runtime.parallel.gradients, timed)
-    runtime.prefetcher = Prefetcher(
-        coordinator,
-        world,
-        saver,
-        runtime.window,
-        runtime.data.count,
-        (runtime.hooks.batch_tokens, f"{type(runtime.hooks).__name__}.batch_tokens"),
-        runtime.schedule,
+        is_heard=(anyone_listens(runtime, events[0]), anyone_listens(runtime, events[1])),
     )
 
 
@@ -240,10 +223,8 @@ def launch(runtime: Runtime) -> None:
     reference = weakref.ref(runtime)
     world.tell_where(lambda: _where(reference))
     refuse_different_configs(runtime)
-    for hook in uncalled_hooks(cls):
-        runtime.warn_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
-    for message in uncalled_methods(runtime):
-        runtime.warn_once(message, message)
+    for hook, mixin in uncalled_hooks(cls):
+        runtime.warn_once(hook, f"{cls.__name__}.{hook} is never called: only {mixin} does. Add {mixin}.")
     runtime.events = event_table(runtime, is_main=world.is_main)
     seed_everything(hash_seed(b"setup", runtime.config.seed))
 

@@ -1,6 +1,6 @@
 """StateRegistry: checkpointed state other than weights, optimizers and data, and how each part is saved and loaded.
 
-The trainer's own parts are listed in `_parts`; mixins, callbacks and users add theirs by `trainer.register_state`.
+Mixins, callbacks and users add to the trainer's own by `trainer.register_state`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,6 @@ class Checkpointed(NamedTuple):
     is_own: bool  # whether the run itself wrote it
 
 
-class Part(NamedTuple):
-    save: Callable[[], dict[str, Any]]  # plain values by their place in the checkpoint, equal on all ranks
-    load: Callable[[Checkpointed], None]
-
-
 class Registered(NamedTuple):
     save: Callable[[], Any]
     load: Callable[[Any], None]
@@ -52,7 +47,6 @@ class StateRegistry:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._registered: dict[Scope, dict[str, Registered]] = {"shared": {}, "rank": {}, "tensors": {}}
-        self._parts = _parts(runtime, self._registered["shared"])
 
     def register(
         self,
@@ -79,11 +73,33 @@ class StateRegistry:
 
     def plain(self) -> dict[str, Any]:
         """Plain values that are equal on all ranks."""
-        return {key: value for part in self._parts for key, value in part.save().items()}
+        runtime, scale = self._runtime, self._runtime.accumulation.loss_scale
+        return {
+            "progress": runtime.progress.state_dict(),
+            "loss_scale": None if scale is None else scale.state_dict(),
+            "schedulers": {name: one.state_dict() for name, one in runtime.registry.schedulers().items()},
+            **runtime.rates.state(),
+            "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in runtime.config.callbacks],
+            "mixins": {name: one.save() for name, one in self._registered["shared"].items()},
+            "user": runtime.hooks.state_dict(),
+        }
 
     def load(self, checkpoint: Checkpointed) -> None:
-        for part in self._parts:
-            part.load(checkpoint)
+        runtime, shared, branch = self._runtime, checkpoint.shared, checkpoint.branch
+        runtime.progress.load_state_dict(_progress(checkpoint))
+        scale, saved_scale = runtime.accumulation.loss_scale, shared.get("loss_scale")
+        if branch.optimizer != "new" and scale is not None and saved_scale is not None:
+            scale.load_state_dict(saved_scale)
+        warned, kept = runtime.rates.restore(shared, branch, runtime.progress.tokens_seen)
+        runtime.origin.kept_options = [one._asdict() for one in kept]
+        if runtime.world.is_main:
+            for line in warned:
+                logger.warning("%s", line)
+        _load_callbacks(runtime, checkpoint)
+        for name, one in self._registered["shared"].items():
+            if name in shared["mixins"] and (branch.counters == "keep" or not one.goes_with_counters):
+                one.load(shared["mixins"][name])
+        runtime.hooks.load_state_dict(shared["user"])
         for name, one in self._registered["tensors"].items():
             tensors = one.save()
             if all(f"{REGISTERED_PREFIX}{name}.{key}" in checkpoint.tensors for key in tensors):
@@ -115,50 +131,6 @@ class StateRegistry:
             yield prefix, callback.checkpoint_tensors()
         for name, one in self._registered["tensors"].items():
             yield f"{REGISTERED_PREFIX}{name}.", one.save()
-
-
-def _parts(runtime: Runtime, registered: Mapping[str, Registered]) -> list[Part]:
-    """Parts in loading order."""
-    hooks, progress, registry = runtime.hooks, runtime.progress, runtime.registry
-
-    def load_loss_scale(checkpoint: Checkpointed) -> None:
-        if checkpoint.branch.optimizer != "new":
-            runtime.accumulation.load_loss_scale_state(checkpoint.shared.get("loss_scale"))
-
-    def save_rates() -> dict[str, Any]:
-        schedulers = {name: scheduler.state_dict() for name, scheduler in registry.schedulers().items()}
-        return {"schedulers": schedulers, **runtime.rates.state()}
-
-    def load_rates(checkpoint: Checkpointed) -> None:
-        warned, kept = runtime.rates.restore(checkpoint.shared, checkpoint.branch, progress.tokens_seen)
-        runtime.origin.kept_options = [one._asdict() for one in kept]
-        if runtime.world.is_main:
-            for line in warned:
-                logger.warning("%s", line)
-
-    def save_callbacks() -> dict[str, Any]:
-        return {"callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in runtime.config.callbacks]}
-
-    def load_registered(checkpoint: Checkpointed) -> None:
-        for name, one in registered.items():
-            goes_along = checkpoint.branch.counters == "keep" or not one.goes_with_counters
-            if name in checkpoint.shared["mixins"] and goes_along:
-                one.load(checkpoint.shared["mixins"][name])
-
-    return [
-        Part(
-            lambda: {"progress": progress.state_dict()},
-            lambda checkpoint: progress.load_state_dict(_progress(checkpoint)),
-        ),
-        Part(lambda: {"loss_scale": runtime.accumulation.loss_scale_state()}, load_loss_scale),
-        Part(save_rates, load_rates),
-        Part(save_callbacks, lambda checkpoint: _load_callbacks(runtime, checkpoint)),
-        Part(lambda: {"mixins": {name: one.save() for name, one in registered.items()}}, load_registered),
-        Part(
-            lambda: {"user": hooks.state_dict()},
-            lambda checkpoint: hooks.load_state_dict(checkpoint.shared["user"]),
-        ),
-    ]
 
 
 def _progress(checkpoint: Checkpointed) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.event_table import notify
-from dream_trainer.trainer.mixin_hooks import unlogged
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.validation_metrics import ValidationMetrics
@@ -123,10 +122,6 @@ def _run_loader(
             listener(moved, batch_idx)
         result, weight = _result_and_weight(runtime.window.validation_step(moved, batch_idx), record)
         record.metrics.add_result(result, weight)
-        if batch_idx == 0 and not after and not record.metrics.has_values():
-            message = unlogged("validation_step", result)
-            if message is not None:
-                runtime.warn_once("unlogged validation_step", message)
         for listener in after:
             listener(result, batch_idx)
 
@@ -159,7 +154,12 @@ def in_step(
         if count != max_batches:
             fetch = partial(next, source, _NOTHING)
             fresh = fetch() if coordinator is None else coordinator.signals.wait_for_data(fetch)
-        if not _some_rank_has_one(runtime, coordinator, fresh is not _NOTHING):
+        if coordinator is not None:
+            goes_on = coordinator.go_on(has_batch=fresh is not _NOTHING)
+        else:
+            flags = runtime.coordinator.count_batches(Flags(short=fresh is _NOTHING))
+            goes_on = flags.short < runtime.world.world_size
+        if not goes_on:
             if count == 0 and max_batches != 0:
                 is_prediction = isinstance(runtime.records.current, NoRecord)
                 purpose = "loader to predict" if is_prediction else "validation loader"
@@ -174,23 +174,9 @@ def in_step(
             batch = fresh
         elif not needs_company:
             continue
-        elif count == 0:
-            batch = _any_batch(runtime, batches)
+        elif count == 0 and (batch := batches.any_batch()) is None:
+            raise DataError(
+                f"rank {runtime.world.rank} has no validation batch while others do, and the sharded forward needs all "
+                "ranks. Give every rank at least one batch, or use a DistributedDataLoader."
+            )
         yield batch, fresh is _NOTHING
-
-
-def _some_rank_has_one(runtime: Runtime, coordinator: Coordinator | None, has_batch: bool) -> bool:
-    if coordinator is not None:
-        return coordinator.go_on(has_batch=has_batch)
-    flags = runtime.coordinator.count_batches(Flags(short=not has_batch))
-    return flags.short < runtime.world.world_size
-
-
-def _any_batch(runtime: Runtime, batches: ValidationBatches) -> Any:
-    batch = batches.any_batch()
-    if batch is None:
-        raise DataError(
-            f"rank {runtime.world.rank} has no validation batch while others do, and the sharded forward needs all "
-            "ranks. Give every rank at least one batch, or use a DistributedDataLoader."
-        )
-    return batch

@@ -79,7 +79,11 @@ class ValidationMetrics:
         seen: set[str] = set()
         for name, metric in self.metrics().items():
             if name in self._of_training:
-                self._refuse_if_shared(name, metric)
+                if any(self.world.all_gather_object(updates(metric) != self._of_training[name])):
+                    raise HookError(
+                        f"metric {name!r} is updated in training and in validation, so that neither's value would be "
+                        "its own. Give each its own metric."
+                    )
                 continue
             values = computed(name, metric, self.world)
             for key in seen.intersection(values):
@@ -100,13 +104,6 @@ class ValidationMetrics:
                         "are. Log what you want of it in post_val_epoch, or have it computed as one number.",
                     )
         return numbers
-
-    def _refuse_if_shared(self, name: str, metric: Any) -> None:
-        if any(self.world.all_gather_object(updates(metric) != self._of_training[name])):
-            raise HookError(
-                f"metric {name!r} is updated in training and in validation, so that neither's value would be its own. "
-                "Give each its own metric."
-            )
 
 
 def _holds_metric(value: Any) -> bool:

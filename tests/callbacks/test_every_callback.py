@@ -191,16 +191,11 @@ def test_an_argument_that_cannot_work_is_named_when_it_is_made(message: str, mak
         make()
 
 
-def test_a_callback_that_cannot_be_put_in_order_or_has_no_name_is_refused_by_the_collection() -> None:
-    class Late(Listens):
-        order = "late"  # type: ignore[assignment]
-
+def test_a_callback_without_a_name_is_refused_by_the_collection() -> None:
     class Forgets(shipped.LoggingCallback):
         def __init__(self) -> None:
             self.every = 3
 
-    with pytest.raises(ConfigError, match=r"Late.order='late' is not an integer. .*lower runs earlier"):
-        dt.CallbackCollection([Listens(), Late()])
     with pytest.raises(ConfigError, match=r"Forgets has no name. Call super\(\).__init__\(name\) in its __init__"):
         dt.CallbackCollection([Forgets()])
 

@@ -307,7 +307,7 @@ def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
                     "val": trainer.logged[case.steps]["val/loss"],
                     "skipped": trainer.skipped_steps,
                     "said": trainer.said,
-                    "scale": trainer._runtime.accumulation.loss_scale_state(),
+                    "scale": (scale := trainer._runtime.accumulation.loss_scale) and scale.state_dict(),
                     "loads": {name: v for name, v in trainer.logged[case.steps].items() if "_load" in name},
                     "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
                     "start": trainer.initial,

@@ -361,19 +361,6 @@ def test_a_backward_between_two_windows_is_an_error_that_says_where_its_gradient
         cls(make_config(n_epochs=2), batches(2), batches(1)).fit()
 
 
-def test_a_loss_that_has_no_gradient_to_compute_is_refused_with_what_to_do() -> None:
-    def refused(loss: Callable[[Alone, Batch], Any]) -> str:
-        with pytest.raises(StepError) as raised:
-            train(lambda trainer, batch, _: trainer.backward(loss(trainer, batch)), batches(1))
-        return str(raised.value)
-
-    assert "given a float, and needs the loss as the tensor" in refused(lambda t, b: loss_of(t, b).item())
-    each = refused(lambda t, b: (t.model(b[0]) - b[1]).square())
-    assert "given a tensor of shape [2, 1], and needs a scalar: its mean()" in each
-    assert "a loss that needs no gradient. It was computed under" in refused(lambda t, b: loss_of(t, b).detach())
-    assert "a loss that needs no gradient" in refused(lambda t, b: (t.model(b[0]) > 0).sum())
-
-
 # -- what callbacks see of a window
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader, World
-from tests.trainer.small import Config, Samples, Spread, fit, make_config, run_config, weights
+from tests.trainer.small import Config, Samples, Spread, fit, run_config, weights
 from tests.worlds import run_world
 
 STEPS = [4, 5, 6]
@@ -199,15 +199,3 @@ def test_ranks_follow_changed_data_together() -> None:
     assert "RanksDifferError" in first["GrowsOnOneRank"]
     assert "8 on rank 0; 12 on rank 1" in first["GrowsOnOneRank"]
     assert "train_dataloader assigned (False on rank 0; True on rank 1)" in first["ReplacesOnOneRank"]
-
-
-def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Changes(Spread):
-        def configure_dataloaders(self) -> Any:
-            return DataLoader(Samples(4), batch_size=2, num_workers=1, persistent_workers=True), None
-
-        def pre_epoch(self) -> None:
-            self.train_dataloader.dataset.x.fill_(self.current_epoch)
-
-    fit(Changes(make_config(n_epochs=1)))
-    assert "changes by pre_epoch only count if its length changes too" in caplog.text

@@ -40,14 +40,14 @@ def fit(kind: type[Alone], length: int = 8, **training: Any) -> dt.BaseTrainer:
 
 
 def test_steps_that_nobody_counts_are_an_error_under_a_limit_in_steps() -> None:
-    with pytest.raises(StepError, match=r"max_steps=3 never comes: 1 batch was.*self\.step\(model, optimizer\)"):
+    with pytest.raises(StepError, match=r"max_steps=3 never comes: of 1 trained.*self\.step\(model, optimizer\)"):
         fit(ByItself, max_steps=3)
     assert fit(ByItself, max_steps=3, n_epochs=2).local_batches == 8
 
 
 def test_a_run_that_never_steps_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanity_checks, "BATCHES_WITHOUT_STEP", 40)
-    with pytest.raises(StepError, match="max_steps=3 never comes: 40 batches"):
+    with pytest.raises(StepError, match="max_steps=3 never comes: of 40 trained"):
         fit(Idle, max_steps=3)
     assert fit(Idle, n_epochs=12).local_batches == 48
 

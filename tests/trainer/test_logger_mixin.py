@@ -225,18 +225,6 @@ class Validating(Algorithm):
         return {"loss": batch.mean()}
 
 
-def test_a_result_of_tensors_alone_is_said_once_not_to_be_logged(caplog: pytest.LogCaptureFixture) -> None:
-    class Returns(Validating):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0][:, None]).mean())
-            self.step(self.model, self.optimizer)
-            return {"losses": torch.zeros(5)}
-
-    fit(Returns, make_config(n_epochs=2))
-    (said,) = [line for line in caplog.messages if "returned is logged" in line]
-    assert said.startswith("nothing that training_step returned is logged: 'losses' is a tensor of shape (5,)")
-
-
 def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
     class Says(Validating):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import EVENTS, ConfigError, HookError, Hooks, LearningRate, MixinHooks
+from tests.api import EVENTS, ConfigError, HookError, Hooks, MixinHooks
 from tests.trainer import small
 from tests.trainer.small import Validates, batches, by_hand, fill, filled_network, network, sgd, weights
 
@@ -125,11 +125,6 @@ DATA, STEP, MODELS = "configure_dataloaders", "training_step", "configure_models
         ((dt.BaseTrainer,), (DATA,), STEP),
         ((dt.BaseTrainer, dt.SetupMixin), (DATA, STEP), MODELS),
         ((dt.BaseTrainer, dt.SetupMixin), (DATA, STEP, MODELS), "assign your optimizers to self there.$"),
-        (
-            (dt.BaseTrainer, dt.SetupMixin),
-            (DATA, STEP, MODELS, "configure_optimisers"),
-            "override configure_optimizers, .* defines configure_optimisers: rename that",
-        ),
     ],
 )
 def test_a_missing_hook_is_named_at_once(bases: tuple[type, ...], defined: tuple[str, ...], told: str) -> None:
@@ -171,36 +166,3 @@ def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(cap
     said = [text.split()[0] for text in caplog.messages if "is never called: only SetupMixin does" in text]
     hooks = ("configure_models", "configure_optimizers", "init_weights")
     assert sorted(said) == [f"Overrides.{hook}" for hook in hooks]
-
-
-def test_a_method_like_a_hook_that_nothing_calls_is_said_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
-    class Misspelt(Algorithm, dt.BaseTrainer):
-        def setup(self) -> None:
-            super().setup()
-            self.on_my_own()
-
-        def validate_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            return {}
-
-        def on_my_own(self) -> None: ...
-
-        def generate(self) -> None: ...
-
-    class Lightning(dt.Callback):
-        def on_train_batch_end(self, trainer: Any) -> None: ...
-
-        def post_train_step(self, trainer: Any) -> None:
-            self.post_process()
-
-        def post_process(self) -> None: ...
-
-    config = make_config(())
-    config.callbacks = dt.CallbackCollection([Lightning(), Lightning(), dt.EMA(), LearningRate(), dt.Progress()])
-    with Misspelt(config) as trainer:
-        trainer.fit()
-    said = [line for line in caplog.messages if "nothing calls" in line]
-    assert {line.split()[2].rstrip(","): line.split(" is ")[-1].split(".")[0] for line in said} == {
-        "Misspelt.validate_step": "validation_step",
-        "Lightning.on_train_batch_end": "post_train_batch",
-    }
-    assert len(said) == 2

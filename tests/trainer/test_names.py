@@ -94,11 +94,6 @@ def test_a_definition_with_a_name_of_ours_is_refused_when_the_trainer_is_built(n
         mine(everything_config())
 
 
-def test_a_hook_that_is_none_is_to_be_left_out() -> None:
-    with pytest.raises(HookError, match=r"Mine.post_epoch is None, and the framework calls it. Leave it out"):
-        type("Mine", (Everything,), {"post_epoch": None})(everything_config())
-
-
 def test_what_is_made_to_be_overridden_may_be() -> None:
     class Mine(Everything):
         extra = 3
@@ -115,11 +110,6 @@ def test_what_is_made_to_be_overridden_may_be() -> None:
     trainer.training_step = torch.no_grad()(trainer.training_step)  # type: ignore[method-assign]
     trainer._own, trainer.rate = 1, 2
     assert (trainer._own, trainer.rate, trainer.extra) == (1, 2, 3)
-
-
-def test_a_trainer_that_is_called_as_a_module_says_what_to_call() -> None:
-    with pytest.raises(TypeError, match=r"self\.model\(x\)"):
-        Everything(everything_config())(torch.ones(1))  # type: ignore[operator]
 
 
 def test_a_forgotten_call_of_the_base_constructor_is_named() -> None:

@@ -85,7 +85,7 @@ def test_an_event_behind_the_base_that_cannot_take_its_arguments_is_refused() ->
     class Short:
         def pre_optimizer_step(self) -> None: ...
 
-    with pytest.raises(HookError, match=r"Short\.pre_optimizer_step\(self\) cannot be called"):
+    with pytest.raises(HookError, match=r"Short\.pre_optimizer_step\(self\).* cannot be called"):
         type("Mine", (Own, Short), {})(make_config(), batches(1))
 
 

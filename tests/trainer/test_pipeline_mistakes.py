@@ -1,7 +1,6 @@
 """What a pipeline cannot do is named, on all ranks, before a step ends wrong."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from tests import api
 from tests.trainer.small import run_ranks
-from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Rows, Trained, config_of, count, mean_loss
+from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Trained, config_of, count, mean_loss
 from tests.worlds import run_world
 
 
@@ -132,29 +131,6 @@ def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks() -> None:
         assert "a batch of 15 samples cannot be cut into microbatches=4 of one size" in told["odd"]
         assert "was given 16 samples and a tensor of shape [8, 6]" in told["targets"]
         assert "Under pipeline_parallel=2 some ranks have parts of them, or no outputs" in told["rows"]
-
-
-def last_batch_refused(loader: Any, dp_size: int = 1, total_steps: int | None = None) -> str:
-    stream = api.train_stream(loader, accumulation=1, dp_rank=0, dp_size=dp_size, seed=0)
-    state = SimpleNamespace(total_steps=total_steps, accumulation_steps=1)
-    runtime: Any = SimpleNamespace(data=SimpleNamespace(stream=stream), state=state)
-    try:
-        api.refuse_short_batches(runtime, 4)
-    except api.DataError as error:
-        return str(error)
-    return ""
-
-
-def test_a_last_batch_is_refused_only_where_it_is_trained_as_it_is() -> None:
-    rows, plain = Rows(22), torch.utils.data.DataLoader
-    assert "the last batch of an epoch, of 6 samples" in last_batch_refused(plain(rows, 8))
-    assert last_batch_refused(plain(Rows(20), 8)) == ""
-    assert last_batch_refused(plain(rows, 8, drop_last=True)) == ""
-    assert last_batch_refused(plain(rows, 8, collate_fn=list)) == ""
-    assert last_batch_refused(plain(rows, 8), total_steps=2) == ""
-    assert last_batch_refused(plain(rows, 8), dp_size=2) == ""  # what is left of a plain loader is dropped there
-    uneven = api.DistributedDataLoader(rows, 8, drop_last=False)
-    assert "the last batch of an epoch, of 3 samples" in last_batch_refused(uneven, dp_size=2)
 
 
 class Normed(Model):

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from dream_trainer.trainer import mixins
-from tests.api import ConfigError, HookError, MixinHooks
+from tests.api import HookError, MixinHooks
 from tests.trainer.small import Alone, Spread, batches, make_config
 from tests.trainer.test_names import Everything, everything_config
 
@@ -128,16 +128,6 @@ def test_a_model_under_a_private_name_is_an_error_that_gives_it_another() -> Non
 
     with pytest.raises(HookError, match=r"self\._teacher holds a module \(Linear\).*Call it self\.teacher"):
         Private(make_config(), batches(1)).fit()
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step() -> None:
-    class Closes(Alone):
-        def setup(self) -> None:
-            super().setup()
-            self.optimizer = torch.optim.LBFGS(self.model.parameters())
-
-    with pytest.raises(ConfigError, match=r"self\.optimizer is LBFGS, whose step\(\) needs a closure.*plain"):
-        Closes(make_config(max_steps=1), batches(1)).fit()
 
 
 MIXINS = {name for name in mixins.__all__ if name.endswith("Mixin") and not name.endswith("ConfigMixin")}

@@ -43,7 +43,7 @@ def test_evaluating_a_run_without_a_checkpoint_says_where_there_is_none(caplog: 
         saves.make_config(experiment="other", init_from="runs/tests/checkpoint/run/checkpoints/step_00000006")
     ) as other:
         other.evaluate()
-    assert "these weights are those that init_from or load_pretrained loaded" in caplog.text
+    assert "other/checkpoints has no checkpoint: these weights are as setup left them" in caplog.text
 
 
 def test_latest_is_the_newest_and_an_error_where_there_is_none() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from dream_trainer.config.parallel_parameters import (
@@ -25,7 +24,7 @@ class ActivationCheckpointingMixin(AbstractTrainer):
     def apply_activation_checkpointing(self) -> None:
         """Makes the blocks of every trained model recompute their activations.
 
-        A model without blocks, such as a critic, keeps its activations if another model has blocks; this logs once.
+        A model without blocks, such as a critic, keeps its activations if another model has blocks.
 
         Raises:
             ConfigError: No trained model has repeated blocks.
@@ -34,21 +33,13 @@ class ActivationCheckpointingMixin(AbstractTrainer):
         mode = self._runtime.config.device_parameters.activation_checkpointing
         trained = set(self._runtime.registry.trainable_models())
         blocks_of = {name: self.model_blocks(model) for name, model in self.named_models().items() if model in trained}
-        self._look_at_models_without_blocks([name for name, blocks in blocks_of.items() if not blocks], len(blocks_of))
+        if blocks_of and not any(blocks_of.values()):
+            without = " and ".join(map(repr, blocks_of))
+            raise ConfigError(
+                f"model {without} has no repeated blocks to checkpoint. Override model_blocks to name its parts, or "
+                "apply_activation_checkpointing to choose modules by hand."
+            )
         for name, blocks in blocks_of.items():
-            if not blocks:
-                continue
             names = {part: f"{name}.{place}" for place, part in self.named_models()[name].named_modules()}
             for block in blocks[:: parameters.every_n_blocks]:
                 recompute(block, parameters.keep if mode == "selective" else (), names.get(block, name))
-
-    def _look_at_models_without_blocks(self, without: Sequence[str], count: int) -> None:
-        if not without:
-            return
-        fix = "Override model_blocks to name its parts, or apply_activation_checkpointing to choose modules by hand."
-        names = " and ".join(map(repr, without[:3]))
-        if len(without) == count:
-            raise ConfigError(f"model {names} has no repeated blocks to checkpoint. {fix}")
-        self.warn_once(
-            "models without blocks", f"model {names} has no repeated blocks, and keeps all its activations. {fix}"
-        )

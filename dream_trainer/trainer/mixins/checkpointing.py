@@ -1,7 +1,7 @@
 """CheckpointMixin: when checkpoints are saved, and which one a run resumes from.
 
 It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
-See trainer/saved_state.py and trainer/state_registry.py for the saved state, trainer/resume.py for the choice.
+See trainer/saved_state.py and trainer/state_registry.py for the saved state and the choice.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
 from dream_trainer.trainer.run_record import read_record
 from dream_trainer.trainer.runtime import Runtime
+from dream_trainer.trainer.saved_state import changed_fields, newest_to_resume, resume, run_name
 from dream_trainer.trainer.session import start
-from dream_trainer.trainer.user_class.overrides import definers, is_ours
-from dream_trainer.weights.adapter_record import adapters_of, origin_of
+from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.adapters import refuse_other_adapters
 from dream_trainer.weights.load import load_weights
 
@@ -74,7 +73,6 @@ class CheckpointMixin(AbstractTrainer):
         return list_in_both(self._checkpoints_root(), self.checkpoint_dir)
 
     def _elsewhere(self) -> Path | None:
-        """The directory of this run below `checkpoint_parameters.directory`, on a disk or in an object store."""
         directory = self._runtime.config.checkpoint_parameters.directory
         if directory is None:
             return None
@@ -360,12 +358,10 @@ class CheckpointMixin(AbstractTrainer):
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
         if self._runtime.saver.lacks_checkpoint and not self._runtime.session.is_training and self.local_batches == 0:
-            is_loaded = self.__parameters().init_from is not None or any_is_loaded(self._runtime)
             self.warn_once(
                 "no checkpoint",
-                f"{self._checkpoints_root()} has no checkpoint: these weights are "
-                f"{'those that init_from or load_pretrained loaded' if is_loaded else 'as setup left them'}. Check "
-                "project, group and experiment; resume=None is for a run that has none.",
+                f"{self._checkpoints_root()} has no checkpoint: these weights are as setup left them. Check project, "
+                "group and experiment; resume=None is for a run that has none.",
             )
         with super()._validation_context():
             yield
@@ -390,20 +386,15 @@ class CheckpointMixin(AbstractTrainer):
         if self._runtime.saver.local is not None:
             self._runtime.saver.local.loaded(manifest, is_own=is_own)
         self._runtime.origin.resumed_from = str(absolute(manifest.path))
-        self._say_what_changed(manifest)
+        if self.world.is_main:
+            logger.info("resumed from %s at step %d", manifest.path, self.global_step)
+            if changed := changed_fields(manifest, self._runtime.config):
+                logger.warning(
+                    "the config differs from the checkpoint's: %s. The new values apply, unless another line says that "
+                    "the checkpoint's stays in use.",
+                    "; ".join(changed),
+                )
         self._notify("on_load", manifest.path)
-
-    def _say_what_changed(self, manifest: Manifest) -> None:
-        if not self.world.is_main:
-            return
-        logger.info("resumed from %s at step %d", manifest.path, self.global_step)
-        changed = changed_fields(manifest, self._runtime.config)
-        if changed:
-            logger.warning(
-                "the config differs from the checkpoint's: %s. The new values apply, unless another line says that the "
-                "checkpoint's stays in use.",
-                "; ".join(changed),
-            )
 
     # -- called by the loop
 
@@ -436,7 +427,6 @@ class CheckpointMixin(AbstractTrainer):
 
 
 def _settled(runtime: Runtime) -> Moment:
-    """Waits for confirmation that all steps so far were good, on all ranks; a collective."""
     runtime.hooks.settle()
     runtime.coordinator.check_order()
     return Moment(runtime.progress.global_step, has_pending_work=runtime.progress.owed is not None)
@@ -452,8 +442,12 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
             f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
             "Call load_weights for each in load_pretrained."
         )
-    if (path / MANIFEST_NAME).exists():
-        _refuse_other_adapters(path, models, world)
+    if (path / MANIFEST_NAME).exists():  # models may have adapters both here and there
+        saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
+        if len(models) == len(saved) == 1:  # a single adapter may have another name there
+            saved = dict(zip(models, saved.values(), strict=True))
+        adapted = {name: model for name, model in models.items() if name in saved and adapters_of(model) is not None}
+        refuse_other_adapters(path, adapted, saved, world=world)
     for name, model in models.items():
         load_weights(
             model,
@@ -463,19 +457,3 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
             strict=parameters.init_strict,
             world=world,
         )
-
-
-def any_is_loaded(runtime: Runtime) -> bool:
-    """Whether setup gave models weights from elsewhere: by `load_weights`, or in the user's `load_pretrained`."""
-    loads = any(not is_ours(part) for part in definers(type(runtime.hooks), "load_pretrained"))
-    parameters = (p for model in runtime.registry.models().values() for p in model.parameters())
-    return loads or any(origin_of(parameter) is not None for parameter in parameters)
-
-
-def _refuse_other_adapters(path: Path, models: Mapping[str, nn.Module], world: Ranks) -> None:
-    """For models with adapters both here and there; a single adapter may have another name there."""
-    saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
-    if len(models) == len(saved) == 1:
-        saved = dict(zip(models, saved.values(), strict=True))
-    adapted = {name: model for name, model in models.items() if name in saved and adapters_of(model) is not None}
-    refuse_other_adapters(path, adapted, saved, world=world)

@@ -36,20 +36,6 @@ class ContextParallelMixin(AbstractTrainer):
     """Context-parallel training. Override `cut_batch(batch, cut)`.
 
     `predict` computes whole sequences on each rank, and so does a forward outside the steps.
-
-    Example:
-        ```python
-        def cut_batch(self, batch, cut):
-            tokens, labels = batch[:, :-1], batch[:, 1:]
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            return cut(tokens), cut(labels), cut(positions)
-
-        def training_step(self, batch, batch_idx):
-            tokens, labels, positions = batch
-            loss = F.cross_entropy(self.model(tokens, positions).flatten(0, 1), labels.flatten())
-            self.backward(loss, weight=labels.numel())
-            ...
-        ```
     """
 
     _config_class: ClassVar[type | None] = ContextParallelConfigMixin
@@ -67,12 +53,6 @@ class ContextParallelMixin(AbstractTrainer):
             batch: On the device.
             cut: `cut(tensor, dim=1)` gives this rank's positions of a tensor whose dimension `dim` is the sequence;
                 the tensor itself without context parallelism.
-
-        Example:
-            ```python
-            def cut_batch(self, batch, cut):  # PackedRows: all tensors are [rows, row_length]
-                return {name: cut(tensor) for name, tensor in batch.items()}
-            ```
         """
         return batch
 
@@ -97,7 +77,7 @@ class ContextParallelMixin(AbstractTrainer):
             return step
 
         def with_whole_batch(batch: Any, batch_idx: int) -> Any:
-            return step(_checked(self._runtime, self.cut_batch(batch, _whole)), batch_idx)
+            return step(self.cut_batch(batch, lambda tensor, dim=1: tensor), batch_idx)
 
         if self.world.mesh_shape.cp == 1:
             return with_whole_batch
@@ -107,11 +87,16 @@ class ContextParallelMixin(AbstractTrainer):
         def with_part(batch: Any, batch_idx: int) -> Any:
             if isinstance(self._runtime.records.current, NoRecord):  # a prediction
                 return with_whole_batch(batch, batch_idx)
-            seed = _step_seed(self._runtime, batch_idx)
+            # Fixed for a step, also after a resume, and equal on context-parallel ranks.
+            runtime, progress, dp_rank = self._runtime, self._runtime.progress, self._runtime.world.dp_rank
+            seed = hash_seed(b"val" + runtime.state.val_name.encode(), runtime.config.seed, batch_idx, dp_rank)
+            if runtime.state.training:
+                place = progress.current_epoch, progress.global_step, batch_idx
+                seed = hash_seed(b"train", runtime.config.seed, *place, dp_rank)
             cut.begin()
             with preserved_random_state(device):
                 seed_device(seed, device)
-                part = _checked(self._runtime, self.cut_batch(batch, cut.cut))
+                part = self.cut_batch(batch, cut.cut)
             cut.end(part, is_training=self.training)
             seed_device(hash_seed(b"step", seed), device)
             with takeover:
@@ -120,14 +105,6 @@ class ContextParallelMixin(AbstractTrainer):
             return result
 
         return with_part
-
-
-def _step_seed(runtime: Runtime, batch_idx: int) -> int:
-    """Seed for draws that are equal on context-parallel ranks; fixed for a step, also after a resume."""
-    seed, progress, dp_rank = runtime.config.seed, runtime.progress, runtime.world.dp_rank
-    if not runtime.state.training:
-        return hash_seed(b"val" + runtime.state.val_name.encode(), seed, batch_idx, dp_rank)
-    return hash_seed(b"train", seed, progress.current_epoch, progress.global_step, batch_idx, dp_rank)
 
 
 def _attention(runtime: Runtime) -> ContextAttention:
@@ -139,19 +116,6 @@ def _attention(runtime: Runtime) -> ContextAttention:
     if runtime.config.context_parallel_parameters.attention == "ulysses":
         return UlyssesAttention(SequenceParts(rank, size, group, is_balanced=False))
     return GatheredAttention(SequenceParts(rank, size, group, is_balanced=True))
-
-
-def _whole(tensor: Tensor, dim: int = 1) -> Tensor:
-    return tensor
-
-
-def _checked(runtime: Runtime, batch: Any) -> Any:
-    if batch is None:
-        raise HookError(
-            f"{type(runtime.hooks).__name__}.cut_batch returned None. Return the batch, with cut(tensor) instead of "
-            "each tensor along the sequence."
-        )
-    return batch
 
 
 class SequenceCut:

@@ -105,7 +105,14 @@ class EvalMixin(AbstractTrainer):
         with failing_for_all(self._runtime):
             start(self._runtime)
             local_results: list[Any] = []
-            batches = self._batches_of(self.__loader_called(dataloader) if isinstance(dataloader, str) else dataloader)
+            if isinstance(dataloader, str):
+                named = {f"val/{key}" if key else "val": loader for key, loader in self.val_dataloaders.items()}
+                if dataloader not in named:
+                    raise HookError(
+                        f"predict({dataloader!r}) names no validation loader. Use one of {sorted(named)}, or a loader."
+                    )
+                dataloader = named[dataloader]
+            batches = self._batches_of(dataloader)
             predict_step = self._wrap_step(self.predict_step)
             with validation_mode(self._runtime), self._validation_context(), self._runtime.parallel.whole():
                 for batch_idx, (batch, is_padding) in enumerate(in_step(self._runtime, batches, None)):
@@ -119,12 +126,6 @@ class EvalMixin(AbstractTrainer):
             in_order = [results[index] for index in range(longest) for results in ranks if index < len(results)]
             uneven = "predict() returns a list of batches' tensors: later dimensions differ. Pad samples to one length."
             return concatenated(in_order, lambda _: self.warn_once("uneven", uneven))
-
-    def __loader_called(self, name: str) -> Any:
-        loaders = {f"val/{key}" if key else "val": loader for key, loader in self.val_dataloaders.items()}
-        if name not in loaders:
-            raise HookError(f"predict({name!r}) names no validation loader. Use one of {sorted(loaders)}, or a loader.")
-        return loaders[name]
 
     def _batches_of(self, dataloader: Any) -> Any:
         return validation_batches(

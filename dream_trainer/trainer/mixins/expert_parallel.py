@@ -17,13 +17,6 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 class ExpertParallelMixin(AbstractTrainer):
     """Expert-parallel training of every `dream_trainer.modules.MoE`, without code of yours. Override
     `apply_expert_parallel(mesh)` for other MoE layers.
-
-    Example:
-        ```python
-        def apply_expert_parallel(self, mesh):
-            for layer in self.model.layers:  # whose experts are stacked weights [n_experts, ...]
-                split_experts(layer.experts, mesh)
-        ```
     """
 
     _parallelism: ClassVar[Parallelism | None] = EXPERT

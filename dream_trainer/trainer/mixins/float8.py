@@ -55,15 +55,16 @@ class Float8Mixin(AbstractTrainer):
                 "have. Use float8_parameters.emulate=True to see what float8 does to a training, slowly."
             )
         all_gather = parameters.all_gather and self.world.parameter_shape.dp_shard > 1
+        modules = [module for model in self.named_models().values() for module in model.modules()]
         config = float8_config(recipe, all_gather=all_gather, emulate=parameters.emulate)
         for linear in _chosen(self._runtime, parameters):
             compute_in_float8(linear, config)
-            if all_gather and not _is_tied(self._runtime, linear):  # a tie cannot be two tensors
+            places = [part for part in modules if any(p is linear.weight for p in part.parameters(recurse=False))]
+            if all_gather and len(places) == 1:  # a tie cannot be two tensors
                 gather_in_float8(linear, config)
 
 
 def _chosen(runtime: Runtime, parameters: Float8Parameters) -> list[nn.Linear]:
-    """The layers to change; says which others do not fit."""
     from dream_trainer.modules.float8_linears import linears, sizes_fit
 
     found = [
@@ -86,13 +87,3 @@ def _chosen(runtime: Runtime, parameters: Float8Parameters) -> list[nn.Linear]:
             f"each rank: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}",
         )
     return chosen
-
-
-def _is_tied(runtime: Runtime, linear: nn.Linear) -> bool:
-    places = [
-        module
-        for model in runtime.registry.models().values()
-        for module in model.modules()
-        if any(parameter is linear.weight for parameter in module.parameters(recurse=False))
-    ]
-    return len(places) > 1

@@ -22,7 +22,7 @@ from dream_trainer.events.collection import BaseCallback
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Counters
-from dream_trainer.trainer.mixin_hooks import NoRounds
+from dream_trainer.trainer.hooks import NoRounds
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.buckets import in_buckets
@@ -34,23 +34,18 @@ class LocalSGDMixin(AbstractTrainer):
 
     The state of each worker's optimizers stays its own, as in the papers. Each worker counts the same in the average,
     with any amount of data.
-
-    Example:
-        ```python
-        @dataclass
-        class Config(dt.DreamTrainerConfig, dt.LocalSGDConfigMixin): ...
-
-        class Trainer(dt.DreamTrainer, dt.LocalSGDMixin): ...
-
-        Config(..., local_sgd_parameters=dt.LocalSGDParameters(every_n_steps=500, outer="sgd"))
-        ```
     """
 
     _config_class: ClassVar[type | None] = LocalSGDConfigMixin
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        _refuse_tensors_of_callbacks(self._runtime)
+        for callback in config.callbacks:
+            if type(callback).checkpoint_tensors is not BaseCallback.checkpoint_tensors:
+                raise ConfigError(
+                    f"LocalSGDMixin does not work with {type(callback).__name__}, which keeps tensors in checkpoints: "
+                    "each worker would have others. Leave one of the two out."
+                )
         self._runtime.workers = self._runtime.config.local_sgd_parameters.workers
 
     def register_state(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -101,15 +96,6 @@ class LocalSGDMixin(AbstractTrainer):
     def _validation_context(self) -> Iterator[None]:
         with self._runtime.rounds.as_one_model(), super()._validation_context():
             yield
-
-
-def _refuse_tensors_of_callbacks(runtime: Runtime) -> None:
-    for callback in runtime.config.callbacks:
-        if type(callback).checkpoint_tensors is not BaseCallback.checkpoint_tensors:
-            raise ConfigError(
-                f"LocalSGDMixin does not work with {type(callback).__name__}, which keeps tensors in checkpoints: each "
-                "worker would have others. Leave one of the two out."
-            )
 
 
 def _refuse_what_crosses_workers(runtime: Runtime) -> None:
@@ -227,15 +213,15 @@ class Rounds(NoRounds):
         """The trainer's and the rounds' tensors for a checkpoint; a collective."""
         saved, averaged = dict(tensors), self._averaged()
         for name, start in self._start.items():
-            if name in tensors and self._has_momentum(start):
-                saved[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start))
+            if name in tensors and (momentum := self._momentum(start)) is not None:
+                saved[_MOMENTUM + name] = with_local(averaged[name], momentum)
             if name in tensors and self.is_running:
                 saved[_START + name] = with_local(averaged[name], start)
         if not self._is_apart():
             return saved
         for (name, tensor), average in zip(averaged.items(), self._averages(_parts(averaged)), strict=True):
             if name in tensors:
-                saved[self._own_name(name)], saved[name] = tensors[name], with_local(tensor, average)
+                saved[f"workers.{self.world.worker}.{name}"], saved[name] = tensors[name], with_local(tensor, average)
         return saved
 
     def tensors_to_load(self, tensors: dict[str, Tensor], saved: Collection[str], *, is_own: bool) -> dict[str, Tensor]:
@@ -247,13 +233,13 @@ class Rounds(NoRounds):
         self._make_room(averaged)
         targets: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            own = self._own_name(name)
+            own = f"workers.{self.world.worker}.{name}"
             targets[own if own in saved else name] = tensor
         for name, start in self._start.items():
             if _START + name in saved:
                 targets[_START + name] = with_local(averaged[name], start)
-            if _MOMENTUM + name in saved and self._has_momentum(start):
-                targets[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start))
+            if _MOMENTUM + name in saved and (momentum := self._momentum(start)) is not None:
+                targets[_MOMENTUM + name] = with_local(averaged[name], momentum)
         return targets
 
     def state(self) -> dict[str, Any]:
@@ -261,11 +247,6 @@ class Rounds(NoRounds):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._began_at = state.get("began_at")
-
-    def _own_name(self, name: str) -> str:
-        return f"workers.{self.world.worker}.{name}"
-
-    # -- the parts
 
     def _averaged(self) -> dict[str, Tensor]:
         """The tensors that workers hold separately and average, keyed by their names in checkpoints."""
@@ -293,13 +274,8 @@ class Rounds(NoRounds):
             for start in trained:
                 self._outer.state[start] = state.get(start) or {"momentum_buffer": torch.zeros_like(start)}
 
-    def _has_momentum(self, start: Tensor) -> bool:
-        return self._outer is not None and start in self._outer.state
-
-    def _momentum(self, start: Tensor) -> Tensor:
-        assert self._outer is not None  # it has a momentum
-        momentum: Tensor = self._outer.state[start]["momentum_buffer"]
-        return momentum
+    def _momentum(self, start: Tensor) -> Tensor | None:
+        return None if self._outer is None else self._outer.state.get(start, {}).get("momentum_buffer")
 
     def _averages(self, parts: list[Tensor]) -> list[Tensor]:
         """`parts`, averaged over the workers; a collective."""

@@ -27,7 +27,6 @@ from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.event_table import anyone_listens
-from dream_trainer.trainer.mixin_hooks import unlogged
 
 
 class LoggerMixin(AbstractTrainer):
@@ -134,12 +133,7 @@ class LoggerMixin(AbstractTrainer):
     @override
     def _log_step(self, result: dict[str, Any], weight: Any) -> None:
         super()._log_step(result, weight)
-        # In the first step, which no measurement of the pace counts, and not at the first flush: it may take seconds.
-        is_waiting = self.__run_log.batch_finished(result, weight, self._runtime.window.batch_samples)
-        if is_waiting and not self._runtime.events["post_train_batch"]:
-            message = unlogged("training_step", result)
-            if message is not None:
-                self.warn_once("unlogged training_step", message)
+        self.__run_log.batch_finished(result, weight, self._runtime.window.batch_samples)
 
     @override
     def _window_started(self) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
-from dream_trainer.data.stream import ShardStream
-from dream_trainer.errors import ConfigError, DataError, StepError
+from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.parallel.axes import PIPELINE
 from dream_trainer.parallel.axis import Parallelism
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
 
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.parallel.pipeline import Pipeline, Stages
-    from dream_trainer.trainer.runtime import Runtime
 
 
 _NORMS = (
@@ -43,23 +39,6 @@ class PipelineParallelMixin(AbstractTrainer):
 
     The model's forward reads names that its stage may lack: lists then omit the blocks of other stages, and other names
     are None. Its return value there is the next stage's argument.
-
-    Example:
-        ```python
-        class Model(nn.Module):
-            def forward(self, x):
-                if self.embedding is not None:
-                    x = self.embedding(x)
-                for block in self.blocks:
-                    x = block(x)
-                return x if self.head is None else self.head(x)
-
-        class Trainer(DreamTrainer):
-            def training_step(self, batch, batch_idx):
-                loss = self.forward_backward(self.model, (batch["tokens"],), batch["labels"], mean_loss, weight=count)
-                self.step(self.model, self.optimizer)
-                return {"loss": loss}
-        ```
     """
 
     _config_class: ClassVar[type | None] = PipelineParallelConfigMixin
@@ -104,7 +83,12 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.parallel.pipeline import Stages
         from dream_trainer.parallel.pipeline_stages import keep_only, number_lists, stages_of_models
 
-        self._refuse_beside_a_pipeline(mesh.size())
+        for callback in self.callbacks:
+            if callback.needs_whole_models:
+                raise ConfigError(
+                    f"{type(callback).__name__} with pipeline_parallel={mesh.size()} is not supported: it needs whole "
+                    "models. Leave it out, or use pipeline_parallel=1."
+                )
         parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
         ranks = ranks_of_stages(parameters.schedule, mesh.size(), parameters.stages_of_each_rank)
         here = self.world.stage_rank
@@ -121,14 +105,6 @@ class PipelineParallelMixin(AbstractTrainer):
                 stages, ranks, [block for block in blocks if id(block) in kept]
             )
 
-    def _refuse_beside_a_pipeline(self, count: int) -> None:
-        for callback in self.callbacks:
-            if callback.needs_whole_models:
-                raise ConfigError(
-                    f"{type(callback).__name__} with pipeline_parallel={count} is not supported: it needs whole "
-                    "models. Leave it out, or use pipeline_parallel=1."
-                )
-
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.stages == 1:
@@ -142,8 +118,6 @@ class PipelineParallelMixin(AbstractTrainer):
                 f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
                 "never work at once. Use at least one per stage."
             )
-        refuse_short_batches(self._runtime, microbatches)
-        self._say_whose_numbers_are_a_stages()
         connect_copies(self._runtime.registry, self.world, self._runtime.parallel.gradients)
         models, (last, *_) = (
             self.named_models(),
@@ -177,17 +151,6 @@ class PipelineParallelMixin(AbstractTrainer):
                     verify=None if verification is None else partial(verification.run, name, model),
                 )
         self.__pipelines = pipelines
-
-    def _say_whose_numbers_are_a_stages(self) -> None:
-        for name, optimizer in self.named_optimizers().items():
-            if not type(optimizer).__module__.startswith(("torch.optim.", "dream_trainer.optim.")):
-                self.warn_once(
-                    f"optimizer {name} in stages",
-                    f"self.{name} is a {type(optimizer).__name__}, which has the parameters of this rank's stages of "
-                    f"the pipeline (pipeline_parallel={self.world.stages}). If it takes a number over all its "
-                    "parameters, such as a norm or a distance, each stage has a different one, and trains differently "
-                    "from one process; numbers per parameter are right.",
-                )
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
@@ -231,40 +194,3 @@ class PipelineParallelMixin(AbstractTrainer):
             return loss
 
         return accumulation.run_schedule(run, total, model)
-
-    @contextmanager
-    def gathered(self, *models: nn.Module) -> Iterator[None]:
-        """As without a pipeline; of a model that was cut it has the layers of this rank's stages."""
-        with super().gathered(*models), ExitStack() as stack:
-            for model in filter(is_cut, models):
-                stack.callback(model.register_state_dict_pre_hook(self._say_what_is_whole).remove)
-            yield
-
-    def _say_what_is_whole(self, *_: Any) -> None:
-        self.warn_once(
-            "weights of a stage",
-            "state_dict() within gathered() only has the weights of this rank's stages; in one process it has the "
-            "whole model's. export() writes the whole model, and so do checkpoints.",
-        )
-
-
-def refuse_short_batches(runtime: Runtime, microbatches: int) -> None:
-    """Raises if batches can be cut into equal micro-batches, and an epoch's last one cannot."""
-    assert runtime.data.stream is not None  # connected before
-    for stream in runtime.data.stream.parts.values():
-        if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end
-            continue
-        loader, sharding = stream.reader.loader, stream.reader.sampler.sharding
-        n_trained = stream.length - stream.dropped_samples
-        n_windows = n_trained // stream.global_batch_size
-        ends_before = runtime.state.total_steps is not None and runtime.state.total_steps <= n_windows
-        makes_other_rows = loader.collate_fn is not default_collate
-        if ends_before or makes_other_rows or sharding.batch_size % microbatches:
-            continue
-        last, extra = divmod(n_trained % sharding.chunk_size, sharding.dp_size)
-        if last % microbatches or extra:
-            raise DataError(
-                f"the last batch of an epoch, of {last + bool(extra)} samples, cannot be cut into microbatches="
-                f"{microbatches} of one size, as training in a pipeline needs. Use drop_last=True, a number of samples "
-                f"that is a multiple of {microbatches * sharding.dp_size}, or a collate_fn that pads it."
-            )

@@ -39,14 +39,13 @@ from dream_trainer.trainer.model_setup import (
     Build,
     axis_setup,
     is_whole_in_steps,
-    parameter_mesh,
     set_up_axis,
     sharding_keywords,
     verified_against_now,
 )
 from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
-from dream_trainer.trainer.registry import refuse_private_models, refuse_returned
-from dream_trainer.trainer.user_class.class_checks import parallelisms_of
+from dream_trainer.trainer.registry import refuse_private_models
+from dream_trainer.trainer.user_class import parallelisms_of
 from dream_trainer.weights.first_values import forget_first_values, remember_first_values
 from dream_trainer.weights.unloaded_base import UnloadedBases, frozen_draws
 
@@ -91,7 +90,7 @@ class SetupMixin(AbstractTrainer):
         refuse_different_modules(self.world, "models", models)
         self._runtime.parallel.buffers = JoinedBuffers(models, self.buffer_policies())
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self._runtime))
-        _make_real_weights_equal(self._runtime, build)
+        _make_real_weights_equal(self._runtime)
         assert build.tape is not None  # recorded by `configure`
         build.plan = remember(models, build.tape)
         build.frozen_draws = frozen_draws(models, build.tape)
@@ -148,14 +147,13 @@ class SetupStage(NamedTuple):
 
 def _configure_models(runtime: Runtime, build: Build) -> None:
     before = set(vars(runtime.hooks))
-    build.built_early = runtime.registry.models()
     assert build.tape is not None  # until the models are real
     with build.tape.recording():
-        refuse_returned("configure_models", "self.model", runtime.hooks.configure_models())  # type: ignore[func-returns-value]
+        runtime.hooks.configure_models()
     build.assigned = set(vars(runtime.hooks)) - before
     refuse_private_models({name: value for name, value in vars(runtime.hooks).items() if name in build.assigned})
     if not runtime.registry.models():
-        raise HookError("configure_models assigned no module with parameters to self.")
+        raise HookError("configure_models assigned no module with parameters to self: self.model = ...")
     refuse_lazy(runtime.registry.models())
 
 
@@ -171,20 +169,14 @@ def _init_weights(runtime: Runtime, build: Build) -> None:
     build.marks = ParameterMarks(runtime.registry.models())
 
 
-def _make_real_weights_equal(runtime: Runtime, build: Build) -> None:
-    """What was built before `configure_models`, or is real otherwise, may differ by rank; rank 0's counts."""
-    early = [f"self.{name}" for name, model in build.built_early.items() if real_tensors({"": model})]
+def _make_real_weights_equal(runtime: Runtime) -> None:
+    """What was built before `configure_models`, or is real otherwise, may differ by rank."""
     differ = make_equal(real_tensors(runtime.registry.models()), runtime.world)
-    taken = f" Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed." if differ else ""
-    if early:
+    if differ:
         runtime.warn_once(
-            "built early",
-            f"{', '.join(early)} was built before configure_models, so the run's seed does not apply: unless its "
-            f"weights come from elsewhere, each start has different ones. Build it in configure_models.{taken}",
-        )
-    elif differ:
-        runtime.warn_once(
-            "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
+            "real weights",
+            "weights that the trainer did not make are not the same on all ranks, as of a model built before "
+            f"configure_models. Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed.",
         )
 
 
@@ -192,9 +184,13 @@ def _shard_or_replicate(runtime: Runtime, build: Build) -> None:
     world = runtime.world
     if world.world_size == 1:
         return
-    mesh, shape = parameter_mesh(runtime), world.parameter_shape
+    mesh, shape = world.parameter_mesh, world.parameter_shape
+    assert mesh is not None  # at world size > 1 there is one
     if _are_wrapped(runtime):
-        _make_ready_to_wrap(runtime)
+        for model in runtime.registry.parameterised_models():
+            keep_recurrent_weights_in_place(model)
+            if not is_whole_in_steps(runtime, model) and half_dtype(runtime.config.device_parameters) is not None:
+                norms_in_float32(model, world.device)
     if shape.dp_shard == 1:
         if world.workers > 1 and type(runtime.hooks).apply_replicate is not SetupMixin.apply_replicate:
             raise ConfigError(
@@ -216,14 +212,6 @@ def _are_wrapped(runtime: Runtime) -> bool:
 
 def _wraps_replicas(runtime: Runtime) -> bool:
     return runtime.config.device_parameters.cpu_offload or runtime.world.data_copies > 1
-
-
-def _make_ready_to_wrap(runtime: Runtime) -> None:
-    world = runtime.world
-    for model in runtime.registry.parameterised_models():
-        keep_recurrent_weights_in_place(model)
-        if not is_whole_in_steps(runtime, model) and half_dtype(runtime.config.device_parameters) is not None:
-            norms_in_float32(model, world.device)
 
 
 def _materialise(runtime: Runtime, build: Build) -> None:
@@ -257,11 +245,10 @@ def _load_pretrained(runtime: Runtime, build: Build) -> None:
 def _configure_optimizers(runtime: Runtime, build: Build) -> None:
     runtime.parallel.reshard()
     with runtime.parallel.configuring_optimizers():
-        returned = runtime.hooks.configure_optimizers()  # type: ignore[func-returns-value]
-    refuse_returned("configure_optimizers", "self.optimizer", returned)
+        runtime.hooks.configure_optimizers()
     optimizers, plan = runtime.registry.optimizers(), build.plan
     if not optimizers:
-        raise HookError("configure_optimizers assigned no optimizer to self.")
+        raise HookError("configure_optimizers assigned no optimizer to self: self.optimizer = ...")
     assert plan is not None  # the models are real
     runtime.registry.refuse_strangers(plan.former_name)
     for optimizer in optimizers.values():

@@ -20,15 +20,6 @@ class TensorParallelMixin(AbstractTrainer):
 
     Parameters that were tied or frozen before the plan are so after it. Whatever the plan leaves out stays whole on
     each rank.
-
-    Example:
-        ```python
-        def apply_tensor_parallel(self, mesh):
-            for block in self.model.layers:
-                parallelize_module(block, mesh, {
-                    "feed_forward.up": ColwiseParallel(), "feed_forward.down": RowwiseParallel(),
-                })
-        ```
     """
 
     _config_class: ClassVar[type | None] = TensorParallelConfigMixin

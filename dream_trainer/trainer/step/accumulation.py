@@ -7,7 +7,7 @@ counts are exact (docs/measurements/step.md#exact-gradients).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.nn as nn
 from torch import Tensor
@@ -23,11 +23,8 @@ from dream_trainer.modules.precision import without_autocast
 from dream_trainer.modules.recompute import mismatch
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.registry import Registry
-from dream_trainer.trainer.step.buckets import Averaging
+from dream_trainer.trainer.step.buckets import Averaging, OverlappedAveraging
 from dream_trainer.trainer.step.nonfinite import LossScale
-from dream_trainer.trainer.step.overlap import OverlappedAveraging
-
-_REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`."
 
 
 class Turns:
@@ -135,7 +132,8 @@ class Turns:
         return " and ".join(self._models(optimizer)) or type(optimizer).__name__
 
     def _remedy(self, optimizer: Optimizer) -> str:
-        return _REMEDY.format(", ".join(f"self.{name}" for name in self._models(optimizer)))
+        models = ", ".join(f"self.{name}" for name in self._models(optimizer))
+        return f"Keep that loss out of it: `with self.frozen({models}): self.backward(...)`."
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -161,7 +159,7 @@ class Accumulation:
         self._call = "forward_backward" if self._stages > 1 else "backward"  # the user's call, for messages
         self._parallel, self._local_gradients = parallel, parallel.gradients
         self.turns = Turns(registry, parallel.gradients)
-        self._own = OwnGradients(self._local_gradients)
+        self.own = OwnGradients(self._local_gradients)
         self.reduced: dict[Optimizer, int] = {}  # by `reduce_gradients`, each with the backwards before it
         self.losses: list[Tensor] | None = None  # None, and not kept, unless a listener sets a list
         self.size = 1  # micro-batches of the window, agreed over ranks
@@ -216,7 +214,7 @@ class Accumulation:
         self._local_gradients.zeros.clear()
         if self.reduced:
             self.reduced.clear()
-            self._own.forget()
+            self.own.forget()
         self.turns.start_window()
         self._backwards = self._stepped_backwards = 0
         self.counted_batches = size
@@ -239,12 +237,14 @@ class Accumulation:
         if loss is None:
             self._skip_batch()
             return
-        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
-            _refuse_loss(loss)
         if self.losses is not None:
             self.losses.append(loss.detach())
         if self._kept is not None and self._kept.grad is None and self.turns.one_with_gradient() is None:
-            self._refuse_lost_gradients()
+            raise StepError(
+                "the gradients of this accumulation window's earlier micro-batches are gone, as after "
+                "optimizer.zero_grad(), and would be missing in its step. Leave zero_grad() out: step() drops "
+                "gradients itself, after the window's last micro-batch."
+            )
         self._count(weight, model)
         watches = self.is_last and self._world.data_size > 1
         if self.reduced or watches:
@@ -272,7 +272,7 @@ class Accumulation:
             self._parallel.end_backward()
         self.turns.after_backward()
         if watches:
-            self._own.note(self.turns.optimizers)
+            self.own.note(self.turns.optimizers)
         if not self.is_last:
             self._kept = self.turns.one_with_gradient()
 
@@ -287,9 +287,8 @@ class Accumulation:
         self._waiting.update(optimizers)
 
     def _begin_own_backward(self) -> None:
-        """A backward is about to add to gradients that are this rank's own."""
         if not self.reduced:
-            self._own.refuse_changed_weights()
+            self.own.refuse_changed_weights()
         for optimizer in self.reduced:
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
                 raise StepError(
@@ -302,7 +301,7 @@ class Accumulation:
         """The gradients of `optimizers` are those of the global batch now."""
         self.reduced.update(dict.fromkeys(optimizers, self._backwards))
         if self._world.data_size > 1:
-            self._own.note(self.turns.optimizers)
+            self.own.note(self.turns.optimizers)
 
     def is_reduced(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether `reduce_gradients` has made the gradients of `optimizers` final."""
@@ -314,8 +313,8 @@ class Accumulation:
             )
         if not all(final):
             if not self.reduced:
-                self._own.refuse_changed_weights()
-            self._own.refuse_changed_gradients(optimizers)
+                self.own.refuse_changed_weights()
+            self.own.refuse_changed_gradients(optimizers)
         return all(final)
 
     def run_schedule(self, run: Callable[[], Tensor], weight: Weight | None, model: nn.Module) -> Tensor:
@@ -376,13 +375,6 @@ class Accumulation:
             f"backward() was called under {self._world.mesh_shape.setting('pp')}, but no rank has a whole model's "
             "graph. Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; "
             "it does the same in one process."
-        )
-
-    def _refuse_lost_gradients(self) -> NoReturn:
-        raise StepError(
-            "the gradients of this accumulation window's earlier micro-batches are gone, as after "
-            "optimizer.zero_grad(), and would be missing in its step. Leave zero_grad() out: step() drops gradients "
-            "itself, after the window's last micro-batch."
         )
 
     def _refuse_mixture(self) -> None:
@@ -470,9 +462,6 @@ class Accumulation:
         self._stepped_backwards = self._backwards
         return is_first
 
-    def finish_step(self) -> None:
-        self._own.forget()
-
     def spend_weight(self, model: nn.Module) -> Weight | None:
         """The total weight of `model` in this window on this rank, marked as spent. None in an unweighted window."""
         if not self._weighted:
@@ -486,35 +475,6 @@ class Accumulation:
             key = next(iter(self._totals))
         self._spent.add(key)
         return self._totals[key]
-
-    # -- state
-
-    def loss_scale_state(self) -> dict[str, Any] | None:
-        """For a checkpoint; None unless the precision is fp16."""
-        return None if self.loss_scale is None else self.loss_scale.state_dict()
-
-    def load_loss_scale_state(self, state: dict[str, Any] | None) -> None:
-        """Restores the result of `loss_scale_state`; ignored by a run that continues in another precision."""
-        if self.loss_scale is not None and state is not None:
-            self.loss_scale.load_state_dict(state)
-
-
-def _refuse_loss(loss: object) -> NoReturn:
-    """Raises StepError for what has no gradient to compute, with what to do."""
-    if not isinstance(loss, Tensor):
-        raise StepError(
-            f"backward() was given a {type(loss).__name__}, and needs the loss as the tensor that the model's outputs "
-            "led to: without .item() or float()."
-        )
-    if loss.numel() != 1:
-        raise StepError(
-            f"backward() was given a tensor of shape {list(loss.shape)}, and needs a scalar: its mean(), or its sum() "
-            "with weight= the number of what is summed up."
-        )
-    raise StepError(
-        "backward() was given a loss that needs no gradient. It was computed under torch.no_grad(), from something "
-        "that was detached (.detach(), .data, .item(), argmax), or from parameters that are all frozen."
-    )
 
 
 _WATCHED = 8  # parameters of each optimizer: clipping, noise and perturbations change all of them

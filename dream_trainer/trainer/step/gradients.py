@@ -24,8 +24,7 @@ from dream_trainer.compat.pytorch import (
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
-from dream_trainer.trainer.step.buckets import Averaging, make_buckets
-from dream_trainer.trainer.step.overlap import OverlappedAveraging
+from dream_trainer.trainer.step.buckets import Averaging, OverlappedAveraging, make_buckets
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -97,10 +96,14 @@ def plan_step(
     for other in dtypes:
         dtype = torch.promote_types(dtype, torch.zeros((), dtype=other).abs().dtype)
     shared = [p for p in parameters if id(p) in gradients.shared]
+    # Backward comes to the last ones first.
+    overlaps = devices.overlap_reduce and world.step_size > 1
+    buckets = make_buckets(parameters[::-1] if overlaps else parameters, world, gradients, reduce_dtype(devices))
+    averaging = OverlappedAveraging(buckets, world) if overlaps else Averaging(buckets, world)
     return StepPlan(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
-        averaging=_averaging(parameters, world, gradients, devices),
+        averaging=averaging,
         sums=[place for place, (_, _, divisor, _) in enumerate(kinds) if divisor != 1],
         tied=[(by_id[key], ranks) for key, ranks in gradients.tied.items() if key in by_id],
         is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, *_ in kinds),
@@ -113,16 +116,6 @@ def plan_step(
         is_mixed=len({isinstance(gradients.shard_of.get(id(p), p), DTensor) for p in parameters}) == 2,
         ranks=world.step_group,
     )
-
-
-def _averaging(
-    parameters: Sequence[nn.Parameter], world: World, gradients: GradientState, devices: DeviceParameters
-) -> Averaging:
-    dtype = reduce_dtype(devices)
-    if not devices.overlap_reduce or world.step_size == 1:
-        return Averaging(make_buckets(parameters, world, gradients, dtype), world)
-    # Backward comes to the last ones first.
-    return OverlappedAveraging(make_buckets(parameters[::-1], world, gradients, dtype), world)
 
 
 def guards_itself(optimizer: Optimizer, shard_of: Mapping[int, nn.Parameter]) -> bool:

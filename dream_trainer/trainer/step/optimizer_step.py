@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -42,15 +42,11 @@ from dream_trainer.trainer.step.tied_gradients import TiedGradients
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class Heard(NamedTuple):
-    """Who hears of each step."""
-
-    listeners: tuple[Callable[..., None], ...]
-    is_heard_anywhere: bool  # whether some rank has a listener
-
-
 class OptimizerStep:
-    """Steps optimizers, once per call of `BaseTrainer.step`."""
+    """Steps optimizers, once per call of `BaseTrainer.step`.
+
+    `before` and `after` are this rank's listeners; `is_heard` tells for each whether some rank has one.
+    """
 
     def __init__(
         self,
@@ -62,8 +58,9 @@ class OptimizerStep:
         accumulation: Accumulation,
         guard: NonFiniteGuard,
         *,
-        before: Heard,
-        after: Heard,
+        before: tuple[Callable[..., None], ...],
+        after: tuple[Callable[..., None], ...],
+        is_heard: tuple[bool, bool],
     ) -> None:
         gradients = parallel.gradients
         self._registry, self._accumulation = registry, accumulation
@@ -80,17 +77,14 @@ class OptimizerStep:
         self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
-        self._guard = guard
+        self.guard = guard  # of steps that are skipped
         self._devices, self._parallel = devices, parallel
         self._local_gradients, self._own_time = gradients, gradients.own_time
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
-        self._stepped: set[nn.Module] = set()
-        self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # pairs checked against the models so far
         self._inverses: dict[int, Tensor] = {}
-        self._before_step, self._after_step = before.listeners, after.listeners
+        self._before_step, self._after_step = before, after
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
-        self._renormalises, self._others_may_change = before.is_heard_anywhere, after.is_heard_anywhere
-        self.settle_when_full = guard.settle_when_full
+        self._renormalises, self._others_may_change = is_heard
         self.before_update: Callable[[], None] = _nothing  # called before weights change
         self.had_gradients = False  # whether any step so far had a gradient
         self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
@@ -130,12 +124,6 @@ class OptimizerStep:
                     "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
                 )
         plan = self._plan(optimizers)
-        if (model, optimizers) not in self._pairs:
-            if model not in self._stepped:
-                self._stepped.add(model)
-                self._pairs.clear()
-            self._registry.refuse_another_model(model, optimizers, self._stepped)
-            self._pairs.add((model, optimizers))
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
         can_rerun = self._accumulation.begin_step()
@@ -150,7 +138,7 @@ class OptimizerStep:
         for optimizer in optimizers:
             self.times_stepped[id(optimizer)] += 1
         if self._world.data_size > 1 or self._accumulation.reduced:
-            self._accumulation.finish_step()
+            self._accumulation.own.forget()
         for scheduler in schedulers:
             scheduler.step()
             self.times_stepped[id(scheduler)] += 1
@@ -168,7 +156,7 @@ class OptimizerStep:
             values = self._parallel.as_values(optimizers, someone_listens=bool(self._after_step))
         with shards, values:
             with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else _NOTHING:
-                skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+                skipped = self.guard.step(optimizers, norm, empty, can_rerun=can_rerun)
             if not skipped and self._after_step:
                 for optimizer in optimizers:
                     for listener in self._after_step:
@@ -192,11 +180,10 @@ class OptimizerStep:
             plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._local_gradients, devices)
             self._accumulation.averages(plan.averaging, former)
             if not plan.guards_itself:
-                self._guard.read_on_the_host(optimizers)
+                self.guard.read_on_the_host(optimizers)
         return plan
 
     def _sharing(self, optimizers: tuple[Optimizer, ...]) -> list[tuple[Optimizer, ...]]:
-        """Other sets of optimizers that were stepped together and have some of the same parameters."""
         own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         plans = [(others, plan) for others, plan in self._plans.items() if others != optimizers]
         return [others for others, plan in plans if any(id(p) in own for p in plan.parameters)]
@@ -209,8 +196,6 @@ class OptimizerStep:
         if (self._world.data_size > 1 or self._accumulation.reduced) and self._accumulation.is_reduced(optimizers):
             grads, scale = gradients_of(plan), None
             norm = self._norm_of_changed(plan, grads)
-            if self._stages is not None:
-                norm = norm_over_stages(norm, self._stages)
         else:
             grads, norm, scale, empty = self._reduce(model, optimizers, plan)
         if self._renormalises:
@@ -222,8 +207,6 @@ class OptimizerStep:
                         listener(model, optimizer)
             grads, scale = gradients_of(plan), None
             norm = self._norm_of_changed(plan, grads)
-            if self._stages is not None:
-                norm = norm_over_stages(norm, self._stages)
         elif scale is not None:
             norm = norm * scale.to(norm.dtype)
         if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand
@@ -231,10 +214,12 @@ class OptimizerStep:
             if self.had_gradients:
                 self._accumulation.look_at_own_backward()
         factor = scale
-        if self._clip_norm is not None and not self._is_below(self._clip_norm, norm):
+        limit = self._clip_norm
+        # On the host it may be known that clipping would multiply by exactly 1.
+        if limit is not None and not (self.guard.reads_the_host and 1.001 * (norm.item() + 1e-6) < limit):
             # fmin ignores NaN: so a norm that is NaN does not spoil the finite gradients for those who look at them.
-            limit, epsilon, one = self._clipping(norm, self._clip_norm)
-            coefficient = torch.fmin(torch.div(limit, norm + epsilon), one)
+            most, epsilon, one = self._clipping(norm, limit)
+            coefficient = torch.fmin(torch.div(most, norm + epsilon), one)
             factor = coefficient if scale is None else coefficient * scale
         if factor is not None:
             scale_gradients(plan, grads, factor)
@@ -273,10 +258,6 @@ class OptimizerStep:
             scale = inverse if scale is None else scale * inverse
         return grads, norm, scale, empty
 
-    def _is_below(self, limit: float, norm: Tensor) -> bool:
-        """Whether it is known on the host that clipping would multiply by exactly 1."""
-        return self._guard.reads_the_host and 1.001 * (norm.item() + 1e-6) < limit
-
     def _clipping(self, norm: Tensor, limit: float) -> tuple[Tensor, ...]:
         """The limit, 1e-6 and 1 as tensors like the norm: with Python numbers operations take 2 to 5 times as long."""
         constants = self._clip_constants.get(norm.dtype)
@@ -312,43 +293,36 @@ class OptimizerStep:
         for place in unused:
             parameter = plan.shared[place]
             if parameter.grad is not None and id(parameter) not in self._local_gradients.zeros:
-                self._refuse_gradient_of_shards(parameter)
+                raise StepError(
+                    f"{self._names_of(parameter)} has a gradient of code that took its shard (to_local, "
+                    "redistribute), and this is not this rank's part of the whole gradient. Compute with the parameter "
+                    "itself."
+                )
             parameter.grad = None
         for place in set(lacking).difference(unused):
-            if not self._has_run(plan.shared[place]):
-                self._refuse_left_out_block(plan.shared[place])
+            parameter = plan.shared[place]
+            if id(self._local_gradients.shared[id(parameter)]) not in self._local_gradients.ran:
+                raise StepError(
+                    f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank "
+                    f"{self._world.rank} did not. Blocks are gathered from all ranks: run each on every rank (times 0 "
+                    "if unwanted), or draw the choice from a seed that all ranks share. Or keep the model whole "
+                    "(dp_shard=1)."
+                )
         return norm, total
 
     def _norm_of_changed(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
         """The norm, computed again; one for all ranks, even if a listener on one of them changed its gradients."""
-        if self._world.step_size == 1:
-            return self._local_norm(plan, grads)
-        return global_norm(plan, grads, None, self._device)[0]
+        is_alone = self._world.step_size == 1
+        norm = self._local_norm(plan, grads) if is_alone else global_norm(plan, grads, None, self._device)[0]
+        return norm if self._stages is None else norm_over_stages(norm, self._stages)
 
     def _local_norm(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
         return local_norm(plan, counted(plan, grads), self._device)
-
-    def _has_run(self, parameter: nn.Parameter) -> bool:
-        """Whether the block of a shard ran a forward on this rank in the window."""
-        return id(self._local_gradients.shared[id(parameter)]) in self._local_gradients.ran
 
     def _names_of(self, parameter: nn.Parameter) -> str:
         models = self._registry.models().items()
         named = [(name, other) for prefix, model in models for name, other in model.named_parameters(prefix)]
         return ", ".join(name for name, other in named if other is parameter)
-
-    def _refuse_gradient_of_shards(self, parameter: nn.Parameter) -> NoReturn:
-        raise StepError(
-            f"{self._names_of(parameter)} has a gradient of code that took its shard (to_local, redistribute), and "
-            "this is not this rank's part of the whole gradient. Compute with the parameter itself."
-        )
-
-    def _refuse_left_out_block(self, parameter: nn.Parameter) -> NoReturn:
-        raise StepError(
-            f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank {self._world.rank} did "
-            "not. Blocks are gathered from all ranks: run each on every rank (times 0 if unwanted), or draw the choice "
-            "from a seed that all ranks share. Or keep the model whole (dp_shard=1)."
-        )
 
     def _scale(
         self, weight: Weight | None, total: Weight | None, n_batches: int
@@ -373,21 +347,6 @@ class OptimizerStep:
     def _scalar(self, value: float) -> Tensor:
         """A 0-dim tensor, created on the device: a copy from the host would wait."""
         return torch.full((), value, dtype=self._scalar_dtype, device=self._device)
-
-    # -- steps that are skipped
-
-    @property
-    def maybe_skipped(self) -> Tensor | None:
-        """As `AccumulationWindow.step_was_skipped`."""
-        return self._guard.maybe_skipped
-
-    def watch_left_out(self, listener: Callable[[Optimizer], None]) -> None:
-        """Calls `listener` with each optimizer whose step the host skips, while its gradients still exist."""
-        self._guard.left_out.append(listener)
-
-    def settle(self) -> None:
-        """Reads the norms not yet read, counts the skipped steps, and raises if the policy asks for it."""
-        self._guard.settle()
 
 
 def _nothing() -> None: ...

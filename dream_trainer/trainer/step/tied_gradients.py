@@ -114,18 +114,14 @@ class TiedGradients:
             if parameter.requires_grad:
                 self._trained.add(id(parameter))
                 self._note(parameter)
-            else:
-                self._refuse_unless_all_froze(parameter, n_others)
-
-    def _refuse_unless_all_froze(self, parameter: nn.Parameter, n_others: int) -> None:
-        self._trained.discard(id(parameter))
-        if n_others:
-            assert self._ties is not None  # since the first step
-            name = next(f"{key[0]}.{tie.own_name}" for key, (tie, own) in self._ties.items() if own is parameter)
-            raise StepError(
-                f"{name} was frozen since its last step, and other stages have copies of it that are "
-                "trained. Freeze it in all of them in the same step, under each of its names, or in none."
-            )
+                continue
+            self._trained.discard(id(parameter))
+            if n_others:
+                name = next(f"{key[0]}.{tie.own_name}" for key, (tie, own) in self._ties.items() if own is parameter)
+                raise StepError(
+                    f"{name} was frozen since its last step, and other stages have copies of it that are trained. "
+                    "Freeze it in all of them in the same step, under each of its names, or in none."
+                )
 
     def _note(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None and id(parameter) in self._gradients.shared:

@@ -1,27 +1,87 @@
-"""Checks of a trainer's class, config and callbacks in its constructor."""
+"""Which definitions in a user's trainer class are called, and checks of it, its config and its callbacks.
+
+Every definition of an event that is mixed in is heard once; a hook that nothing would call is an error.
+"""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterable
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import pairwise
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from dream_trainer.checks import all_of
 from dream_trainer.config.combinations import refuse_combinations, settings_of
+from dream_trainer.config.parameter_class import is_ours as is_ours
 from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.parallel.axes import AXES
 from dream_trainer.parallel.axis import Parallelism
-from dream_trainer.trainer.hooks import EVENTS, Hooks
-from dream_trainer.trainer.mixin_hooks import MixinHooks
-from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
+from dream_trainer.trainer.hooks import EVENTS, Hooks, MixinHooks
+
+
+def definers(cls: type, name: str) -> list[type]:
+    """The classes that define `name`, in Python's lookup order."""
+    return [part for part in cls.__mro__ if name in vars(part)]
+
+
+def heard(cls: type, event: str) -> list[type]:
+    """The user's classes whose `event` is to be called; not those that one before them reaches by `super()`."""
+    heard_classes = []
+    is_reached = False
+    mixed = _mixed(cls, event)
+    for part in (part for part in definers(cls, event) if is_ours(part) or part in mixed):
+        if is_ours(part):  # the documented no-op, which calls no other
+            is_reached = False
+            continue
+        if not is_reached:
+            heard_classes.append(part)
+        is_reached = hands_on(part, event)
+    return heard_classes
+
+
+def _mixed(cls: type, event: str) -> set[type]:
+    """The user's classes that define `event`, except those that a class with a single base overrides."""
+    if is_ours(cls):
+        return set()
+    mixed_in = {cls} if event in vars(cls) else set()
+    if mixed_in and len(cls.__bases__) == 1 and not hands_on(cls, event):
+        return mixed_in
+    return mixed_in.union(*(_mixed(base, event) for base in cls.__bases__))
+
+
+def bound(instance: object, name: str, part: type) -> Callable[..., Any]:
+    """The definition of `name` in `part`, a class of `instance`, as a method of `instance`."""
+    order = type(instance).__mro__
+    index = order.index(part)
+    # super() continues after the class that it is given, so it gets the one before.
+    owner: Any = instance if index == 0 else super(order[index - 1], instance)
+    method: Callable[..., Any] = getattr(owner, name)
+    return method
+
+
+def hands_on(part: type, name: str) -> bool:
+    """Whether the definition of `name` in `part` calls the next one: `super().name(...)` or `Base.name(self, ...)`."""
+    function = written(vars(part)[name])
+    return isinstance(function, FunctionType) and name in names_in(function.__code__)
+
+
+def written(value: Any) -> Any:
+    """The function that an attribute of a class was written as, without decorators that keep it."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return inspect.unwrap(value)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """All names of attributes and globals that `code` uses, its inner functions included."""
+    return {*code.co_names}.union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+# -- checks in the constructor
 
 
 def check_trainer(cls: type[MixinHooks], config: Any) -> None:
@@ -31,7 +91,10 @@ def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     refuse_taken_names(cls)
     for kind, names in _hooks(cls, config.callbacks).items():
         _refuse_uncalled(kind, names)
-    _check_hooks(cls)
+    for part in _parts(cls):
+        for hook, purpose in vars(part).get("_required_hooks", {}).items():
+            if getattr(cls, hook) is getattr(Hooks, hook):
+                raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
     _refuse_hooks_of_missing_mixins(cls)
     _refuse_lost_state(cls)
     _check_signatures(cls, config.callbacks)
@@ -56,27 +119,13 @@ def _check_config_classes(cls: type, config: Any) -> None:
             )
 
 
-def _check_hooks(cls: type) -> None:
-    for part in _parts(cls):
-        for hook, purpose in vars(part).get("_required_hooks", {}).items():
-            if getattr(cls, hook) is getattr(Hooks, hook):
-                own = [name for owner in cls.__mro__ if not is_ours(owner) for name in vars(owner)]
-                meant = [name for name in get_close_matches(hook, own, n=1, cutoff=0.85) if name not in vars(Hooks)]
-                instead = f" It defines {meant[0]}: rename that." if meant else ""
-                raise HookError(
-                    f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}{instead}"
-                )
-
-
 def _hooks(cls: type[MixinHooks], callbacks: Iterable[BaseCallback]) -> dict[type, set[str]]:
-    """The overridable names of the user's trainer and of each callback class."""
     of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
     hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
     return hooks | {type(callback): {*vars(BaseCallback), *EVENTS} for callback in callbacks}
 
 
 def _refuse_uncalled(cls: type, names: set[str]) -> None:
-    """Raises HookError if a user's definition comes after ours in the MRO, so that nothing calls it."""
     events = set(EVENTS) if issubclass(cls, Hooks) else set()
     for name in sorted(names - events):
         owners = definers(cls, name)
@@ -85,85 +134,53 @@ def _refuse_uncalled(cls: type, names: set[str]) -> None:
             continue
         for part in owners[ours:]:
             if not is_ours(part):
+                bases = sorted(cls.__bases__, key=lambda base: not issubclass(base, part))
                 raise HookError(
                     f"{part.__name__}.{name} is never called: the framework's own {name} stands before it. Write "
-                    f"`class {cls.__name__}({_order(cls, part)})`."
+                    f"`class {cls.__name__}({', '.join(base.__name__ for base in bases)})`."
                 )
-
-
-def _order(cls: type, part: type) -> str:
-    """The bases of `cls` with the one that brings `part` in first."""
-    first = [base for base in cls.__bases__ if issubclass(base, part)]
-    return ", ".join(base.__name__ for base in [*first, *(b for b in cls.__bases__ if b not in first)])
 
 
 _STATE_HOOKS = ("state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict")
 
 
 def _refuse_lost_state(cls: type) -> None:
-    """Raises HookError if two classes have state to save and only one would be asked for it."""
     for name in _STATE_HOOKS:
         owners = [part for part in definers(cls, name) if not is_ours(part)]
         for part, lost in pairwise(owners):
             if not hands_on(part, name):
                 raise HookError(
                     f"{part.__name__}.{name} and {lost.__name__}.{name} are both defined, and only the first is "
-                    f"called: the other's state would be lost. Call super().{name}({_ARGUMENTS.get(name, '')}) in "
-                    f"{part.__name__}.{name}."
+                    f"called: the other's state would be lost. Call super().{name}() in {part.__name__}.{name}."
                 )
-
-
-_ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
 
 
 def _check_signatures(cls: type[MixinHooks], callbacks: Iterable[BaseCallback]) -> None:
     for kind, names in _hooks(cls, callbacks).items():
         if issubclass(kind, Hooks):
             names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
-        for name in sorted(names):
-            if not name.startswith("_"):
-                _check_signature(kind, name)
-
-
-def _check_signature(cls: type, name: str) -> None:
-    """Raises HookError if the method `name` of `cls` cannot take the arguments of the one it overrides."""
-    owners = definers(cls, name)
-    ours = [part for part in owners if is_ours(part)]
-    if not ours:
-        return
-    called = heard(cls, name) if name in EVENTS else [owners[0]]
-    for part in called:
-        if not is_ours(part):
-            _check_arguments(part, name, vars(ours[-1])[name])
+        for name in sorted(name for name in names if not name.startswith("_")):
+            owners = definers(kind, name)
+            declared = [vars(part)[name] for part in owners if is_ours(part)]
+            for part in heard(kind, name) if name in EVENTS else owners[:1]:
+                if declared and not is_ours(part):
+                    _check_arguments(part, name, declared[-1])
 
 
 def _check_arguments(part: type, name: str, declared: Any) -> None:
-    written = inspect.unwrap(vars(part)[name], stop=_may_change_arguments)
-    if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
-        return
-    expected, actual = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
-    by_name = [key for key, parameter in expected.items() if parameter.kind is parameter.KEYWORD_ONLY]
-    by_place = [key for key, parameter in expected.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    own = vars(part)[name]
+    if not isinstance(own, FunctionType) or "__wrapped__" in vars(own) or not isinstance(declared, FunctionType):
+        return  # a decorator may change arguments
+    expected, actual = inspect.signature(declared), inspect.signature(own)
+    by_name = [key for key, one in expected.parameters.items() if one.kind is one.KEYWORD_ONLY]
+    by_place = [key for key, one in expected.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     try:
         actual.bind(*by_place, **dict.fromkeys(by_name))
     except TypeError as error:
-        arguments = ", ".join([*by_place[1:], *by_name])
         raise HookError(
-            f"{part.__name__}.{name}{_bare(actual)} cannot be called with ({arguments}), as it will be: "
-            f"{error}. Write `def {name}{_bare(inspect.signature(declared))}`."
+            f"{part.__name__}.{name}{actual} cannot be called as {name}{expected}, as it will be: {error}. Write it "
+            "with these arguments."
         ) from None
-
-
-def _bare(signature: inspect.Signature) -> inspect.Signature:
-    """`signature` without types."""
-    return inspect.Signature([one.replace(annotation=one.empty) for one in signature.parameters.values()])
-
-
-def _may_change_arguments(decorated: Any) -> bool:
-    """Whether a decorator is the user's and may change arguments; PyTorch's and contextlib's pass all of them."""
-    if not isinstance(decorated, FunctionType):
-        return True
-    return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
 
 
 def parallelisms_of(cls: type) -> list[Parallelism]:
@@ -181,61 +198,30 @@ def _refuse_hooks_of_missing_mixins(cls: type) -> None:
                 )
 
 
-_SETUP_HOOKS = (
-    "configure_models",
-    "init_weights",
-    "load_pretrained",
-    "configure_optimizers",
-    "configure_schedulers",
-    "configure_metrics",
-)
+_CALLED_BY = {
+    "configure_models": "SetupMixin",
+    "init_weights": "SetupMixin",
+    "load_pretrained": "SetupMixin",
+    "configure_optimizers": "SetupMixin",
+    "configure_schedulers": "SetupMixin",
+    "configure_metrics": "SetupMixin",
+    "predict_step": "EvalMixin",
+    "configure_loggers": "LoggerMixin",
+}
 
 
-def uncalled_hooks(cls: type[MixinHooks]) -> list[str]:
-    """Hooks that `cls` overrides and nothing in it calls."""
-    if cls._keeps_ranks_equal:
-        return []
-    return [hook for hook in _SETUP_HOOKS if getattr(cls, hook) is not getattr(Hooks, hook)]
-
-
-_CALLED_BY = {"predict_step": "EvalMixin", "configure_loggers": "LoggerMixin"}
-
-
-def uncalled_methods(runtime: Runtime) -> list[str]:
-    """Warnings of public methods that look like a hook or an event and that nothing calls."""
-    kinds = _hooks(type(runtime.hooks), runtime.config.callbacks)
-    parts = [(cls, part, is_ours(part)) for cls in kinds for part in cls.__mro__]
-    called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
-    users_functions = [
-        (cls, name, function)
-        for cls, part, is_ours in parts
-        for name, value in vars(part).items()
-        if not is_ours and isinstance(function := inspect.unwrap(value), FunctionType)
-    ]
-    called |= {used for _, name, function in users_functions for used in names_in(function.__code__) - {name}}
+def uncalled_hooks(cls: type[MixinHooks]) -> list[tuple[str, str]]:
+    """Hooks that `cls` overrides and nothing in it calls, each with the mixin that would."""
+    names = {part.__name__ for part in cls.__mro__}
     return [
-        f"nothing calls {cls.__name__}.{name}: only {_CALLED_BY[name]} does. Add it to the trainer."
-        if name in _CALLED_BY
-        else f"nothing calls {cls.__name__}.{name}, which is not a hook; the nearest hook is {nearest}. Rename it: to "
-        f"{nearest}, or to my_{name} if your code outside the class calls it."
-        for cls, name, _ in users_functions
-        if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
+        (hook, mixin)
+        for hook, mixin in _CALLED_BY.items()
+        if mixin not in names and not all(map(is_ours, definers(cls, hook)))
     ]
-
-
-def _nearest(name: str, hooks: set[str]) -> str | None:
-    """The hook that `name`, maybe Lightning's, stands for; None if it looks like none."""
-    spelled = re.sub(r"^on_(.+)_start$", r"pre_\1", re.sub(r"^on_(.+)_end$", r"post_\1", name))
-    if spelled != name:
-        spelled = spelled.replace("validation", "val").replace("train_epoch", "epoch")
-    looks_like_one = re.match(r"(pre|post|on|configure)_", name)
-    return next(iter(get_close_matches(spelled, sorted(hooks), n=1, cutoff=0.0 if looks_like_one else 0.85)), None)
 
 
 # Attributes that a mixin of another library declares.
-_DECLARATIONS = frozenset(
-    "_required_hooks _config_class _keeps_ranks_equal _shards_parameters _names_validation_loaders _parallelism".split()
-)
+_DECLARATIONS = {name for name in MixinHooks.__annotations__ if name.startswith("_") and name in vars(MixinHooks)}
 # Hooks that a user may assign, say `self.training_step = torch.compile(self.training_step)`.
 _STEPS = frozenset({"training_step", "validation_step", "predict_step", "move_batch", "batch_size"})
 # Public methods that the framework itself calls for what they do: an override calls `super()`.
@@ -265,11 +251,6 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         return
     if not name.startswith("_"):
         is_method = callable(written(value)) and callable(vars(ours[-1])[name])
-        if value is None and callable(vars(ours[-1])[name]):
-            raise HookError(
-                f"{part.__name__}.{name} is None, and the framework calls it. Leave it out: without an override the "
-                "default runs."
-            )
         if not is_method or (name in _CALLED_BY_US and not hands_on(part, name)):
             raise _taken(f"{part.__name__}.{name}", name, ours[-1])
         return
@@ -317,12 +298,7 @@ _ATTRIBUTES = ("config", "_runtime")
 _FOLLOWED = frozenset({"train_dataloader"})
 
 _ADVICE = {
-    "batch_size": "It is a hook that counts the samples of a batch; a loader's size is self.micro_batch_size. "
-    "Give yours another name.",
     "train_dataloader": "Return the loaders from configure_dataloaders(): (train, val).",
     "val_dataloaders": "Return the loaders from configure_dataloaders(): (train, val).",
     "config": "A trainer keeps the config it was built with. Build a new trainer: dataclasses.replace(config, ...).",
-    "training": "It tells whether the trainer trains or validates; modules are switched by their own train() and "
-    "eval(). Give yours another name.",
-    "total_steps": "It is planned from the config's limits and the data. Set n_epochs or max_steps.",
 }
