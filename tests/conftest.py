@@ -81,7 +81,7 @@ NOT_QUICK = tuple(
         simple/test_mistakes simple/test_simple.py::test_metrics_are simple/test_simple.py::test_the_best stores/
         trainer/test_best_mode trainer/test_branch trainer/test_evaluation trainer/test_experts trainer/test_limits
         trainer/test_mixins trainer/test_optimizer_resume trainer/test_rank_differences trainer/test_resume
-        trainer/test_training_metrics trainer/test_unloaded_base weights/test_adapter weights/test_first_values
+        trainer/test_training_metrics weights/test_adapter weights/test_first_values
     """.split()
 )
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.

@@ -1267,7 +1267,7 @@ MUTANTS = [
     ),
     Mutant(
         "adapters of the first stage alone are exported",
-        "dream_trainer/weights/adapter_record.py",
+        "dream_trainer/weights/adapters.py",
         "    parts = world.all_gather_object(own) if any(map(is_cut, adapted.values())) else [own]\n",
         "    parts = [own]\n",
         "tests/weights/test_adapters.py -k pipeline",

@@ -26,19 +26,14 @@ _LISTED = 20
 
 def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Maps the names of a checkpoint's tensors to their global shapes and dtypes."""
-    _, metadata = _open(path)
+    from dream_trainer.checkpoint.safe_dcp import read_metadata
+
+    _, metadata = read_metadata(path)
     return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
 
 
 def _kind(record: Any) -> tuple[torch.Size, torch.dtype]:
     return record.size, record.properties.dtype
-
-
-def _open(path: Path) -> tuple[Manifest, Metadata]:
-    from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, parse_metadata
-
-    manifest = read_manifest(path)
-    return manifest, parse_metadata(manifest.read(METADATA_NAME), manifest.path / METADATA_NAME)
 
 
 def load_tensors(
@@ -47,10 +42,10 @@ def load_tensors(
     """Fills tensors in place, by each rank, from shards of any mesh; names, shapes and dtypes are compared before.
 
     One of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
-    from dream_trainer.checkpoint.safe_dcp import read_and_verify
+    from dream_trainer.checkpoint.safe_dcp import read_and_verify, read_from_store, read_metadata
 
     task = f"load {path}"
-    manifest, metadata = on_all_ranks(world, task, lambda: _open(path))
+    manifest, metadata = on_all_ranks(world, task, lambda: read_metadata(path))
     unused = from_all_ranks(world, task, lambda: _compare(metadata, tensors))
     # With stages no rank has all names: only what no rank asks for is left over.
     left_over = {name for name in set.intersection(*unused) if not name.startswith(optional_prefix)}
@@ -60,8 +55,6 @@ def load_tensors(
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = own_share(manifest.shards, manifest.path, world)
-    from dream_trainer.checkpoint.safe_dcp import read_from_store
-
     read = read_from_store if isinstance(manifest.path, StorePath) else read_and_verify
     on_all_ranks(world, task, lambda: read(manifest, metadata, tensors, shards))
 

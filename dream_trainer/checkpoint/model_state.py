@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -236,26 +236,15 @@ class ModelForm:
         for module in (wrapped for model in models.values() for wrapped in fsdp_modules(model)):
             for sharded, gathered in gathered_twins(module):
                 gathered.requires_grad_(sharded.requires_grad)
-        modes = [name for name in modules if trained[name] is (name in evaluating) and name in switched]
-        for name in modes:
-            modules[name].training = name not in evaluating
-        if world.is_main:
-            restored = {
-                "trainable": [name for name in differing if name in thawed - frozen],
-                "frozen": [name for name in differing if name in thawed & frozen],
-                "in training mode": [name for name in modes if name not in evaluating],
-                "in eval mode": [name for name in modes if name in evaluating],
-            }
-            left = {
-                "frozen in the checkpoint and trainable here": [name for name in differing if name in frozen - thawed],
-                "trainable in the checkpoint and frozen here": [n for n in differing if n not in frozen | thawed],
-            }
-            if told := _told(restored):
-                logger.info("as training had changed it before the checkpoint, %s", told)
-            if told := _told(left):
-                logger.warning(
-                    "requires_grad is as this run's setup has it, and was not so in the checkpoint: %s", told
-                )
+        for name in modules:
+            if trained[name] is (name in evaluating) and name in switched:
+                modules[name].training = name not in evaluating
+        left = [name.removeprefix("models.") for name in differing if name not in thawed]
+        if left and world.is_main:
+            logger.warning(
+                "requires_grad of %s is as this run's setup has it, and was not so in the checkpoint",
+                listed(left, _LISTED),
+            )
 
 
 def _learning(models: Mapping[str, nn.Module]) -> dict[str, bool]:
@@ -280,12 +269,6 @@ def _shapes(models: Mapping[str, nn.Module]) -> dict[str, torch.Size]:
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     return [name for name, value in now.items() if name in before and before[name] != value]
-
-
-def _told(names_by_form: Mapping[str, Sequence[str]]) -> str:
-    """The forms that some parameters or modules have, each with their names; "" if there are none."""
-    short = {form: [name.removeprefix("models.") for name in names] for form, names in names_by_form.items()}
-    return "; ".join(f"{form}: {listed(names, _LISTED)}" for form, names in short.items() if names)
 
 
 # -- Metrics that training updates: each rank saves its own.

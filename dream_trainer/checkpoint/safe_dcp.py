@@ -27,7 +27,7 @@ from torch.futures import Future
 from xxhash import xxh3_128
 
 from dream_trainer.checkpoint.files import compare_content, unreadable
-from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.checkpoint.manifest import Manifest, read_manifest
 from dream_trainer.compat.pytorch import dcp_metadata_globals, local_tensor
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
@@ -74,6 +74,11 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
     return metadata
 
 
+def read_metadata(path: Path) -> tuple[Manifest, Metadata]:
+    manifest = read_manifest(path)
+    return manifest, parse_metadata(manifest.read(METADATA_NAME), manifest.path / METADATA_NAME)
+
+
 class SafeReader(FileSystemReader):
     """A DCP reader that opens the manifest's files and no others, and names the one that it could not read."""
 
@@ -114,46 +119,12 @@ class SafeReader(FileSystemReader):
             raise DamagedCheckpointError(
                 f"{self._manifest.path / METADATA_NAME} does not say where {index.fqn!r} is. It is damaged."
             )
-        location = self.storage_data[index]
-        if location.transform_descriptors:
-            raise DamagedCheckpointError(
-                f"{self._manifest.path / METADATA_NAME} names stream transforms for {index.fqn!r}. "
-                "dream_trainer never writes those; do not use this checkpoint."
-            )
-        return location
+        return self.storage_data[index]
 
 
-class VerifyingReader(SafeReader):
-    """A `SafeReader` that compares a file's checksum before it first reads from it, for reading tensor by tensor."""
-
-    def __init__(self, manifest: Manifest, metadata: Metadata) -> None:
-        super().__init__(manifest, metadata)
-        self._verified: set[str] = set()
-
-    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
-        if name not in self._verified:
-            self._manifest.verify(name)
-            self._verified.add(name)
-        super()._read_file(name, plan, planner)
-
-
-class TensorPlanner(DefaultLoadPlanner):
-    """A DCP planner that loads tensors in place and refuses everything that would be unpickled."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise DamagedCheckpointError(
-            f"The entry {read_item.dest_index.fqn!r} is a pickle, not a tensor. It is not loaded."
-        )
-
-
-def read_tensors(
-    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], reader: SafeReader | None = None
-) -> None:
-    """Fills `tensors` in place from a checkpoint's shards, by a reader that may be used again; no communication."""
-    planner, reader = TensorPlanner(), reader or VerifyingReader(manifest, metadata)
+def read_tensors(manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], reader: SafeReader) -> None:
+    """Fills `tensors` in place from a checkpoint's shards; no communication."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,45 +90,35 @@ class Background(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._thread: threading.Thread | None = None
-        self._result: T | None = None
-        self._error: BaseException | None = None
+        self._running: Future[T] | None = None
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._running is not None and not self._running.done()
 
     @property
     def has_failed(self) -> bool:
-        return not self.is_busy and self._error is not None
+        return self._running is not None and self._running.done() and self._running.exception() is not None
 
     @property
     def is_collected(self) -> bool:
-        return self._thread is None
+        return self._running is None
 
     def start(self, task: Callable[[], T]) -> None:
         """Starts `task`. The last one's outcome must have been collected."""
-        if self._thread is not None:
+        if self._running is not None:
             raise RuntimeError(f"{self._name}: a task is running, or its outcome was not collected.")
-        self._thread = threading.Thread(target=self._run, args=(task,), name=self._name)
-        self._thread.start()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
+        self._running = thread.submit(task)
+        thread.shutdown(wait=False)
 
     def collect(self) -> T | None:
         """Waits for the task and returns what it returned, or raises what it raised; None if there is none."""
-        if self._thread is None:
+        if self._running is None:
             return None
-        self._thread.join()
-        result, error = self._result, self._error
-        self._thread = self._result = self._error = None
-        if error is not None:
-            raise error
-        return result
-
-    def _run(self, task: Callable[[], T]) -> None:
-        try:
-            self._result = task()
-        except BaseException as error:
-            self._error = error
+        wait([self._running])
+        ended, self._running = self._running, None
+        return ended.result()
 
 
 _WITH_STREAMS = ("cuda", "xpu")

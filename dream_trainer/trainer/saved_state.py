@@ -73,8 +73,8 @@ from dream_trainer.trainer.rank_differences import warn_of_different_buffers, wa
 from dream_trainer.trainer.resumed_rates import ANOTHER_RUN
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.state_registry import CALLBACK_PREFIX, REGISTERED_PREFIX, Checkpointed
-from dream_trainer.weights.adapter_record import origin_of, whole_adapters
-from dream_trainer.weights.adapters import refuse_other_adapters
+from dream_trainer.weights.adapters import refuse_other_adapters, whole_adapters
+from dream_trainer.weights.load import origin_of
 
 
 def snapshot(

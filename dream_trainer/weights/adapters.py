@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import local_path
+from dream_trainer.checkpoint.model_state import model_parameters, model_tensors
 from dream_trainer.compat.peft import (
     Adapters,
+    LowRank,
     base_names,
+    describe_adapters,
     may_start_from_the_base,
     peft_model,
     trained_copies,
@@ -25,12 +29,58 @@ from dream_trainer.compat.peft import (
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.modules.class_change import own_class
+from dream_trainer.parallel.sharding import is_cut, names_in_whole
 from dream_trainer.screen import logger
-from dream_trainer.weights.adapter_record import adapters_from, adapters_of, whole_adapters
 from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME
 from dream_trainer.weights.first_values import FirstValues, begin_again, first_values_of
-from dream_trainer.weights.load import LoadReport, load_weights
+from dream_trainer.weights.load import LoadReport, load_weights, origin_of
 from dream_trainer.weights.weight_files import open_weights
+
+
+def adapters_of(model: nn.Module) -> Adapters | None:
+    """The active adapter of a model that peft has wrapped, as far as this rank has it; None of any other model."""
+    wrapped = peft_model(model)
+    if wrapped is None:
+        return None
+    tied, own = names_in_whole(model), model.state_dict(keep_vars=True).keys()
+    names = [name.removeprefix("models.model.") for name in model_tensors({"model": model})]
+    names = [name for name in names if name in own]  # copies have their names in another stage
+    parameters = model_parameters({"model": model})
+    base = (parameters.get(f"models.model.{name}") for name in base_names(wrapped, names).values())
+    base_path = next((origin.path for p in base if p is not None and (origin := origin_of(p))), None)
+    base_class = own_class(wrapped.get_base_model())
+    return describe_adapters(wrapped, names, tied=tied, base_class=base_class, base_path=base_path)
+
+
+def whole_adapters(models: Mapping[str, nn.Module], world: Ranks) -> dict[str, Adapters]:
+    """The active adapters of those models that have some, of all stages. Every rank calls this."""
+    adapted = {name: model for name, model in models.items() if peft_model(model) is not None}
+    if not adapted:
+        return {}
+    own: dict[str, Any] = on_all_ranks(
+        world, "describe adapters", lambda: {name: adapters_of(model) for name, model in adapted.items()}
+    )
+    parts = world.all_gather_object(own) if any(map(is_cut, adapted.values())) else [own]
+    return {name: _joined([part[name] for part in parts]) for name in adapted}
+
+
+def _joined(parts: Sequence[Adapters]) -> Adapters:
+    """One of several stages' adapters, which have the same config and other layers."""
+    joined = next((part for part in parts if part.config.get("base_model_name_or_path")), parts[0])
+    return replace(
+        joined,
+        names={name: value for part in parts for name, value in part.names.items()},
+        base={name: value for part in parts for name, value in part.base.items()},
+        low_rank={name: value for part in parts for name, value in part.low_rank.items()},
+        cannot_merge=next((part.cannot_merge for part in parts if part.cannot_merge), ""),
+    )
+
+
+def adapters_from(record: Mapping[str, Any]) -> Adapters:
+    """Rebuilds adapters from a checkpoint's record, made by `dataclasses.asdict`."""
+    low_rank = {name: LowRank(**values) for name, values in record["low_rank"].items()}
+    return Adapters(**{**record, "low_rank": low_rank})
 
 
 def load_base_weights(
@@ -169,18 +219,16 @@ def merged_reader(adapters: Adapters, read: Callable[[str], Tensor]) -> Callable
 # -- Configs of adapters, compared: equal weights under another config are another function.
 
 
-_DESCRIBES = {  # fields that say where adapters are from, or how they began
+_DESCRIBES = {  # fields that say where adapters are from, how they began, or how they are trained
     *("base_model_name_or_path", "revision", "auto_mapping", "task_type", "inference_mode", "peft_version"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    *("lora_dropout", "module_dropout", "rank_dropout", "rank_dropout_scale", "orth_reg_weight"),
+    *("total_step", "tinit", "tfinal", "deltaT", "beta1", "beta2"),
 }
 
 # Fields that say which layers have adapters, in one of several spellings; the tensors' names say it in one.
 _PLACES = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"}
 
-_OF_TRAINING = {  # fields that only training looks at: dropout, and the schedule of AdaLoRA
-    *("lora_dropout", "module_dropout", "rank_dropout", "rank_dropout_scale", "orth_reg_weight"),
-    *("total_step", "tinit", "tfinal", "deltaT", "beta1", "beta2"),
-}
 
 Changes = dict[str, tuple[Any, Any]]
 
@@ -200,23 +248,14 @@ def refuse_other_adapters(
             if (name in adapters) != (name in saved):
                 had, has = ("had", "has none") if name in saved else ("had no", "has some")
                 raise CheckpointError(f"model {name!r} {had} adapters of peft there, and {has} in this run.")
-            before, now = adapters_from(saved[name]), adapters[name]
-            changes = _changes_of_all(before, now)
-            refused = {field: change for field, change in changes.items() if not _is_of_training(field)}
-            if refused:
+            changes = _changes_of_all(adapters_from(saved[name]), adapters[name])
+            if changes:
                 raise CheckpointError(
                     f"the adapters of model {name!r} are configured otherwise, so that the same weights would be "
-                    f"another function: {_listed(refused)}. Give get_peft_model the config of the checkpoint. To take "
+                    f"another function: {_listed(changes)}. Give get_peft_model the config of the checkpoint. To take "
                     f"the weights under another one on purpose, export them (dream-trainer checkpoints export {path} "
                     'adapters) and begin a run with load_adapters(model, "adapters", '
-                    f"may_differ={sorted(refused)}) in load_pretrained."
-                )
-            if changes and world.is_main:
-                logger.warning(
-                    "the adapters of model %r differ from the checkpoint's in options that only training uses: %s. The "
-                    "new values apply.",
-                    name,
-                    _listed(changes),
+                    f"may_differ={sorted(changes)}) in load_pretrained."
                 )
 
     on_all_ranks(world, f"load {path}", compare)
@@ -235,7 +274,7 @@ def refuse_other_config(path: Path, adapters: Adapters, may_differ: Collection[s
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}.") from error
     changes = _changes(saved, adapters.config, same_places=same_places)
-    refused = {name: change for name, change in changes.items() if not (_is_of_training(name) or name in may_differ)}
+    refused = {name: change for name, change in changes.items() if name not in may_differ}
     if refused:
         raise CheckpointError(
             f"they are configured otherwise than the model's, so that the same weights would be another function: "
@@ -278,10 +317,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], *, same_places: 
         and before.get(name) != now.get(name)
         and (before.get(name) or now.get(name))  # None, False and an empty list say the same
     }
-
-
-def _is_of_training(name: str) -> bool:
-    return name.rpartition(".")[2] in _OF_TRAINING
 
 
 def _listed(changes: Changes) -> str:

@@ -4,6 +4,7 @@ A block is assembled from the saved chunks that it overlaps. Entries that are no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dream_trainer.checkpoint.manifest import FileEntry, Manifest, read_manifest
-from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, MetadataUnpickler, parse_metadata
+from dream_trainer.checkpoint.manifest import FileEntry, Manifest
+from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, MetadataUnpickler, read_metadata
 from dream_trainer.compat.pytorch import file_window
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.weights.export_files import TensorSpec
 from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
 
 _OWN_PREFIX = "models."
@@ -29,8 +31,7 @@ _OWN_PREFIX = "models."
 
 def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
     """The weights of one model in a Dream Trainer checkpoint; the model's name may be None if there is only one."""
-    manifest = read_manifest(path)
-    metadata = parse_metadata(manifest.read(METADATA_NAME), path / METADATA_NAME)
+    manifest, metadata = read_metadata(path)
     names = [name for name in metadata.state_dict_metadata if name.startswith(_OWN_PREFIX)]
     models = sorted({name.split(".")[1] for name in names})
     if model_name is None and len(models) != 1:
@@ -76,6 +77,9 @@ class DcpFiles(WeightFiles):
         with blaming(path / METADATA_NAME):
             self._records = {name: _tensor_record(metadata, stored_name) for name, stored_name in names.items()}
             self.shapes = {name: tuple(record.size) for name, record in self._records.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._records[name].properties.dtype
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
         if self._manifest is None:
@@ -141,3 +145,66 @@ def _overlap(box: Box, chunk: ChunkStorageMetadata) -> Box | None:
 
 def _shifted(box: Box, origin: Any) -> Box:
     return tuple(slice(cut.start - at, cut.stop - at) for cut, at in zip(box, origin, strict=True))
+
+
+# -- A checkpoint's tensors one at a time, by one process without a process group or an accelerator.
+
+
+_CHUNK = 1 << 24  # elements compared at once, so that float64 copies stay small
+
+
+class StoredTensors:
+    """The named tensors of one checkpoint, assembled from the shards of all ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.manifest, metadata = read_metadata(path)
+        names = list(metadata.state_dict_metadata)
+        self._files = DcpFiles(path, metadata, dict(zip(names, names, strict=True)), self.manifest)
+        self.specs = {name: TensorSpec(shape, self._files.dtype(name)) for name, shape in self._files.shapes.items()}
+        self._verified: set[Path] = set()
+
+    def read(self, name: str) -> Tensor:
+        """The full tensor on the CPU. A shard file's checksum is compared before its first tensor is read."""
+        box = tuple(slice(0, size) for size in self.specs[name].shape)
+        for file in self._files.checksums({name: box}).keys() - self._verified:
+            self.manifest.verify(file.name)
+            self._verified.add(file)
+        return self._files.read(name, box)
+
+
+def difference_of_tensors(first: StoredTensors, second: StoredTensors, *, values: bool) -> dict[str, Any]:
+    """The tensors that only one checkpoint has, that differ in shape or dtype, and that differ in value."""
+    common = [name for name in first.specs if name in second.specs]
+    alike = [name for name in common if first.specs[name] == second.specs[name]]
+    distances = {name: max_difference(first.read(name), second.read(name)) for name in alike if values}
+    changed = {name: distance for name, distance in distances.items() if distance is not None}
+    other = [name for name in common if name not in alike]
+    return {
+        "only_in_a": [name for name in first.specs if name not in second.specs],
+        "only_in_b": [name for name in second.specs if name not in first.specs],
+        "other_kind": {name: [_kind(stored.specs[name]) for stored in (first, second)] for name in other},
+        "same_kind": len(alike),
+        "equal": len(alike) - len(changed) if values else None,
+        "max_difference": changed if values else None,
+    }
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+
+
+def max_difference(a: Tensor, b: Tensor) -> float | None:
+    """The largest absolute difference of tensors of one kind, NaN for NaN and a number; None if they are equal."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    if a.numel() == 0 or torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return None
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    worst = 0.0
+    for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
+        x, y = x.to(kind), y.to(kind)
+        same = (x == y) | (x.isnan() & y.isnan())
+        largest = float(torch.where(same, 0.0, (x - y).abs()).max())
+        if math.isnan(largest):
+            return math.nan
+        worst = max(worst, largest)
+    return worst

@@ -21,24 +21,24 @@ from dream_trainer.compat.peft import Adapters
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.stores.store_path import as_path
-from dream_trainer.weights.adapter_record import adapters_from, whole_adapters
-from dream_trainer.weights.adapters import merged_reader
+from dream_trainer.weights.adapters import adapters_from, merged_reader, whole_adapters
 from dream_trainer.weights.export_files import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
+    DTYPE_NAMES,
     FilePlan,
+    TensorSpec,
     check_target,
     plan_files,
     write_files,
 )
 from dream_trainer.weights.reading import WeightFiles, renamer
-from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec
 from dream_trainer.weights.weight_files import open_weights
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from dream_trainer.weights.stored_tensors import StoredTensors
+    from dream_trainer.weights.dcp_files import StoredTensors
 
 _WEIGHTS = re.compile(r"model|(ema|swa)(?:\.(\d+))?")
 
@@ -79,7 +79,7 @@ def export_checkpoint(
         CheckpointError: The checkpoint is damaged or has no such weights, or the export cannot be written there.
         ConfigError: An argument is not understood.
     """
-    from dream_trainer.weights.stored_tensors import StoredTensors
+    from dream_trainer.weights.dcp_files import StoredTensors
 
     stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
     chosen = model_to_export(model_names(stored, shared), model, of=stored.manifest.path)

@@ -16,13 +16,12 @@ from dream_trainer.checkpoint.files import verify_file
 from dream_trainer.checkpoint.model_state import EXTRA_STATE, stored_in_place
 from dream_trainer.checks import listed
 from dream_trainer.compat.compiler import compiled_original
-from dream_trainer.compat.pytorch import local_tensor, shard_dim
+from dream_trainer.compat.pytorch import OfTensors, local_tensor, shard_dim
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.parallel.sharding import local_indices, names_in_whole
 from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import as_path
-from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.reading import Box, WeightFiles, renamer
 from dream_trainer.weights.weight_files import open_weights
 
@@ -178,23 +177,24 @@ def load_weights(
     _verify(files, targets, task, world)
     on_all_ranks(world, task, lambda: _fill(files, targets))
     for target in targets:
-        remember_origin(target.tensor, Origin(str(path.resolve()), target.source))
+        _origins.set(target.tensor, Origin(str(path.resolve()), target.source))
     if world.is_main and not report.is_complete:
-        messages = filter(None, (str(report), rename_hint(report), _random_embeddings(model, report)))
+        messages = filter(None, (str(report), rename_hint(report)))
         logger.warning("%s fits the model in part: %s", path, "\n  ".join(messages))
     return report
 
 
-def _random_embeddings(model: nn.Module, report: LoadReport) -> str:
-    """A line on embeddings without a loaded row, as after a change of the vocabulary; "" if there is none."""
-    weights = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    kept = sorted(weights & {*report.missing, *report.mismatched})
-    if not kept:
-        return ""
-    return (
-        f"All rows of {', '.join(kept)} keep their initial values. To load the rows that both have, resize the "
-        "embedding in configure_models (docs/pretrained.md#a-resized-vocabulary)."
-    )
+class Origin(NamedTuple):
+    path: str  # what was loaded, as an absolute path
+    name: str  # the tensor's name there
+
+
+_origins = OfTensors[Origin]()
+
+
+def origin_of(tensor: Tensor) -> Origin | None:
+    """Where `tensor` was filled from last; None if not by `load_weights`."""
+    return _origins.get(tensor)
 
 
 def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ranks) -> None:

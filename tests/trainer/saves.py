@@ -186,7 +186,7 @@ class Gate:
 def wait_for_writer() -> None:
     """Returns when no checkpoint is being written."""
     for thread in threading.enumerate():
-        if thread.name == "checkpoint writer":
+        if thread.name.startswith("checkpoint writer"):
             thread.join()
 
 

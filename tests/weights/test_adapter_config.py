@@ -95,9 +95,8 @@ def test_and_so_does_a_start_from_the_weights_alone(here: str) -> None:
     fit("from weights", 0, init_from=step, init_strict=False)
 
 
-def test_what_training_alone_looks_at_may_change_and_is_said(here: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_training_alone_looks_at_may_change(here: str) -> None:
     fit("dropout", 3, kind_of(lora_dropout=0.1), resume=here)
-    assert "lora_dropout was 0.0 and is 0.1. The new values apply" in caplog.text
 
 
 def test_a_silent_one_is_loaded(here: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,8 +52,7 @@ from dream_trainer.trainer.run_record import read_record
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.saved_state import changed_fields, newest_to_resume, resume, run_name
 from dream_trainer.trainer.session import start
-from dream_trainer.weights.adapter_record import adapters_of
-from dream_trainer.weights.adapters import refuse_other_adapters
+from dream_trainer.weights.adapters import adapters_of, refuse_other_adapters
 from dream_trainer.weights.load import load_weights
 
 
