@@ -18,22 +18,21 @@ _NAMES = {
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",
     "dream_trainer.checkpoint.digests": "value_digests",
     "dream_trainer.checkpoint.files": "NewFile checksum named_step step_directories",
-    "dream_trainer.checkpoint.loading": "load_tensors read_rank read_shared tensor_metadata",
+    "dream_trainer.checkpoint.store": "load_tensors read_rank read_shared tensor_metadata write_checkpoint",
     "dream_trainer.checkpoint.local_checkpoints": "LocalCheckpoints",
     "dream_trainer.checkpoint.manifest": (
-        "FileEntry Manifest SCHEMA_VERSION encode_manifest list_checkpoints read_manifest verify_checkpoint"
+        "FileEntry Manifest SCHEMA_VERSION best_checkpoint encode_manifest kept list_checkpoints read_manifest retire "
+        "verify_checkpoint"
     ),
     "dream_trainer.checkpoint.model_state": (
         "load_model_extra_state load_rank_buffers model_extra_state model_tensors parameter_fqns rank_buffers"
     ),
     "dream_trainer.checkpoint.optimizer_state": "optimizer_state prepare_optimizer_state",
-    "dream_trainer.checkpoint.retention": "best_checkpoint kept retire",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.saving": "Saving",
     "dream_trainer.checkpoint.snapshot": "KnownPlan Snapshot",
-    "dream_trainer.checkpoint.store": "write_checkpoint",
     "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter HostCopies",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",

@@ -21,7 +21,7 @@ MODULES = (
     "torchmetrics",
     "tests.worlds",
     "dream_trainer.callbacks",
-    "dream_trainer.checkpoint.loading",
+    "dream_trainer.checkpoint.store",
     "dream_trainer.checkpoint.store",
     "dream_trainer.trainer.dream",
     "dream_trainer.trainer.saved_state",

@@ -910,7 +910,7 @@ MUTANTS = [
     ),
     Mutant(
         "retention counts from the oldest",
-        "dream_trainer/checkpoint/retention.py",
+        "dream_trainer/checkpoint/manifest.py",
         "steps[-(retention.keep_last or 1) :]",
         "steps[: retention.keep_last or 1]",
         "tests/checkpoint/test_retention.py",
@@ -952,7 +952,7 @@ MUTANTS = [
     ),
     Mutant(
         "shards are not hashed while they are read",
-        "dream_trainer/checkpoint/loading.py",
+        "dream_trainer/checkpoint/store.py",
         "shards = own_share(manifest.shards, manifest.path, world)",
         "shards = manifest.shards[:0]",
         "tests/checkpoint/test_damage.py tests/checkpoint/test_store.py",
@@ -1934,8 +1934,8 @@ MUTANTS = [
     Mutant(
         "a base that was changed with its adapters is loaded over",
         "dream_trainer/weights/adapters.py",
-        "    elif first.is_known and first.changed:\n",
-        "    elif False:\n",
+        "    if first.touched or (setting and",
+        "    if (setting and",
         "tests/weights/test_first_values.py -k changed_with",
     ),
     Mutant(
@@ -2214,8 +2214,8 @@ MUTANTS = [
     Mutant(
         "a thawed backbone is frozen after a resume",
         "dream_trainer/checkpoint/model_state.py",
-        "                parameters[name].requires_grad_(name not in frozen)",
-        "                pass",
+        "            parameters[name].requires_grad_(name not in frozen)",
+        "            pass",
         "tests/trainer/test_changed_form.py -k one_process",
     ),
     Mutant(
@@ -2228,7 +2228,7 @@ MUTANTS = [
     Mutant(
         "what was thawed since the checkpoint still learns after it is loaded",
         "dream_trainer/checkpoint/model_state.py",
-        """        thawed = {*saved["thawed"], *_changed(learned, self._learned)}""",
+        """        thawed = {*saved["thawed"], *_changed(_learning(models), self._learned)}""",
         """        thawed = {*saved["thawed"]}""",
         "tests/trainer/test_changed_form.py -k before_the_thaw",
     ),

@@ -226,20 +226,16 @@ class ModelForm:
             return
         parameters, modules = model_parameters(models), _modules(models) if world.stages == 1 else {}
         frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
-        learned, trained = _learning(models), _modes(models)
-        thawed = {*saved["thawed"], *_changed(learned, self._learned)}
-        switched = {*saved["switched"], *_changed(trained, self._trained)}
-        differing = [name for name in parameters if learned[name] is (name in frozen)]
-        for name in differing:
-            if name in thawed:
-                parameters[name].requires_grad_(name not in frozen)
+        thawed = {*saved["thawed"], *_changed(_learning(models), self._learned)}
+        switched = {*saved["switched"], *_changed(_modes(models), self._trained)}
+        for name in parameters.keys() & thawed:
+            parameters[name].requires_grad_(name not in frozen)
         for module in (wrapped for model in models.values() for wrapped in fsdp_modules(model)):
             for sharded, gathered in gathered_twins(module):
                 gathered.requires_grad_(sharded.requires_grad)
-        for name in modules:
-            if trained[name] is (name in evaluating) and name in switched:
-                modules[name].training = name not in evaluating
-        left = [name.removeprefix("models.") for name in differing if name not in thawed]
+        for name in modules.keys() & switched:
+            modules[name].training = name not in evaluating
+        left = [name.removeprefix("models.") for name, p in parameters.items() if p.requires_grad is (name in frozen)]
         if left and world.is_main:
             logger.warning(
                 "requires_grad of %s is as this run's setup has it, and was not so in the checkpoint",

@@ -15,11 +15,11 @@ from dream_trainer.checkpoint.files import compare_sizes, discard, set_aside
 from dream_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
+    kept,
     list_checkpoints,
     newest_checkpoint,
     read_manifest,
 )
-from dream_trainer.checkpoint.retention import kept
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,18 +17,16 @@ from dream_trainer import file_locks
 from dream_trainer.checkpoint.files import step_directories, sync_directory
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.screen import logger
 from dream_trainer.stores.ownership import is_owned
 from dream_trainer.stores.store_path import StorePath
 
 LOCK_NAME = "run.lock"
 # A killed job's loader workers hold its lock until they notice; network file systems show a new file late.
 PATIENCE_SECONDS = 15.0
-SAY_AFTER_SECONDS = 1.0
 
 
 _held: dict[Path, tuple[IO[str], int]] = {}
-_trainings: dict[Path, int] = {}  # on every rank
+_trainings = Counter[Path]()  # on every rank
 
 
 def claim(run_dir: Path, world: Ranks) -> None:
@@ -53,14 +52,13 @@ def release(run_dir: Path) -> None:
 
 def trainings(run_dir: Path) -> int:
     """How often trainers of this process have begun to write to a run."""
-    return _trainings.get(run_dir.resolve(), 0)
+    return _trainings[run_dir.resolve()]
 
 
 def count_training(run_dir: Path) -> int:
     """A trainer begins to write to a run; returns how many have, with this one."""
-    path = run_dir.resolve()
-    _trainings[path] = _trainings.get(path, 0) + 1
-    return _trainings[path]
+    _trainings[run_dir.resolve()] += 1
+    return trainings(run_dir)
 
 
 def is_claimed(run_dir: Path) -> bool | None:
@@ -110,21 +108,12 @@ def _lock(run_dir: Path) -> str:
         _held[path] = (file, users + 1)
         return path.read_text()
     file = path.open("a+")
-    began = time.monotonic()
-    deadline = began + PATIENCE_SECONDS
-    has_said = False
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (is_held := file_locks.take(file)) is False:
         if time.monotonic() > deadline:
             file.close()
             raise CheckpointError(
                 f"another live job writes to {run_dir}. Stop it, or give this run another experiment name."
-            )
-        if not has_said and time.monotonic() - began > SAY_AFTER_SECONDS:
-            has_said = True
-            logger.warning(
-                "%s is in use by another job; waiting %.0f s for it, in case that is just ending",
-                run_dir,
-                PATIENCE_SECONDS,
             )
         time.sleep(0.2)
     if is_held is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from xxhash import xxh3_128
@@ -42,7 +42,8 @@ class MetadataUnpickler(pickle.Unpickler):
     def __init__(self, content: bytes, file: Path) -> None:
         super().__init__(io.BytesIO(content))
         self._file = file
-        self._allowed = dcp_metadata_globals()
+        not_a_tensor = (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__)  # an empty record
+        self._allowed = dcp_metadata_globals() | {not_a_tensor}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) in self._allowed or (module_name == "torch" and global_name in _DTYPE_NAMES):
@@ -52,11 +53,9 @@ class MetadataUnpickler(pickle.Unpickler):
             "could run someone else's code. Do not use this checkpoint."
         )
 
-    def persistent_load(self, pid: Any, /) -> Any:
-        raise DamagedCheckpointError(f"{self._file} asks for a persistent object {pid!r}. Do not use this checkpoint.")
 
-
-def parse_metadata(content: bytes, file: Path) -> Metadata:
+def parse_metadata(content: bytes, file: Path, *, has_others: bool = False) -> Metadata:
+    """DCP's metadata; with `has_others` entries may be no tensors."""
     try:
         metadata = MetadataUnpickler(content, file).load()
     except CheckpointError:
@@ -67,7 +66,7 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(records, dict) or not isinstance(places, dict):
         raise DamagedCheckpointError(f"{file} contains no DCP metadata. Resume from another checkpoint.")
     for name, record in records.items():
-        if not isinstance(name, str) or not isinstance(record, TensorStorageMetadata):
+        if not isinstance(name, str) or not (has_others or isinstance(record, TensorStorageMetadata)):
             raise DamagedCheckpointError(
                 f"{file} lists {name!r}, which is not a tensor. Only tensors are read from DCP files."
             )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
+from dream_trainer.checkpoint.manifest import retire
 from dream_trainer.checkpoint.remote_run import Sender
-from dream_trainer.checkpoint.retention import retire
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.compat.pytorch import local_tensor, with_local

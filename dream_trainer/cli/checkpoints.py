@@ -116,8 +116,7 @@ class Prune:
     """Print JSON instead of a table."""
 
     def run(self) -> int:
-        from dream_trainer.checkpoint.manifest import checkpoints_root, entries
-        from dream_trainer.checkpoint.retention import kept, mode_of_run
+        from dream_trainer.checkpoint.manifest import checkpoints_root, entries, kept, mode_of_run
         from dream_trainer.checkpoint.run_directory import without_jobs
         from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 
@@ -228,8 +227,8 @@ class Show(OneCheckpoint):
     """List every tensor with its shape and dtype."""
 
     def run(self) -> int:
-        from dream_trainer.checkpoint.loading import read_shared
         from dream_trainer.checkpoint.manifest import directory_size
+        from dream_trainer.checkpoint.store import read_shared
         from dream_trainer.config.serialize import leaves
         from dream_trainer.weights.dcp_files import StoredTensors
         from dream_trainer.weights.export import tensors_by_owner

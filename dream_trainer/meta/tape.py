@@ -183,8 +183,6 @@ class Recorder(TorchFunctionMode):
         if name in METADATA:
             return func(*args, **kwargs)
         written = targets(func, args, kwargs)
-        if name.startswith("_foreach_") and name.endswith("_"):
-            return self._one_by_one(func, args, kwargs)
         if any(not target.is_meta for target in written):
             return self._read(func, args, kwargs, written)
         return self._record(func, args, kwargs, written)
@@ -244,21 +242,6 @@ class Recorder(TorchFunctionMode):
             memo[id(tensor)] = copied
         known: Tensor = memo[id(tensor)]
         return known
-
-    def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Splits a `_foreach_` call, so that one tensor's replay does not need all the others."""
-        for index in range(len(args[0])):
-
-            def only(value: Any, index: int = index) -> Any:
-                is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])
-                return [value[index]] if is_list else value
-
-            one = tuple(map(only, args))
-            one_kwargs = {key: only(value) for key, value in kwargs.items()}
-            if one[0][0].is_meta:
-                self._record(func, one, one_kwargs, list(one[0]))
-            else:
-                self._read(func, one, one_kwargs)
 
     def _record(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]

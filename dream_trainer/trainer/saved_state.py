@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.digests import FrozenWeights, refuse_other_weights
 from dream_trainer.checkpoint.files import recover_replaced
-from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import (
     Manifest,
+    best_checkpoint,
     find_checkpoint,
     finished_directories,
     list_checkpoints,
@@ -55,9 +55,9 @@ from dream_trainer.checkpoint.optimizer_state import (
     prepare_optimizer_state,
 )
 from dream_trainer.checkpoint.remote_run import newest_in_both
-from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.snapshot_writer import HostCopies
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
 from dream_trainer.config.serialize import difference, to_dict, with_later_fields
 from dream_trainer.config.trainer_config import BaseTrainerConfig

@@ -33,7 +33,7 @@ from dream_trainer.modules.class_change import own_class
 from dream_trainer.parallel.sharding import is_cut, names_in_whole
 from dream_trainer.screen import logger
 from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME
-from dream_trainer.weights.first_values import FirstValues, begin_again, first_values_of
+from dream_trainer.weights.first_values import begin_again, first_values_of
 from dream_trainer.weights.load import LoadReport, load_weights, origin_of
 from dream_trainer.weights.weight_files import open_weights
 
@@ -118,7 +118,14 @@ def load_base_weights(
     if wrapped is None:
         raise ConfigError(f"{type(model).__name__} is not wrapped by peft. Use load_weights.")
     first = first_values_of(model)
-    _refuse_what_started_from_another_base(wrapped, first)
+    setting = may_start_from_the_base(wrapped)
+    if first.touched or (setting and not first.is_known):
+        elsewhere = "the model was built before configure_models, or is not loaded in load_pretrained"
+        why = f"making them changed or read {first.touched}" if first.touched else elsewhere
+        raise ConfigError(
+            f"adapters under {setting or 'this config'} may start from the base's weights, and cannot start again from "
+            f"the loaded ones: {why}. Call from_pretrained, and get_peft_model on what it returns, in configure_models."
+        )
     names = list(model.state_dict(keep_vars=True))
     base = base_names(wrapped, names)
     moved = {author: name for author, name in base.items() if author != name}
@@ -139,28 +146,6 @@ def load_base_weights(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     begin_again(model, {name: one for name, one in first.derived.items() if id(parameters.get(name)) not in copies})
     return report
-
-
-def _refuse_what_started_from_another_base(model: Any, first: FirstValues) -> None:
-    setting = may_start_from_the_base(model)
-    if not first.is_known and setting:
-        wrong = (
-            f"adapters with {setting} may start from the base's weights. This model was not built in "
-            "configure_models or is not loaded in load_pretrained, so they cannot start again from the loaded weights"
-        )
-    elif first.is_known and first.changed:
-        wrong = (
-            f"{first.changed} was changed when its adapter was made from it, as under {setting or 'its config'}, so "
-            "that the base cannot be loaded over it afterwards"
-        )
-    elif first.is_known and first.asked:
-        wrong = (
-            f"peft looked at the values of {first.asked} when it made them, as under {setting or 'its config'}: "
-            "they may have started from another base than what is loaded"
-        )
-    else:
-        return
-    raise ConfigError(f"{wrong}. Call from_pretrained, and get_peft_model on what it returns, in configure_models.")
 
 
 def load_adapters(

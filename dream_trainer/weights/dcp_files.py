@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dream_trainer.checkpoint.manifest import FileEntry, Manifest
-from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, MetadataUnpickler, read_metadata
+from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, parse_metadata, read_metadata
 from dream_trainer.compat.pytorch import file_window
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.weights.export_files import TensorSpec
@@ -47,23 +46,10 @@ def open_foreign(path: Path) -> DcpFiles:
     """All tensors of a DCP directory from another program, under the names they have there."""
     file = path / METADATA_NAME
     with blaming(file):
-        metadata = _ForeignUnpickler(file.read_bytes(), file).load()
-    if not isinstance(metadata, Metadata) or not all(
-        isinstance(part, dict) for part in (metadata.state_dict_metadata, metadata.storage_data)
-    ):
-        raise DamagedCheckpointError(f"{file} contains no DCP metadata.")
+        metadata = parse_metadata(file.read_bytes(), file, has_others=True)
     records = metadata.state_dict_metadata
     tensors = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
     return DcpFiles(path, metadata, tensors, None)
-
-
-class _ForeignUnpickler(MetadataUnpickler):
-    """Also builds the record of an entry that is not a tensor; the record itself is empty."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) == (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__):
-            return BytesStorageMetadata
-        return super().find_class(module_name, global_name)
 
 
 class DcpFiles(WeightFiles):

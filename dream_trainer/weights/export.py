@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dream_trainer.checkpoint.digests import value_digests
-from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.model_state import model_tensors
+from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checks import refuse
 from dream_trainer.compat.peft import Adapters
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
@@ -245,12 +245,9 @@ def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
     averaged = _below(stored.specs, f"callbacks.{kind}.{match[2] or 0}.{model}.")
     if not averaged:
         numbers = sorted({name.split(".")[2] for name in stored.specs if name.startswith(f"callbacks.{kind}.")})
-        available = f"It has {kind} callbacks {', '.join(numbers)}"
-        if not numbers:
-            available = f"It was saved without an {kind} callback"
         raise CheckpointError(
-            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". {available}; '
-            'weights="model" exports what was trained.'
+            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". It has {kind} callbacks '
+            f'{", ".join(numbers) or "none"}; weights="model" exports what was trained.'
         )
     return {fqn: averaged.get(fqn, source) for fqn, source in sources.items()}
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dream_trainer.checkpoint.files import named_step, step_directories, sync_directory, write_file
+from dream_trainer.checkpoint.files import NewFile, named_step, step_directories, sync_directory, write_file
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checks import listed
@@ -248,13 +248,11 @@ def file_order(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 def write_safetensors(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:
     """Writes a new safetensors file; `read` is called once for each name, in order, and its result is cast."""
     header = _header(specs)
-    with path.open("xb") as file:
+    with NewFile(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for name, spec in specs.items():
             file.write(_content(name, read(name), spec))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _header(specs: Mapping[str, TensorSpec]) -> bytes:

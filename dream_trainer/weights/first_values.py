@@ -94,8 +94,7 @@ class FirstValues:
     """How the adapters of a model got their first values."""
 
     derived: Mapping[str, Derived]  # named adapter tensors that were computed from the base
-    changed: str = ""  # a weight of the base that was changed when its adapter was made
-    asked: str = ""  # one whose values peft looked at, so that it is not known what came of it
+    touched: str = ""  # a weight of the base that was changed, or whose values were seen, when its adapter was made
     is_known: bool = True  # whether it was recorded, as of models that are built in `configure_models`
 
 
@@ -123,9 +122,9 @@ def _first_values(refs: Mapping[str, Ref], base: set[str], adapted: list[str], p
         return FirstValues({}, is_known=False)
     first = min(own)
     found = derivations(refs, base & refs.keys(), history)
-    changed = next((name for name in adapted if is_changed_since(refs[name], first, history)), "")
-    looked_at = asked({name: refs[name] for name in adapted}, history)
-    return FirstValues({name: one for name, one in found.items() if one.sources}, changed, looked_at)
+    touched = next((name for name in adapted if is_changed_since(refs[name], first, history)), "")
+    touched = touched or asked({name: refs[name] for name in adapted}, history)
+    return FirstValues({name: one for name, one in found.items() if one.sources}, touched)
 
 
 def first_values_of(model: nn.Module) -> FirstValues:

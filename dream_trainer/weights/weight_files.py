@@ -100,13 +100,6 @@ class _TorchFile(WeightFiles):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with blaming(path), path.open("rb") as file:
-            is_zip = file.read(4) == b"PK\x03\x04"
-        if not is_zip:
-            raise DamagedCheckpointError(
-                f"{path} is not an archive of the kind that torch.save writes since 1.6; it was not opened. If it is "
-                "an older one, save it again: torch.save(torch.load(path, weights_only=True), path)."
-            )
         self._tensors = _state_dict(load_pickle(path, path, mmap=True), path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 

@@ -23,10 +23,9 @@ def hold(directory: Path, told: Connection) -> None:
 
 @pytest.mark.pitfall(55)
 def test_a_second_live_job_is_refused_and_a_killed_one_blocks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(run_directory, "SAY_AFTER_SECONDS", 0.1)
     ours, theirs = SERVER.Pipe()
     holder = SERVER.Process(target=hold, args=(tmp_path, theirs))
     holder.start()
@@ -34,7 +33,6 @@ def test_a_second_live_job_is_refused_and_a_killed_one_blocks_nothing(
         assert ours.recv() == "held"
         with pytest.raises(CheckpointError, match="another live job"):
             claim(tmp_path, Ranks.alone())
-        assert caplog.text.count("is in use by another job; waiting") == 1
     finally:
         holder.kill()
         holder.join()

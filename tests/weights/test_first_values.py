@@ -140,9 +140,9 @@ def test_magnitudes_are_those_of_the_loaded_weights_on_every_mesh_and_in_each_pr
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: lora(init_lora_weights="pissa"), "was changed when its adapter was made .*'pissa'"),
-        (lambda: lora(kasa_config=peft.KasaConfig()), "was changed when its adapter was made .*kasa_config"),
-        (lambda: peft.FrodConfig(target_modules=TARGETS), "peft looked at the values of .*'FROD'"),
+        (lambda: lora(init_lora_weights="pissa"), "'pissa'.* changed or read "),
+        (lambda: lora(kasa_config=peft.KasaConfig()), "kasa_config.* changed or read "),
+        (lambda: peft.FrodConfig(target_modules=TARGETS), "'FROD'.* changed or read "),
     ],
 )
 def test_a_base_changed_with_it_is_not_loaded(make: Callable[[], PeftConfig], said: str, directory: Path) -> None:

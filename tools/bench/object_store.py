@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from dream_trainer.checkpoint.loading import load_tensors
 from dream_trainer.checkpoint.remote_run import Sender
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
 from dream_trainer.compat.pytorch import HashStore
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks

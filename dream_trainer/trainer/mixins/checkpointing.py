@@ -20,15 +20,14 @@ import torch.nn as nn
 from dream_trainer.best_value import mode_of, refuse_other_places
 from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.files import local_path, step_name
-from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, best_checkpoint, verify_checkpoint
 from dream_trainer.checkpoint.model_state import ModelForm, model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
-from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
+from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checks import check_choice
 from dream_trainer.cleanup import followed_by
 from dream_trainer.compat.compiler import compiled_original
