@@ -60,7 +60,7 @@ _NAMES = {
     "dream_trainer.config.checkpoint_parameters": "BranchParameters",
     "dream_trainer.config.command_line": "parse",
     "dream_trainer.config.device_parameters": "DeviceParameters MeshShape resolve_mesh",
-    "dream_trainer.config.logger_parameters": "LoggerParameters MLflowParameters WandbParameters",
+    "dream_trainer.config.logger_parameters": ("LoggerParameters MLflowParameters TrackioParameters WandbParameters"),
     "dream_trainer.config.parallel_parameters": "PipelineSchedule",
     "dream_trainer.data": "AlternatingLoaders LoaderGroup",
     "dream_trainer.data.feed": "WindowFeed copy_stream on_device",

@@ -34,7 +34,7 @@ CI_ONLY = tuple(
         data/test_packed_mixture.py data/test_packed_resume.py data/test_stream.py::test_samples_and_draws docs/
         examples/ faults/test_disk.py faults/test_foreign_workers.py faults/test_kills.py::test_under_torchrun
         faults/test_local_checkpoints.py faults/test_signals.py::test_sigterm_to_torchrun faults/test_terminals.py
-        loggers/test_mlflow.py loggers/test_weights_and_biases.py
+        loggers/test_mlflow_and_trackio.py loggers/test_weights_and_biases.py
         meta/test_worlds.py::test_every_mesh_gets_the_bits_of_one_process[3
         meta/test_worlds.py::test_every_mesh_gets_the_bits_of_one_process[4 modules/test_compiled_attention_ranks.py
         optim/test_muon.py::test_weights_and_momentum_are_pytorchs_bits_in_one_process[rows simple/test_load_best.py

@@ -22,7 +22,7 @@ _VARIABLES = (
 _PACKAGES = (
     *("torch", "torchdata", "numpy", "safetensors", "rich", "tyro", "cattrs", "xxhash", "PyYAML"),
     *("torchmetrics", "transformers", "datasets", "pyarrow", "peft", "accelerate", "optuna", "huggingface_hub"),
-    *("wandb", "tensorboard", "mlflow-skinny", "mlflow", "matplotlib", "pillow"),
+    *("wandb", "tensorboard", "mlflow-skinny", "mlflow", "trackio", "matplotlib", "pillow"),
 )
 
 

@@ -21,6 +21,7 @@ BUILT_IN = {
     "tensorboard": "dream_trainer.loggers.tensorboard:TensorBoardLogger",
     "wandb": "dream_trainer.loggers.trackers:WandbLogger",
     "mlflow": "dream_trainer.loggers.trackers:MLflowLogger",
+    "trackio": "dream_trainer.loggers.trackers:TrackioLogger",
     "images": "dream_trainer.loggers.media_files:ImageFilesLogger",
 }
 
@@ -32,6 +33,11 @@ def logger_entry(name: str) -> EntryPoint:
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     check_choice("loggers", name, dict.fromkeys((*BUILT_IN, *installed)))
     return installed[name]
+
+
+def _refuse_arguments(names: set[str]) -> None:
+    given = ", ".join(sorted(names))
+    refuse(names, f"init_arguments has {given}, which the config gives: as a field here, or by its own names.")
 
 
 @parameters
@@ -53,8 +59,7 @@ class WandbParameters:
 
     def __post_init__(self) -> None:
         taken = {"project", "group", "config", "dir", "id", "resume", "reinit", "entity", "name", "tags", "mode"}
-        given = ", ".join(sorted(taken & self.init_arguments.keys()))
-        refuse(given, f"init_arguments has {given}, which the config gives: as a field here, or by its own names.")
+        _refuse_arguments(taken & self.init_arguments.keys())
 
 
 @parameters
@@ -73,13 +78,27 @@ class MLflowParameters:
 
 
 @parameters
+class TrackioParameters:
+    """How Trackio shows a run. Project and group come from the config."""
+
+    name: str | None = None
+    """Name of the run. None for the config's group/experiment."""
+    init_arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `trackio.init`, such as space_id, private or auto_log_cpu. Not name, which is a field here,
+    nor arguments that the trainer sets: project, group, config and resume."""
+
+    def __post_init__(self) -> None:
+        _refuse_arguments({"project", "group", "config", "resume", "name"} & self.init_arguments.keys())
+
+
+@parameters
 class LoggerParameters:
     """Loggers and their intervals."""
 
     loggers: Annotated[tuple[str, ...], partial(check_names, example="jsonl")] = ("console", "jsonl")
     """Loggers to write to. "console" is a progress bar on a terminal and prints lines elsewhere. These write to the run
     directory: "jsonl" metrics.jsonl, "csv" metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images"
-    image files in media/. "mlflow" writes to its own store of all runs. Other packages add names through
+    image files in media/. "mlflow" and "trackio" write to their own store of all runs. Other packages add names through
     `dream_trainer.loggers` entry points."""
     log_every_n_steps: PositiveInt = 10
     """Optimizer steps between flushes. A flush waits for the device once; 10 hides that."""
@@ -96,6 +115,8 @@ class LoggerParameters:
     """How Weights & Biases shows the run."""
     mlflow: MLflowParameters = field(default_factory=MLflowParameters)
     """Where MLflow keeps the run, and how it shows it."""
+    trackio: TrackioParameters = field(default_factory=TrackioParameters)
+    """How Trackio shows the run."""
 
     def __post_init__(self) -> None:
         for name in self.loggers:

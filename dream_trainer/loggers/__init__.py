@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     )
     from dream_trainer.loggers.media_files import ImageFilesLogger as ImageFilesLogger
     from dream_trainer.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
-    from dream_trainer.loggers.trackers import MLflowLogger as MLflowLogger, WandbLogger as WandbLogger
+    from dream_trainer.loggers.trackers import (
+        MLflowLogger as MLflowLogger,
+        TrackioLogger as TrackioLogger,
+        WandbLogger as WandbLogger,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

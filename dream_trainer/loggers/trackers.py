@@ -1,4 +1,4 @@
-"""Experiment trackers: one run of Weights & Biases or MLflow for all ranks and restarts."""
+"""Experiment trackers: one run of Weights & Biases, MLflow or Trackio for all ranks and restarts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import re
 import secrets
 import tempfile
+from abc import abstractmethod
+from collections import Counter
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -19,6 +21,7 @@ from dream_trainer.checks import did_you_mean, refuse
 from dream_trainer.config.logger_parameters import (
     LoggerParameters,
     MLflowParameters,
+    TrackioParameters,
     WandbParameters,
 )
 from dream_trainer.config.serialize import leaves
@@ -30,11 +33,101 @@ from dream_trainer.loggers.media_files import gif, pil_image, wav
 if TYPE_CHECKING:
     import wandb
     from mlflow import MlflowClient
+    from trackio.run import Run
 
 STEP = "trainer/global_step"
 
 
-class WandbLogger(Logger):
+class _JournalLogger(Logger):
+    """A tracker that may lose lines in a kill, so they are also in `<package>/lines.jsonl` of the run directory."""
+
+    _package: ClassVar[str]  # also the field of its parameters
+    _table_options: ClassVar[dict[str, Any]] = {}
+    _known = -1  # the last step that the tracker has from before the restart
+    _lines: LineFile | None = None
+    run: Any = None
+
+    @classmethod
+    @override
+    def configured(cls, parameters: LoggerParameters) -> Self:
+        return cls(getattr(parameters, cls._package))  # type: ignore[call-arg]  # both take their parameters
+
+    @classmethod
+    @override
+    def check(cls, parameters: LoggerParameters) -> None:
+        arguments = getattr(parameters, cls._package).init_arguments
+        known = list(signature(import_module(cls._package).init).parameters) if arguments else []
+        for name in arguments:
+            refuse(
+                name not in known,
+                f"init_arguments has {name!r}, which {cls._package}.init does not take. {did_you_mean(name, known)}",
+            )
+
+    def _open_journal(self, run_dir: Path, resumed_step: int | None) -> None:
+        """Sends the lines of before the restart that the tracker does not have."""
+        path = run_dir / self._package / "lines.jsonl"
+        self._lines = LineFile(path, resumed_step)
+        if path.exists():
+            for line in read_jsonl(path):
+                step = int(line.pop("step"))
+                if step > self._known:
+                    self._send(line, step)
+
+    @override
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        values = _values(metrics, stamp)
+        self._opened(self._lines).write({"step": stamp.step, **values})
+        self._send(values, stamp.step)
+
+    @override
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        """Logs any kind; text as HTML in W&B, as Markdown in Trackio."""
+        with tempfile.TemporaryDirectory() as directory:  # they copy files at once
+            self._send(self._shown(name, media, Path(directory)), stamp.step)
+        return True
+
+    @abstractmethod
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        """Gives values to the tracker."""
+
+    @abstractmethod
+    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
+        """Images of the tracker by the names that they are logged under."""
+
+    @abstractmethod
+    def _shown_text(self, text: str) -> Any:
+        """The tracker's object for text."""
+
+    def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
+        """The tracker's object for `media`, whose files are in `directory`; both have classes of the same names."""
+        tracker: Any = import_module(self._package)
+        match media:
+            case Images():
+                images = [tracker.Image(pil_image(image.pixels), caption=image.caption) for image in media.images]
+                return self._shown_images(name, images)
+            case Video():
+                return {name: tracker.Video(_file(directory / "video.gif", gif(media)))}
+            case Audio():
+                return {name: tracker.Audio(_file(directory / "sound.wav", wav(media)))}
+            case Histogram():
+                counts = numpy.array(media.counts), numpy.array(media.edges)
+                return {name: tracker.Histogram(np_histogram=counts)}
+            case Table():
+                rows = [list(row) for row in media.rows]
+                return {name: tracker.Table(columns=list(media.columns), data=rows, **self._table_options)}
+            case Text():
+                return {name: self._shown_text(media.text)}
+
+    @override
+    def close(self) -> None:
+        lines, self._lines, run, self.run = self._lines, None, self.run, None
+        if lines is not None:
+            lines.close()
+        if run is not None:
+            run.finish()
+
+
+class WandbLogger(_JournalLogger):
     """Logs to Weights & Biases, by optimizer steps: each row has its step as "trainer/global_step", W&B's x-axis.
 
     Your own `wandb.log(...)` goes to the same run, from the first step of training on and on rank 0, unless you have
@@ -58,6 +151,8 @@ class WandbLogger(Logger):
 
     requires: ClassVar[tuple[str, ...]] = ("wandb",)
     is_open_early: ClassVar[bool] = True  # for `wandb.log`
+    _package: ClassVar[str] = "wandb"
+    _table_options: ClassVar[dict[str, Any]] = {"allow_mixed_types": True}
     run: wandb.Run | None = None
 
     def __init__(self, parameters: WandbParameters | None = None) -> None:
@@ -66,24 +161,6 @@ class WandbLogger(Logger):
         self._resumed_step = 0
         self._row = self._next_row = self._step = 0  # W&B's step of our last row, and of the next; its optimizer step
         self._has_others = False  # the user's rows
-        self._known = -1  # the last step that W&B has from before the restart
-        self._lines: LineFile | None = None
-
-    @classmethod
-    @override
-    def configured(cls, parameters: LoggerParameters) -> Self:
-        return cls(parameters.wandb)
-
-    @classmethod
-    @override
-    def check(cls, parameters: LoggerParameters) -> None:
-        arguments = parameters.wandb.init_arguments
-        known = list(signature(import_module("wandb").init).parameters) if arguments else []
-        for name in arguments:
-            refuse(
-                name not in known,
-                f"init_arguments has {name!r}, which wandb.init does not take. {did_you_mean(name, known)}",
-            )
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -118,27 +195,9 @@ class WandbLogger(Logger):
         if self._next_row > 0:
             self._known = int(self.run.summary.get(STEP, self._known))  # type: ignore[no-untyped-call]
         self._has_others = False
-        path = run_dir / "wandb" / "lines.jsonl"
-        self._lines = LineFile(path, resumed_step)
-        if path.exists():  # the lines of before the restart that W&B does not have
-            for line in read_jsonl(path):
-                step = int(line.pop("step"))
-                if step > self._known:
-                    self._send(line, step)
+        self._open_journal(run_dir, resumed_step)
 
     @override
-    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        values = _values(metrics, stamp)
-        self._opened(self._lines).write({"step": stamp.step, **values})
-        self._send(values, stamp.step)
-
-    @override
-    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        """Logs any kind; text as HTML."""
-        with tempfile.TemporaryDirectory() as directory:  # W&B copies files at once
-            self._send({name: _shown(media, Path(directory))}, stamp.step)
-        return True
-
     def _send(self, values: dict[str, Any], step: int) -> None:
         """Values with the same step become one row of W&B, unless the user adds rows."""
         if self._resumed_step < step <= self._known:
@@ -154,12 +213,14 @@ class WandbLogger(Logger):
         self._step, self._row, self._next_row = step, row, row + self._has_others
 
     @override
-    def close(self) -> None:
-        lines, self._lines, run, self.run = self._lines, None, self.run, None
-        if lines is not None:
-            lines.close()
-        if run is not None:
-            run.finish()
+    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
+        return {name: images}
+
+    @override
+    def _shown_text(self, text: str) -> Any:
+        import wandb
+
+        return wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -170,24 +231,86 @@ class WandbLogger(Logger):
         self._id = state["id"]
 
 
-def _shown(media: Media, directory: Path) -> Any:
-    """W&B's object for `media`, whose files are in `directory`."""
-    import wandb
+_Row = tuple[int, frozenset[str]]  # A step, and the names that were logged together
 
-    match media:
-        case Images():
-            return [wandb.Image(pil_image(image.pixels), caption=image.caption) for image in media.images]
-        case Video():
-            return wandb.Video(_file(directory / "video.gif", gif(media)))
-        case Audio():
-            return wandb.Audio(_file(directory / "sound.wav", wav(media)))
-        case Histogram():
-            return wandb.Histogram(np_histogram=(numpy.array(media.counts), numpy.array(media.edges)))
-        case Table():
-            rows = [list(row) for row in media.rows]
-            return wandb.Table(columns=list(media.columns), data=rows, allow_mixed_types=True)
-        case Text():
-            return wandb.Html(f"<pre>{html.escape(media.text)}</pre>")
+
+class TrackioLogger(_JournalLogger):
+    """Logs to Trackio; its own step is the optimizer step.
+
+    Trackio's own thread writes every half second, so a kill may take the last lines with it. They are in
+    `trackio/lines.jsonl` in the run directory, too: a resumed run sends those before its checkpoint that are not in the
+    store, and passes over what is. That is for the store on this machine. A Space cannot be asked, so what came after
+    the checkpoint is sent again.
+
+    Args:
+        parameters: How Trackio shows the run.
+
+    Attributes:
+        run: The Trackio run, from the first line to `close`.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("trackio", "PIL")
+    _package: ClassVar[str] = "trackio"
+    run: Run | None = None
+
+    def __init__(self, parameters: TrackioParameters | None = None) -> None:
+        self._parameters = parameters or TrackioParameters()
+        self._has_begun = False
+        self._stored: Counter[_Row] = Counter()  # rows that Trackio already has, and would get again
+
+    @override
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        import trackio
+
+        self.close()
+        continues = self._has_begun and resumed_step is not None
+        # Embedded in a notebook, it would start a server.
+        arguments = {"embed": False, **self._parameters.init_arguments}
+        self.run = trackio.init(
+            project=config["project"],
+            name=_run_name(self._parameters.name, config),
+            group=config["group"],
+            config=config,
+            resume="allow" if continues else "never",
+            **arguments,
+        )
+        self._has_begun = True
+        self._stored = _stored_rows(self.run) if continues else Counter()
+        self._open_journal(run_dir, resumed_step)
+
+    @override
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        row = step, frozenset(values)
+        if self._stored[row] > 0:
+            self._stored[row] -= 1
+        else:
+            self._opened(self.run).log(values, step=step)
+
+    @override
+    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
+        return dict(zip(_numbered(name, len(images)), images, strict=True))
+
+    @override
+    def _shown_text(self, text: str) -> Any:
+        import trackio
+
+        return trackio.Markdown(text)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"has_begun": self._has_begun}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._has_begun = state["has_begun"]
+
+
+def _stored_rows(run: Run) -> Counter[_Row]:
+    """Counts of a run's rows in the store on this machine."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)
+    return Counter((int(row["step"]), frozenset(row) - {"step", "timestamp"}) for row in rows)
 
 
 # MLflow's limits: metrics and parameters in one call, letters of a parameter's name and of its value.

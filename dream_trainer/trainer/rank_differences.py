@@ -19,7 +19,7 @@ from dream_trainer.trainer.runtime import Runtime
 
 _MAY_DIFFER = frozenset(
     "device start_timeout_seconds step_timeout_seconds hang_timeout_seconds host_timeout_seconds directory init_from "
-    "init_renames loggers wandb mlflow".split()
+    "init_renames loggers wandb mlflow trackio".split()
 )
 
 _IN_ONE_ORDER = (

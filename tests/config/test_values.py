@@ -22,7 +22,7 @@ Training, Device, Checkpoint, Logger = (
 )
 CLASSES = [
     *(Training, Device, Checkpoint, Logger, dt.BranchParameters, dt.EvalParameters, dt.WandbParameters),
-    *(dt.MLflowParameters, dt.FSDPParameters, dt.PipelineParallelParameters),
+    *(dt.MLflowParameters, dt.TrackioParameters, dt.FSDPParameters, dt.PipelineParallelParameters),
     *(dt.ContextParallelParameters, dt.TensorParallelParameters, dt.LocalSGDParameters, dt.Float8Parameters),
     *(dt.ActivationCheckpointingParameters, dt.CompileParameters),
 ]

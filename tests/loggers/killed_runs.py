@@ -1,4 +1,4 @@
-"""A program for the test beside it: one run in three lives, the first two ended by SIGKILL, with MLflow.
+"""A program for the test beside it: one run in three lives, the first two ended by SIGKILL, with MLflow and Trackio.
 
 Each life is a fork, so that what they import is imported once.
 """
@@ -11,11 +11,12 @@ import time
 
 import mlflow
 import torch
+import trackio
 
 import dream_trainer as dt
 from tests.trainer.test_logger_mixin import Resumable, make_config
 
-PACKAGES = (mlflow,)
+PACKAGES = (mlflow, trackio)
 
 
 def life(kill_at: int, seconds: float) -> int:
@@ -33,7 +34,7 @@ def life(kill_at: int, seconds: float) -> int:
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
-    config = make_config(every=3, loggers=("jsonl", "mlflow"))
+    config = make_config(every=3, loggers=("jsonl", "mlflow", "trackio"))
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=4, async_save=False)
     with Dies(config) as trainer:
         trainer.fit()
@@ -41,4 +42,5 @@ def life(kill_at: int, seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    assert [life(7, 0.0), life(11, 0.0), life(-1, 0.0)] == [signal.SIGKILL, signal.SIGKILL, 0]
+    # Trackio's thread writes every half second: the first life ends before, the second after it has.
+    assert [life(7, 0.0), life(11, 1.5), life(-1, 0.0)] == [signal.SIGKILL, signal.SIGKILL, 0]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LoggerConfigMixin as LoggerConfigMixin,
         LoggerParameters as LoggerParameters,
         MLflowParameters as MLflowParameters,
+        TrackioParameters as TrackioParameters,
         WandbParameters as WandbParameters,
     )
     from dream_trainer.config.parallel_parameters import (

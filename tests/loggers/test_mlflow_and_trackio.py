@@ -1,4 +1,7 @@
-"""MLflowLogger with the real package: what its store, a file of this machine, holds over kills and resumes."""
+"""MLflowLogger and TrackioLogger with the real packages: what their stores hold, over kills and resumes.
+
+The stores are files of this machine, and read with SQL, beside the packages.
+"""
 
 import json
 import math
@@ -29,6 +32,8 @@ def query(path: Path, question: str) -> list[tuple[Any, ...]]:
 def nothing_leaves_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.mark.slow
@@ -54,6 +59,13 @@ def test_a_run_that_was_killed_twice_and_resumed_is_one_curve(tmp_path: Path) ->
     for name in names:
         stored = f"select step, value from metrics where run_uuid = '{run}' and key = '{name}' order by rowid"
         assert query(tmp_path / "mlflow.db", stored) == curve[name]
+
+    rows = query(tmp_path / "trackio/p.db", "select step, metrics, run_id from metrics order by id")
+    assert len({run for _, _, run in rows}) == 1
+    stored_lines = [(step, json.loads(metrics)) for step, metrics, _ in rows]
+    for name in names:
+        assert [(step, values[name]) for step, values in stored_lines if name in values] == curve[name]
+    assert [step for step, values in stored_lines if "end" in values] == [12]
 
 
 @pytest.fixture
@@ -100,11 +112,52 @@ def test_an_mlflow_run_has_names_config_and_all_kinds_of_media(tmp_path: Path, m
     mlflow_logger.close()
 
 
+TRACKIO = """
+import sys, threading
+from pathlib import Path
+from tests.loggers.readers import MEDIA, stamp
+from tests.loggers.test_mlflow_and_trackio import CONFIG
+from dream_trainer.config.logger_parameters import TrackioParameters
+from dream_trainer.loggers.trackers import TrackioLogger
+logger = TrackioLogger(TrackioParameters(name="shown", init_arguments={"auto_log_cpu": False}))
+assert "trackio" not in sys.modules and threading.active_count() == 1
+logger.open(Path("run"), CONFIG, None)
+assert all(logger.log_media(name, item, stamp(4)) for name, item in MEDIA.items())
+logger.log({"loss": float("nan")}, stamp(4))
+logger.close()
+assert threading.active_count() == 1
+"""
+
+
+def test_a_trackio_run_has_its_names_its_config_and_every_kind_of_media(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", TRACKIO], env=environment, check=True, timeout=120)
+    store = tmp_path / "trackio/p.db"
+    ((name, config),) = query(store, "select run_name, config from configs")
+    assert name == "shown"
+    assert json.loads(config).items() >= {"seed": 7, "optimizer": {"lr": 0.5}, "_Group": "g"}.items()
+    rows = [json.loads(metrics) for (metrics,) in query(store, "select metrics from metrics order by id")]
+    merged = {name: value for row in rows for name, value in row.items()}
+    kinds = {name: value["_type"] for name, value in merged.items() if isinstance(value, dict)}
+    assert kinds == {
+        "val/pair/0": "trackio.image",
+        "val/pair/1": "trackio.image",
+        "clip": "trackio.video",
+        "tone": "trackio.audio",
+        "weights": "trackio.histogram",
+        "rows": "trackio.table",
+        "note": "trackio.markdown",
+    }
+    assert (merged["epoch"], merged["samples"], str(merged["loss"]).lower()) == (0, 128, "nan")
+    for name in ("val/pair/0", "clip", "tone"):
+        assert (tmp_path / "trackio/media" / merged[name]["file_path"]).stat().st_size > 0
+
+
 def test_parameters_that_cannot_work_are_refused_by_name() -> None:
     with pytest.raises(api.ConfigError, match=r"tags\['kind'\]=3"):
         api.MLflowParameters(tags={"kind": 3})  # type: ignore[dict-item]
     with pytest.raises(api.ConfigError, match="init_arguments has project, which the config gives"):
-        api.WandbParameters(init_arguments={"project": "x"})
-    wrong = api.WandbParameters(init_arguments={"note": "x"})
-    with pytest.raises(api.ConfigError, match="'note', which wandb.init does not take. Did you mean notes?"):
-        api.check_loggers(api.LoggerParameters(loggers=("wandb",), wandb=wrong))
+        api.TrackioParameters(init_arguments={"project": "x"})
+    wrong = api.TrackioParameters(init_arguments={"space": "x"})
+    with pytest.raises(api.ConfigError, match="'space', which trackio.init does not take. Did you mean space_id?"):
+        api.check_loggers(api.LoggerParameters(loggers=("trackio",), trackio=wrong))
