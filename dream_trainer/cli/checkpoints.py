@@ -168,7 +168,7 @@ class Prune:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """List, check, compare, prune and export a run's checkpoints, and train recorded steps again."""
+    """List, check, compare, prune, export and push a run's checkpoints, and train recorded steps again."""
 
     command: (
         Annotated[Ls, subcommand("ls")]
@@ -177,6 +177,7 @@ class Checkpoints:
         | Annotated[Diff, subcommand("diff")]
         | Annotated[Prune, subcommand("prune")]
         | Annotated[Export, subcommand("export")]
+        | Annotated[Push, subcommand("push")]
         | Annotated[RunReplay, subcommand("replay")]
     )
 
@@ -197,6 +198,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
     return facts | (entry.manifest.facts() if entry.manifest else {})
 
 
+OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")]
 Renames = Annotated[dict[str, str], arg(metavar="PATTERN REPLACEMENT [...]", help_behavior_hint="")]
 _SHOWN = 30  # tensors that differ; JSON has all
@@ -217,6 +219,20 @@ class OneCheckpoint:
         from dream_trainer.checkpoint.manifest import find_checkpoint
 
         return find_checkpoint(as_path(self.checkpoint), self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights(OneCheckpoint):
+    """The arguments of commands that write a model's weights."""
+
+    model: Name = None
+    """Name of the model, if there are several."""
+    weights: Annotated[str, arg(metavar="WHICH")] = "model"
+    """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
+    merge_adapters: Flag = False
+    """With peft's adapters: write the base with the adapters added, instead of only the adapters."""
+    base: OptionalPath = None
+    """The frozen weights that the checkpoint left out, if not where the run loaded them from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,19 +318,11 @@ class Diff:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(OneCheckpoint):
+class Export(ModelWeights):
     """Write a model's weights as safetensors in Hugging Face's layout, or as one .safetensors, .pt or .pth file."""
 
     out: Annotated[Positional[Path], arg(metavar="OUT")]
     """A directory, or a file that ends in .safetensors, .pt or .pth."""
-    model: Name = None
-    """Name of the model, if there are several."""
-    weights: Annotated[str, arg(metavar="WHICH")] = "model"
-    """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
-    merge_adapters: Flag = False
-    """With peft's adapters: write the base with the adapters added, instead of only the adapters."""
-    base: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """The frozen weights that the checkpoint left out, if not where the run loaded them from."""
     dtype: Dtype = None
     """Cast floating-point tensors to this. By default each keeps its dtype."""
     max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
@@ -349,6 +357,40 @@ class Export(OneCheckpoint):
         else:
             rows = [[str(path), format_bytes(size)] for path, size in sizes.items()]
             print_table(f"exported {checkpoint}", ["file", "size"], rows)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(ModelWeights):
+    """Export a model's weights and upload them to the Hugging Face Hub, with a model card made from the checkpoint."""
+
+    repo: Annotated[str, arg(metavar="OWNER/NAME")]
+    """The repository; created if it does not exist. Log in before: hf auth login."""
+    base_model: Annotated[str | None, arg(metavar="OWNER/NAME", help_behavior_hint="")] = None
+    """The base's name on the hub, for the card and the adapters' config."""
+    beside: OptionalPath = None
+    """A directory whose files are uploaded too, such as a tokenizer's; a README.md there becomes the card."""
+    public: Flag = False
+    """Create a public repository."""
+
+    def run(self) -> int:
+        from dream_trainer.weights.hub import push_to_hub
+
+        address = push_to_hub(
+            checkpoint := self.find(),
+            self.repo,
+            model=self.model,
+            weights=self.weights,
+            merge_adapters=self.merge_adapters,
+            base=self.base,
+            base_model=self.base_model,
+            beside=self.beside,
+            private=not self.public,
+        )
+        if self.as_json:
+            print_json({"checkpoint": checkpoint, "repo": self.repo, "commit": address})
+        else:
+            print(f"pushed {checkpoint} to {address}")
         return 0
 
 

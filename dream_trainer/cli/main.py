@@ -16,13 +16,14 @@ from dream_trainer.cli.data import Data
 from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
-from dream_trainer.cli.runs import RUN_VERBS, Runs
+from dream_trainer.cli.runs import RUN_VERBS, RunConfig, Runs
 from dream_trainer.cli.trainers import CheckTrainer, DescribeTrainer, PlanTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {
     "new": New,
     "runs": Runs,
+    "config": RunConfig,
     "checkpoints": Checkpoints,
     "data": Data,
     "plot": Plot,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, arg, subcommand
 
 from dream_trainer.best_value import mode_by_name
 from dream_trainer.checks import nearest
@@ -179,7 +179,7 @@ def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
         raise ConfigError(f"--columns {column}: there are {', '.join(found)}. Use a whole name.")
     if not found:
         near = [name for name in names if column in name][:3] or [*filter(None, [nearest(column, names)])]
-        advice = f"Did you mean {', '.join(near)}?" if near else "See `runs show RUN --json`."
+        advice = f"Did you mean {', '.join(near)}?" if near else "See `config show RUN`."
         raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
     return found[0]
 
@@ -241,7 +241,25 @@ def _run_directory(path: Path) -> Path:
     return path
 
 
-# -- `dream-trainer runs diff`: the configs of two runs.
+# -- `dream-trainer config`: the config of a run, and the differences between two.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigShow:
+    """Show a run's config, one line a field."""
+
+    run_path: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
+    as_json: Json = False
+    """Print the config as JSON."""
+
+    def run(self) -> int:
+        config, fields = _trained(self.run_path)
+        if self.as_json:
+            print_json(config)
+        else:
+            print_table(str(self.run_path), [], [[name, value_cell(value)] for name, value in fields.items()])
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +289,16 @@ class ConfigDiff:
         else:
             print(f"the configs of {self.a} and {self.b} are the same")
         return 1 if names else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Show the config of a run, or compare those of two."""
+
+    command: Annotated[ConfigShow, subcommand("show")] | Annotated[ConfigDiff, subcommand("diff")]
+
+    def run(self) -> int:
+        return self.command.run()
 
 
 # The words after `runs`; any other one is the directory to list.

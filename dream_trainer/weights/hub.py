@@ -39,7 +39,7 @@ def push_to_hub(
     """Exports a checkpoint and uploads it to the Hugging Face Hub, with a model card drawn from it.
 
     Called by every rank of a job whose process group is there, as it is in a trainer's `with`: rank 0 works, and the
-    others wait.
+    others wait. `dream-trainer checkpoints push` does the same.
 
     Args:
         source: A run's directory (`trainer.run_dir`) or one of its checkpoints.

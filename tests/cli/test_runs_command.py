@@ -129,9 +129,18 @@ def test_the_environment_places_runs(capsys: pytest.CaptureFixture[str], monkeyp
     assert said(capsys, "runs", "empty") == "empty has no runs yet.\n"
 
 
+@pytest.mark.usefixtures("runs")
+def test_a_config_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "optimizer.lr  0.1\n" in said(capsys, "config", "show", "runs/p/a/one")
+    assert json.loads(said(capsys, "config", "show", "runs/p/a/one/config.json", "--json"))["seed"] == 1
+    both = ("runs/p/a/one", "runs/p/a/two")
+    assert said(capsys, "config", "diff", *both, code=1) == said(capsys, "runs", "diff", *both, code=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        ("config show runs/p/none", "runs/p/none does not exist. Give a run's directory"),
         ("runs diff runs/p/none runs/p/a/one", "runs/p/none does not exist. Give a run's directory"),
         ("runs diff bad.json bad.json", "bad.json is not valid"),
         ("runs diff list.json bad.json", "holds no config"),
