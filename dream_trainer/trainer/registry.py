@@ -6,7 +6,7 @@ It reads the attributes when asked; `__setattr__` registers nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.nn as nn
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dream_trainer.errors import HookError
+from dream_trainer.errors import HookError, StepError
 
 Scheduler = LRScheduler | ReduceLROnPlateau
 
@@ -70,6 +70,16 @@ class Registry:
             for optimizer in self.optimizers().values()
             if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
         ]
+
+    def refuse_another_model(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Raises StepError if others of the optimizers update `model`, and none of these."""
+        own = self.optimizers_of(model)
+        if own and set(own).isdisjoint(optimizers):
+            given = next((f"self.{name}" for name, one in self.models().items() if one is model), type(model).__name__)
+            raise StepError(
+                f"step() was given {given}, and an optimizer that updates none of its parameters. Pass the model and "
+                "the optimizer that belong together."
+            )
 
     def refuse_strangers(self, former_name: Callable[[Tensor], str | None]) -> None:
         """Checks that every parameter that an optimizer updates is one of the trainer's models'."""

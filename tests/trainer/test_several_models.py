@@ -230,6 +230,7 @@ def test_a_weighted_critic_of_several_turns_and_its_actor_each_have_their_own_to
     [
         ("a2 b9 a! c!", r"backward\(\.\.\., model=model\)"),  # whose total would it be?
         ("b3 a2 a!", r"weighted gradients of b and no step\(\)"),
+        ("a0 a! b0 b! b0 a!b", r"given self.a, and an optimizer that updates none of its parameters"),
     ],
 )
 def test_a_step_with_no_total_of_its_own_is_an_error_that_names_the_model(plan: str, told: str) -> None:

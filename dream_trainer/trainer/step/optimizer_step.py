@@ -88,6 +88,7 @@ class OptimizerStep:
         self.before_update: Callable[[], None] = _nothing  # called before weights change
         self.had_gradients = False  # whether any step so far had a gradient
         self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
+        self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # that belong together
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         if self._context is None:
@@ -123,6 +124,9 @@ class OptimizerStep:
                 raise StepError(
                     "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
                 )
+        if (model, optimizers) not in self._pairs:
+            self._registry.refuse_another_model(model, optimizers)
+            self._pairs.add((model, optimizers))
         plan = self._plan(optimizers)
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
