@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -29,14 +28,6 @@ class PlanError(DreamTrainerError):
 
 class NeedsFirstStageError(PlanError):
     """What the stage before gives is not known yet."""
-
-
-def become_rank(rank: int, world_size: int, ranks_per_host: int) -> None:
-    """Sets the environment as torchrun does."""
-    host, local = divmod(rank, ranks_per_host)
-    sizes = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world_size, "GROUP_RANK": host}
-    sizes |= {"LOCAL_WORLD_SIZE": ranks_per_host, "GROUP_WORLD_SIZE": -(-world_size // ranks_per_host)}
-    os.environ |= {name: str(value) for name, value in sizes.items()}
 
 
 class PlannedWorld(World):

@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import cattrs
+
 from dream_trainer.checks import refuse
 from dream_trainer.planning.planned_world import NeedsFirstStageError, PlanError
 from dream_trainer.planning.rank_plan import (
     Changes,
-    Crossing,
     RankJob,
     RankPlan,
     plan_rank,
 )
-from dream_trainer.planning.search import Cost, Mesh, Rates, search_meshes
+from dream_trainer.planning.search import Mesh, Rates, search_meshes
 from dream_trainer.testing.program import Program
 
 MOST_RANKS = 4096
@@ -51,7 +52,7 @@ class MeshPlan:
     """What was tried where it does not fit."""
     meshes: list[Mesh] = field(default_factory=list)
     """What a search has planned: those that fit first, the cheapest of them at the top."""
-    rates: Rates = Rates()  # noqa: RUF009
+    rates: Rates = field(default_factory=Rates)
     """What the costs of meshes are counted with."""
 
     @property
@@ -266,20 +267,4 @@ def to_json(found: MeshPlan) -> str:
 
 
 def from_json(text: str) -> MeshPlan:
-    values = json.loads(text)
-    ranks = {int(number): peak for number, peak in values["ranks"].items()}
-    tried = [Tried(**each | {"plan": each["plan"] and _rank_plan(each["plan"])}) for each in values["tried"]]
-    meshes = [
-        Mesh(
-            **each | {"plan": each["plan"] and _rank_plan(each["plan"]), "cost": each["cost"] and Cost(**each["cost"])}
-        )
-        for each in values["meshes"]
-    ]
-    rates = Rates(*values["rates"])
-    worst = _rank_plan(values["worst"])
-    return MeshPlan(worst=worst, ranks=ranks, memory=values["memory"], tried=tried, meshes=meshes, rates=rates)
-
-
-def _rank_plan(values: dict[str, Any]) -> RankPlan:
-    read: dict[str, Any] = {**values, "traffic": [Crossing(*each) for each in values["traffic"]]}
-    return RankPlan(**read)
+    return cattrs.structure(json.loads(text), MeshPlan)

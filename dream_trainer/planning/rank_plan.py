@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch.distributions import Distribution
 
@@ -23,9 +23,9 @@ from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.config.parallel_parameters import PipelineParallelParameters
 from dream_trainer.errors import ConfigError, DreamTrainerError
 from dream_trainer.planning.planned_trainer import LEFT_OUT, PlannedTrainer, in_place_of
-from dream_trainer.planning.planned_world import NeedsFirstStageError, PlanError, become_rank
+from dream_trainer.planning.planned_world import NeedsFirstStageError, PlanError
 from dream_trainer.planning.tracker import StepMeasure, Traffic
-from dream_trainer.testing.program import Program
+from dream_trainer.testing.program import Program, become_rank
 from dream_trainer.testing.rank_process import told
 from dream_trainer.trainer.abstract import building_instead
 
@@ -33,7 +33,8 @@ Changes = Mapping[str, Mapping[str, Any]]
 """Of each of a config's groups the values to change."""
 
 
-class Crossing(NamedTuple):
+@dataclass(frozen=True)
+class Crossing:
     """What one collective over the ranks of some dimensions does in a step."""
 
     operation: str

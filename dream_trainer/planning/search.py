@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from dream_trainer.planning.planned_world import PlanError
 from dream_trainer.planning.rank_plan import RankJob, RankPlan
@@ -13,7 +13,8 @@ AXES = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 WAYS = ("none", "selective", "full")
 
 
-class Rates(NamedTuple):
+@dataclass(frozen=True)
+class Rates:
     """What a device reaches in training, not its peak."""
 
     tflops: float = 400.0

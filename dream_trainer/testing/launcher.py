@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
 from dream_trainer.testing.program import Program
-from dream_trainer.testing.rank_process import Job, write_job
+from dream_trainer.testing.rank_process import Job, read_number, write_job
 from dream_trainer.users_code import is_own
 
 COMMAND = (sys.executable, "-c", "from dream_trainer.testing.rank_process import main; main()")
@@ -58,20 +59,13 @@ class Run:
 
 
 class Launcher:
-    """Runs jobs of one program. Use it with `with`.
-
-    Args:
-        program: The user's program.
-        tell: Called with a line of progress.
-    """
+    """Runs jobs of one program, in a `with`; `tell` is called with a line of progress."""
 
     def __init__(self, program: Program, tell: Callable[[str], None] = lambda line: None) -> None:
         self.program, self._tell = program, tell
         self.patience = 120.0  # seconds without a finished batch on any rank
         self._cores = max(2, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 2)
         self._free, self._changed, self._is_closing = self._cores, threading.Condition(), False
-        self._ended: dict[str, int] = {}
-        self._pids: dict[str, int] = {}
         self._count = 0
 
     def __enter__(self) -> Self:
@@ -80,14 +74,10 @@ class Launcher:
         environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         self._environment = environment | {"PYTHONPATH": path}
+        quiet = subprocess.DEVNULL
         self._server = subprocess.Popen(
-            [*COMMAND],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=self._environment,
+            [*COMMAND], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=self._environment
         )
-        threading.Thread(target=self._listen, daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -96,7 +86,6 @@ class Launcher:
             self._changed.notify_all()
         self._pool.shutdown(cancel_futures=True)  # whose runs end their ranks
         assert self._server.stdin is not None
-        assert self._server.stdout is not None
         self._server.stdin.close()
         self._server.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -152,34 +141,28 @@ class Launcher:
     def _run_now(self, job: Job, killed: Any) -> Run:
         job = replace(job, port=free_port())
         path = write_job(job)
-        processes: list[subprocess.Popen[bytes]] = []
-        names = [f"{path}\t{rank}" for rank in range(job.ranks)]
-        for rank, name in enumerate(names):
+        for rank in range(job.ranks):
             if job.fresh:
-                line = [*COMMAND, path, str(rank)]
-                process = subprocess.Popen(line, env=self._environment | job.environment, start_new_session=True)
-                processes.append(process)
-                self._pids[name] = process.pid
+                options = {"env": self._environment | job.environment, "start_new_session": True}
+                threading.Thread(target=subprocess.run, args=([*COMMAND, path, str(rank)],), kwargs=options).start()
             else:
-                self._order(name)
+                self._order(f"{path}\t{rank}")
         progress, deadline = 0, time.monotonic() + self.patience
         if killed is not None:
-            threading.Thread(target=killed, args=(self._killer(names), _steps_of(job)), daemon=True).start()
+            threading.Thread(target=killed, args=(partial(_kill, job), partial(_steps_of, job)), daemon=True).start()
         waiting: list[str] = []
-        while any(self._code(name, processes, rank) is None for rank, name in enumerate(names)):
-            failed = any(self._code(name, processes, rank) for rank, name in enumerate(names))
+        while None in (codes := [read_number(Path(job.directory, f"code_{rank}")) for rank in range(job.ranks)]):
+            failed = any(codes)
             deadline = min(deadline, time.monotonic() + 20) if failed else deadline
             if not failed and (now := _progress_of(job)) > progress:
                 progress, deadline = now, time.monotonic() + self.patience
             if self._is_closing:
                 deadline, failed = 0.0, True
             if time.monotonic() > deadline:
-                waiting = waiting or ([] if failed else self._where(job, names))
-                for name in names:
-                    self._kill(name, signal.SIGKILL)
-            with self._changed:
-                self._changed.wait(0.05)
-        codes = [self._code(name, processes, rank) for rank, name in enumerate(names)]
+                waiting = waiting or ([] if failed else _where(job))
+                for rank in range(job.ranks):
+                    _kill(job, rank, signal.SIGKILL)
+            time.sleep(0.05)
         run = Run(job, 0.0, codes, waiting=waiting)
         for rank in range(job.ranks):
             found = Path(job.directory) / f"record_{rank}"
@@ -194,50 +177,33 @@ class Launcher:
         """The terminal output of a run's ranks."""
         return "\n".join(file.read_text(errors="replace") for file in sorted(Path(run.job.directory).glob("output_*")))
 
-    def _code(self, name: str, processes: Sequence[subprocess.Popen[bytes]], rank: int) -> int | None:
-        return processes[rank].poll() if processes else self._ended.get(name)
-
-    def _where(self, job: Job, names: Sequence[str]) -> list[str]:
-        """The line of the user's code that each rank is in."""
-        for name in names:
-            self._kill(name, signal.SIGUSR2)
-        time.sleep(1.0)
-        return [_users_line(Path(job.directory) / f"stacks_{rank}") for rank in range(len(names))]
-
-    def _killer(self, names: Sequence[str]) -> Callable[[int, int], None]:
-        return lambda rank, number: self._kill(names[rank], number)
-
-    def _kill(self, name: str, number: int) -> None:
-        with suppress(ProcessLookupError, KeyError):
-            if name not in self._ended:
-                os.kill(self._pids[name], number)
-
     def _order(self, line: str) -> None:
         assert self._server.stdin is not None
         with self._changed:
             self._server.stdin.write(f"{line}\n".encode())
             self._server.stdin.flush()
 
-    def _listen(self) -> None:
-        assert self._server.stdout is not None
-        for line in self._server.stdout:
-            told = json.loads(line)
-            with self._changed:
-                if "pid" in told:
-                    self._pids[told["rank"]] = told["pid"]
-                else:
-                    self._ended[told["rank"]] = told["code"]
-                self._changed.notify_all()
+
+def _kill(job: Job, rank: int, number: int) -> None:
+    directory = Path(job.directory)
+    pid = read_number(directory / f"pid_{rank}")
+    if pid is not None and not (directory / f"code_{rank}").exists():
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
-def _steps_of(job: Job) -> Callable[[int], int]:
+def _where(job: Job) -> list[str]:
+    """The line of the user's code that each rank is in."""
+    for rank in range(job.ranks):
+        _kill(job, rank, signal.SIGUSR2)
+    time.sleep(1.0)
+    return [_users_line(Path(job.directory) / f"stacks_{rank}") for rank in range(job.ranks)]
+
+
+def _steps_of(job: Job, rank: int) -> int:
     """How many steps a rank has done."""
-
-    def steps(rank: int) -> int:
-        file = Path(job.directory) / f"steps_{rank}"
-        return sum(word.isdigit() for word in file.read_text().split()) if file.exists() else 0
-
-    return steps
+    file = Path(job.directory) / f"steps_{rank}"
+    return sum(word.isdigit() for word in file.read_text().split()) if file.exists() else 0
 
 
 def _progress_of(job: Job) -> int:

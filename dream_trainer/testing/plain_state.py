@@ -105,9 +105,9 @@ class PlainState:
             name.startswith(f"_{kind.__name__}__") for kind in type(trainer).__mro__ if not self.is_own(kind)
         )
 
-    def _walk_names(self, path: str, names: Iterable[tuple[str, Any]], dot: str = ".") -> None:
+    def _walk_names(self, path: str, names: Iterable[tuple[str, Any]], dot: str = ".", depth: int = 1) -> None:
         for name, value in list(names):
-            self._walk(f"{path}{dot}{name}", value, 1)
+            self._walk(f"{path}{dot}{name}", value, depth)
 
     def _walk_loader(self, path: str, loader: Any, depth: int) -> None:
         if isinstance(loader, DataLoader | DistributedDataLoader | StreamLoader):
@@ -125,16 +125,12 @@ class PlainState:
         elif self._is_open(value):
             if depth < DEEPEST:
                 self._seen.add(id(value))
-                self._walk_names_of(path, value, depth)
+                self._walk_names(path, vars(value).items(), depth=depth + 1)
         elif isinstance(value, dict):
             entries = {self.digest(k, 0): self.digest(v, 0) for k, v in list(value.items())}
             self._found[path] = {str(k): v for k, v in entries.items() if k is not None}
         elif (digest := self.digest(value, 0)) is not None:
             self._found[path] = digest
-
-    def _walk_names_of(self, path: str, value: Any, depth: int) -> None:
-        for name, inner in list(vars(value).items()):
-            self._walk(f"{path}.{name}", inner, depth + 1)
 
     def _is_open(self, value: Any) -> bool:
         """Whether its attributes are read one by one."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 
 MakeTrainer = Callable[[], Any]
 
@@ -110,6 +112,28 @@ def overridden(config: Any, program: Program) -> Any:
         if each.name != "callbacks":
             setattr(config, each.name, vars(parsed)[each.name])
     return config
+
+
+def move(config: Any, runs_dir: str, callback: Callback, saves: dict[str, Any]) -> None:
+    """Has a run write to another directory: its log, and what it is told to save, of which everything is kept."""
+    config.runs_dir = runs_dir
+    config.callbacks.add_default(callback)
+    unset = dict.fromkeys(("directory", "local_directory", "save_local_every_n_steps", "save_every_n_steps"))
+    unset |= dict.fromkeys(("save_every_n_minutes", "save_every_n_epochs", "keep_last", "keep_best"))
+    unset |= {"keep_every_n_steps": None, "save_on_best": False}
+    names = {each.name for each in fields(config)}
+    if "checkpoint_parameters" in names:
+        config.checkpoint_parameters = replace(config.checkpoint_parameters, **unset | saves)
+    if "logger_parameters" in names:
+        config.logger_parameters = replace(config.logger_parameters, loggers=("jsonl",))
+
+
+def become_rank(rank: int, world_size: int, ranks_per_host: int) -> None:
+    """Sets the environment as torchrun does."""
+    host, local = divmod(rank, ranks_per_host)
+    sizes = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world_size, "GROUP_RANK": host}
+    sizes |= {"LOCAL_WORLD_SIZE": ranks_per_host, "GROUP_WORLD_SIZE": -(-world_size // ranks_per_host)}
+    os.environ |= {name: str(value) for name, value in sizes.items()}
 
 
 def load(program: str) -> ModuleType:

@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import pickle
-import select
 import signal
 import sys
 import threading
@@ -24,10 +23,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import gcd
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NoReturn
 
-from dream_trainer.testing.program import Program, overridden
+from dream_trainer.testing.program import Program, become_rank, move, overridden
 
 Mesh = Literal["alone", "replicas", "shards", "hybrid", "tensor", "context", "pipeline"]
 
@@ -103,20 +101,10 @@ def changed(config: Any, job: Job) -> None:
     names = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
     single = dict.fromkeys(names, 1) | {"device": "cpu", "compile": False, "float8": "none"}
     config.device_parameters = replace(devices, **single | {"cpu_offload": False} | meshes[job.mesh])
-    config.runs_dir = job.runs_dir
-    config.callbacks.add_default(_probe(job))
-    has = {each.name for each in fields(config)}
-    if "checkpoint_parameters" in has:
-        saves: dict[str, Any] = {
-            "save_every_n_steps": job.saves or None,
-            "save_every_n_minutes": None,
-            "save_every_n_epochs": None,
-        }
-        saves |= {"save_at_end": job.saves != 0, "keep_last": None, "keep_best": None, "keep_every_n_steps": None}
-        saves |= {"directory": None, "local_directory": None, "save_local_every_n_steps": None, "resume": "auto"}
-        config.checkpoint_parameters = replace(config.checkpoint_parameters, **saves | {"save_on_best": False})
-    if "logger_parameters" in has:
-        config.logger_parameters = replace(config.logger_parameters, loggers=("jsonl",), log_every_n_steps=1)
+    saves = {"save_every_n_steps": job.saves or None, "save_at_end": job.saves != 0, "resume": "auto"}
+    move(config, job.runs_dir, _probe(job), saves)
+    if "logger_parameters" in {each.name for each in fields(config)}:
+        config.logger_parameters = replace(config.logger_parameters, log_every_n_steps=1)
 
 
 def _probe(job: Job) -> Any:
@@ -130,19 +118,14 @@ def _probe(job: Job) -> Any:
     return Probe(job.mode, job.stop_at, Path(job.directory) / f"steps_{rank}", failed)
 
 
-def live(job: Job, rank: int) -> None:
+def live(job: Job, rank: int) -> NoReturn:
     """The work of a rank, to the end of its process."""
     directory = Path(job.directory)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.environ |= job.environment | {"RANK": str(rank)}
     if job.ranks > 1:
-        sizes: dict[str, object] = {
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": job.ranks,
-            "LOCAL_WORLD_SIZE": job.ranks,
-            "MASTER_PORT": job.port,
-        }
-        os.environ |= {name: str(value) for name, value in sizes.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        become_rank(rank, job.ranks, job.ranks)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port)}
     output = os.open(directory / f"output_{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -164,7 +147,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _run(job: Job, rank: int) -> None:
+def _run(job: Job, rank: int) -> NoReturn:
     import numpy as np
     import torch
 
@@ -337,47 +320,42 @@ def _end(code: int) -> NoReturn:
 
 
 def serve() -> None:
-    """Forks a rank for each line `JOB RANK`, imports for each line `import NAMES`, and tells of each rank's end."""
+    """Imports once what all ranks need; forks a rank for each line `JOB RANK`, imports for each line `import NAMES`."""
     for name in PRELOADED:
         importlib.import_module(name)
-    wake, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.signal(signal.SIGCHLD, _nothing)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    ranks: dict[int, str] = {}
-    orders = b""
-    while True:
-        ready, _, _ = select.select([0, wake], [], [])
-        if wake in ready:
-            os.read(wake, 4096)
-            with suppress(ChildProcessError):
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    code = os.waitstatus_to_exitcode(ended[1])
-                    print(json.dumps({"rank": ranks.pop(ended[0], ""), "code": code}), flush=True)
-        if 0 not in ready:
-            continue
-        received = os.read(0, 65536)
-        if not received:
-            return
-        *lines, orders = (orders + received).split(b"\n")
-        for line in lines:
-            first, *rest = line.decode().split("\t")
-            if first == "import":
-                for name in rest:
-                    with suppress(Exception):
-                        importlib.import_module(name)
-                continue
-            if (pid := os.fork()) == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                os.setsid()
-                live(read_job(first), int(rest[0]))
-            ranks[pid] = line.decode()
-            print(json.dumps({"rank": line.decode(), "pid": pid}), flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        first, *rest = line.rstrip("\n").split("\t")
+        if first == "import":
+            for name in rest:
+                with suppress(Exception):
+                    importlib.import_module(name)
+        elif os.fork() == 0:
+            watch(first, int(rest[0]))
 
 
-def _nothing(number: int, frame: FrameType | None) -> None: ...
+def watch(path: str, rank: int) -> NoReturn:
+    """Forks the rank and waits for it; files of the job have its process id and, in the end, its exit code."""
+    server = os.getppid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if (pid := os.fork()) == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.setsid()
+        live(read_job(path), rank)
+    threading.Thread(target=_end_with, args=(server,), daemon=True).start()
+    write_number(Path(path).with_name(f"pid_{rank}"), pid)
+    write_number(Path(path).with_name(f"code_{rank}"), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
+
+
+def write_number(file: Path, number: int) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(str(number))
+    new.rename(file)
+
+
+def read_number(file: Path) -> int | None:
+    return int(file.read_text()) if file.exists() else None
 
 
 PRELOADED = (
@@ -408,5 +386,5 @@ def read_job(path: str) -> Job:
 def main() -> None:
     """Serves, or with arguments is a rank."""
     if len(sys.argv) > 1:
-        live(read_job(sys.argv[1]), int(sys.argv[2]))
+        watch(sys.argv[1], int(sys.argv[2]))
     serve()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from dream_trainer.checks import refuse
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback
-from dream_trainer.testing.program import Program
+from dream_trainer.testing.program import Program, move
 from dream_trainer.trainer.abstract import building_instead
 from dream_trainer.trainer.base import BaseTrainer
 
@@ -179,7 +179,8 @@ class _ReplayedTrainer(BaseTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for config in (*args, *kwargs.values()):
             if isinstance(config, BaseTrainerConfig) and [getattr(config, n) for n in NAMES] == self._job["names"]:
-                _redirect(config, **self._job)
+                interval = _Interval(self._job["saves"], self._job["end"])
+                move(config, self._job["runs_dir"], interval, {"resume": "latest"})
         super().__init__(*args, **kwargs)
 
     @override
@@ -189,16 +190,6 @@ class _ReplayedTrainer(BaseTrainer):
             self.close()
             sys.stdout.flush()
             os._exit(0)  # what the program does with a trained model is not replayed
-
-
-def _redirect(config: Any, *, runs_dir: str, saves: list[int], end: int, **_: Any) -> None:
-    every: dict[str, Any] = dict.fromkeys(("save_every_n_steps", "save_every_n_minutes", "save_every_n_epochs"))
-    kept = dict.fromkeys(("keep_last", "keep_every_n_steps", "keep_best", "save_local_every_n_steps"))
-    places = {"directory": None, "local_directory": None, "resume": "latest", "save_on_best": False}
-    config.checkpoint_parameters = replace(config.checkpoint_parameters, **every | kept | places)
-    config.logger_parameters = replace(config.logger_parameters, loggers=("jsonl",))
-    config.runs_dir = runs_dir
-    config.callbacks.add_default(_Interval(saves, end))
 
 
 def main() -> None:

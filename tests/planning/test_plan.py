@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_a_rank_of_many_is_planned_alone_and_leaves_no_files(tmp_path: Path, mon
     assert found.worst.parameters == n_parameters / 64
     assert found.worst.after["parameters"] == 4 * n_parameters / 64
     assert found.worst.after["optimizer state"] == 8 * n_parameters / 64 + 8 * 4  # with each parameter's count of steps
-    assert [row for row in found.worst.traffic if row.operation == "all_gather"] == [
+    assert [astuple(row) for row in found.worst.traffic if row.operation == "all_gather"] == [
         ("all_gather", "dp_shard", 64, 8, 2 * 4 * n_parameters, 2 * 4 * n_parameters * 63 // 64, 8)
     ]
     assert found.ranks.keys() == {63}
