@@ -840,7 +840,7 @@ MUTANTS = [
     ),
     Mutant(
         "another seed resumes",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/resume.py",
         "if shared[name] != value:",
         "if False:",
         "tests/trainer/test_checkpoint_mixin.py",
