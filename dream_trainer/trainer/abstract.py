@@ -436,7 +436,7 @@ class AbstractTrainer(MixinHooks):
         Raises:
             HookError: The name is taken, or the checkpoint was loaded already.
         """
-        self._runtime.states.register(name, save, load, scope=scope)
+        self._runtime.state_registry.register(name, save, load, scope=scope)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of steps, for code that calls models outside them: sampling after `fit`, a callback.

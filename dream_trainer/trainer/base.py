@@ -40,7 +40,7 @@ from dream_trainer.modules.precision import deterministic, float32_products
 from dream_trainer.nested import detach
 from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.counters import Owed
+from dream_trainer.trainer.counters import UnfinishedWork
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks
 from dream_trainer.trainer.limits import ending_with_the_epoch
@@ -413,11 +413,11 @@ class BaseTrainer(AbstractTrainer):
         self._window_finished(is_last=is_last)
         stepped = runtime.accumulation.stepped
         if is_last or state.epoch_ends or state.validates:
-            return self._conclude(Owed(stepped, state.epoch_ends, state.validates))
+            return self._conclude(UnfinishedWork(stepped, state.epoch_ends, state.validates))
         self._save_if_due(stepped=stepped, epoch_ended=False, is_last=False, requested=False)
         return False
 
-    def _conclude(self, owed: Owed) -> bool:
+    def _conclude(self, owed: UnfinishedWork) -> bool:
         runtime, progress = self._runtime, self._runtime.progress
         is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + owed.epoch_ended)
         if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):

@@ -16,7 +16,7 @@ from dream_trainer.errors import StepError
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
+class UnfinishedWork:
     """Work that remains after the last completed window."""
 
     stepped: bool  # whether it counted as an optimizer step
@@ -39,7 +39,7 @@ class Counters:
     data: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))  # the end of the last window
     is_pass_over: bool = False  # whether that window was the last of its pass over the data
     loader_was_replaced: bool = False  # whether `train_dataloader` was assigned again since the run began
-    owed: Owed | None = None  # a resume does it first
+    owed: UnfinishedWork | None = None  # a resume does it first
 
     def finish_window(self, *, stepped: bool, samples: int, tokens: int, end: DataPosition) -> None:
         self.global_step += stepped
@@ -64,7 +64,7 @@ class Counters:
         values = dict(state)
         self.data = DataPosition(**values.pop("data"))
         owed = values.pop("owed", None)
-        self.owed = None if owed is None else Owed(**owed)
+        self.owed = None if owed is None else UnfinishedWork(**owed)
         for name, value in values.items():
             setattr(self, name, value)
 
@@ -216,7 +216,7 @@ class Schedule:
 
     def owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:
         """Notes what is to be done after the window just counted, for a checkpoint that is saved before it is."""
-        self._progress.owed = Owed(stepped, epoch_ended, validates) if validates or epoch_ended else None
+        self._progress.owed = UnfinishedWork(stepped, epoch_ended, validates) if validates or epoch_ended else None
 
 
 def _limit(value: int | None) -> float:

@@ -105,7 +105,7 @@ class Runtime:
     accumulation: Accumulation = field(init=False)
     optimizer_step: OptimizerStep = field(init=False)
     unloaded_bases: UnloadedBases = field(default_factory=UnloadedBases)
-    states: StateRegistry = field(init=False)  # checkpointed state other than weights, optimizers and data
+    state_registry: StateRegistry = field(init=False)  # checkpointed state other than weights, optimizers and data
     saver: Saving = field(default_factory=Saving)
     rounds: NoRounds = field(default_factory=NoRounds)
     workers: int | Literal["hosts"] = 1  # groups of ranks that step on their own
@@ -143,5 +143,5 @@ def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
         rates=ResumedRates(registry.optimizers, registry.schedulers),
         coordinator=Coordinator(schedule, progress),
     )
-    runtime.states = StateRegistry(runtime)
+    runtime.state_registry = StateRegistry(runtime)
     return runtime

@@ -92,7 +92,7 @@ def snapshot(
             "model_form": model_form,
             "model_configs": model_configs(models),
             "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
-        } | (plain := runtime.states.plain())
+        } | (plain := runtime.state_registry.plain())
         random, tensors_of_rank = random_state(world.device)
         metric_states, metric_tensors, unsaved = metric_state(runtime.hooks._metrics_of_training())
         if unsaved:
@@ -101,7 +101,7 @@ def snapshot(
             "random": random,
             "data": runtime.data.feed.rank_state,
             "metrics": metric_states,
-            **runtime.states.of_rank(),
+            **runtime.state_registry.of_rank(),
         } | ({"optimizers": own_of_optimizers} if own_of_optimizers else {})
         tensors_of_rank |= metric_tensors
         texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
@@ -150,7 +150,7 @@ def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[
         optimizers = {
             name: values for one in runtime.world.all_gather_object(optimizers) for name, values in one.items()
         }
-    return tensors | runtime.states.tensors(), optimizers, own
+    return tensors | runtime.state_registry.tensors(), optimizers, own
 
 
 def _extra_state(runtime: Runtime) -> dict[str, dict[str, Any]]:
@@ -206,7 +206,7 @@ def _digests(runtime: Runtime, plain: Mapping[str, Any]) -> dict[str, str]:
 
 def check(runtime: Runtime, *, saves: bool) -> None:
     """Finds state that cannot be saved before the first step, and not after hours of training; a collective."""
-    typed_json.dumps(runtime.states.plain() | {"rank": runtime.states.of_rank()})
+    typed_json.dumps(runtime.state_registry.plain() | {"rank": runtime.state_registry.of_rank()})
     if saves:
         _tensors(runtime)
 
@@ -262,7 +262,7 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
             )
             tensors |= prepared.tensors
             finishing.append(prepared.finish)
-        return tensors | runtime.states.tensors(metadata)
+        return tensors | runtime.state_registry.tensors(metadata)
 
     of_another_run = ["workers.", "local_sgd."] if begins is not None else []
     of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
@@ -277,7 +277,9 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
         own = model_extra_state(models)
         extra_state = {name: {fqn: v for fqn, v in extra_state[name].items() if fqn in own[name]} for name in own}
     load(lambda: load_model_extra_state(models, extra_state))
-    load(lambda: runtime.states.load(Checkpointed(shared, tensor_metadata(path), branch, is_own=begins is None)))
+    load(
+        lambda: runtime.state_registry.load(Checkpointed(shared, tensor_metadata(path), branch, is_own=begins is None))
+    )
     if branch.counters == "keep":
         form.restore(models, model_form, world)
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(world.mesh_shape._asdict())
@@ -340,7 +342,7 @@ def _restore_rank(
     if same_layout:
         state, tensors = read_rank(path, world.rank)
         load_rank_buffers(runtime.registry.models(), tensors, reshaped)
-        runtime.states.load_of_rank(state)
+        runtime.state_registry.load_of_rank(state)
     if branch.data == "new":
         return  # the order and the generators are those of a run that starts
     same_device = f"random.{world.device.type}" in tensors

@@ -289,7 +289,7 @@ class CheckpointMixin(AbstractTrainer):
             clock=time.monotonic,
             only_when_called=self._runtime.config.training_parameters.fast_dev_run,
         )
-        self._runtime.states.register("checkpoint", saver.state, saver.load_state, goes_with_counters=True)
+        self._runtime.state_registry.register("checkpoint", saver.state, saver.load_state, goes_with_counters=True)
         self._runtime.optimizer_step.before_update = saver.before_update
         if self._runtime.config.training_parameters.fast_dev_run:
             return

@@ -32,7 +32,7 @@ class EvalMixin(AbstractTrainer):
         super().__init__(config, *args, **kwargs)
         self.__best: dict[str, float] = {}
         self.__best_steps: dict[str, int] = {}
-        self._runtime.states.register("evaluation", self.__state, self.__load_state, goes_with_counters=True)
+        self._runtime.state_registry.register("evaluation", self.__state, self.__load_state, goes_with_counters=True)
 
     @property
     def best(self) -> dict[str, float]:

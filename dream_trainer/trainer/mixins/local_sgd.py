@@ -73,7 +73,7 @@ class LocalSGDMixin(AbstractTrainer):
             self.progress,
             self.changing_weights,
         )
-        self._runtime.states.register("local_sgd", rounds.state, rounds.load_state, goes_with_counters=True)
+        self._runtime.state_registry.register("local_sgd", rounds.state, rounds.load_state, goes_with_counters=True)
 
     def _window_started(self) -> None:
         super()._window_started()

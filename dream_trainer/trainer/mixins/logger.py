@@ -57,7 +57,9 @@ class LoggerMixin(AbstractTrainer):
             of_data=self._numbers_of_data,
             warn_once=self.warn_once,
         )
-        self._runtime.states.register("logger", self.__state, self.__run_log.load_state, goes_with_counters=True)
+        self._runtime.state_registry.register(
+            "logger", self.__state, self.__run_log.load_state, goes_with_counters=True
+        )
 
     @property
     def history(self) -> History:

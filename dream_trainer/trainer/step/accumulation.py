@@ -27,7 +27,7 @@ from dream_trainer.trainer.step.buckets import Averaging, OverlappedAveraging
 from dream_trainer.trainer.step.nonfinite import LossScale
 
 
-class Turns:
+class GradientOrigins:
     """Which gradients each optimizer's parameters have in the running window."""
 
     def __init__(self, registry: Registry, gradients: GradientState) -> None:
@@ -158,7 +158,7 @@ class Accumulation:
         self._stages, self._divided_samples = world.stages, world.divided_samples
         self._call = "forward_backward" if self._stages > 1 else "backward"  # the user's call, for messages
         self._parallel, self._local_gradients = parallel, parallel.gradients
-        self.turns = Turns(registry, parallel.gradients)
+        self.origins = GradientOrigins(registry, parallel.gradients)
         self.own = OwnGradients(self._local_gradients)
         self.reduced: dict[Optimizer, int] = {}  # by `reduce_gradients`, each with the backwards before it
         self.losses: list[Tensor] | None = None  # None, and not kept, unless a listener sets a list
@@ -215,7 +215,7 @@ class Accumulation:
         if self.reduced:
             self.reduced.clear()
             self.own.forget()
-        self.turns.start_window()
+        self.origins.start_window()
         self._backwards = self._stepped_backwards = 0
         self.counted_batches = size
 
@@ -239,7 +239,7 @@ class Accumulation:
             return
         if self.losses is not None:
             self.losses.append(loss.detach())
-        if self._kept is not None and self._kept.grad is None and self.turns.one_with_gradient() is None:
+        if self._kept is not None and self._kept.grad is None and self.origins.one_with_gradient() is None:
             raise StepError(
                 "the gradients of this accumulation window's earlier micro-batches are gone, as after "
                 "optimizer.zero_grad(), and would be missing in its step. Leave zero_grad() out: step() drops "
@@ -253,7 +253,7 @@ class Accumulation:
             loss = loss * weight
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
-        self.turns.before_backward()
+        self.origins.before_backward()
         for averaging in self._averagings:
             averaging.before_backward()
         for group in self._local_gradients.graphs:
@@ -270,11 +270,11 @@ class Accumulation:
             raise mismatch(error) from error
         if self._local_gradients.groups:
             self._parallel.end_backward()
-        self.turns.after_backward()
+        self.origins.after_backward()
         if watches:
-            self.own.note(self.turns.optimizers)
+            self.own.note(self.origins.optimizers)
         if not self.is_last:
-            self._kept = self.turns.one_with_gradient()
+            self._kept = self.origins.one_with_gradient()
 
     def wait_for_last(self, optimizers: Sequence[Optimizer]) -> None:
         """They were to step in the middle of the window, and do at its end: one step each, so one call each."""
@@ -301,7 +301,7 @@ class Accumulation:
         """The gradients of `optimizers` are those of the global batch now."""
         self.reduced.update(dict.fromkeys(optimizers, self._backwards))
         if self._world.data_size > 1:
-            self.own.note(self.turns.optimizers)
+            self.own.note(self.origins.optimizers)
 
     def is_reduced(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether `reduce_gradients` has made the gradients of `optimizers` final."""
@@ -322,7 +322,7 @@ class Accumulation:
         if not self.is_open:
             self._refuse_backward()
         self._count(weight, model)
-        self.turns.before_backward()
+        self.origins.before_backward()
         for averaging in self._averagings:
             averaging.before_backward()
         try:
@@ -331,7 +331,7 @@ class Accumulation:
             raise mismatch(error) from error
         if self.losses is not None:
             self.losses.append(loss)
-        self.turns.after_backward()
+        self.origins.after_backward()
         return loss
 
     def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
@@ -418,7 +418,7 @@ class Accumulation:
             unspent = self._totals.keys() - self._spent
             names = [name for name, model in self._registry.models().items() if id(model) in unspent]
             raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
-        self.turns.finish_window(self.size)
+        self.origins.finish_window(self.size)
         self.is_open = False
         if self.stepped and self.loss_scale is not None:
             self.loss_scale.update()

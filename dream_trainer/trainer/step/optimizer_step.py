@@ -65,7 +65,7 @@ class OptimizerStep:
         gradients = parallel.gradients
         self._registry, self._accumulation = registry, accumulation
         self._loss_scale = accumulation.loss_scale
-        self._turns = accumulation.turns
+        self._origins = accumulation.origins
         self._world, self._stages, self._device = world, world.stage_group(), world.parameter_device
         self._ties = (
             None if self._stages is None else TiedGradients(registry, world, self._stages, gradients, accumulation)
@@ -138,7 +138,7 @@ class OptimizerStep:
                 norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
         else:
             norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
-        self._turns.stepped(optimizers)
+        self._origins.stepped(optimizers)
         for optimizer in optimizers:
             self.times_stepped[id(optimizer)] += 1
         if self._world.data_size > 1 or self._accumulation.reduced:
@@ -243,7 +243,7 @@ class OptimizerStep:
             self._own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
         if self._ties is not None:
-            self._ties.add_up(plan.tied, number := self._turns.number_of(optimizers))
+            self._ties.add_up(plan.tied, number := self._origins.number_of(optimizers))
             self._local_gradients.note_step(number)
         grads = gradients_of(plan)
         if plan.sums:
@@ -254,7 +254,7 @@ class OptimizerStep:
         if self._own_time.is_wanted:
             self._own_time.leave_collective()
         # A second turn in the window only consists of its last micro-batch.
-        is_again = self._turns.has_stepped(optimizers) or not self._accumulation.reduced.keys().isdisjoint(optimizers)
+        is_again = self._origins.has_stepped(optimizers) or not self._accumulation.reduced.keys().isdisjoint(optimizers)
         n_batches = 1 if is_again else self._accumulation.counted_batches
         scale, empty = self._scale(weight, total, n_batches)
         if self._loss_scale is not None:
