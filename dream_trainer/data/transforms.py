@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from dream_trainer.checks import check_count
@@ -22,6 +21,8 @@ from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, s
 from dream_trainer.errors import DataError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from dream_trainer.data.packing.packed_rows import PackedRows
 
 SKIPPED = object()

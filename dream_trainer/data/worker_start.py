@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -67,8 +71,17 @@ class WorkerInit:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in TERMINATING:
             signal.signal(number, outlive_job)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, KeyedDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # a frozen dataclass
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
+
+
+def _end_with_parent() -> None:
+    """Ends this process as soon as its parent ends. PyTorch's workers check every 5 s, and not while in a sample: until
+    then they keep a dead rank's connections open, and the other ranks wait."""
+    parent = parent_process()
+    if parent is not None and wait([parent.sentinel]):
+        os._exit(1)

@@ -168,19 +168,32 @@ def _check_signatures(cls: type[MixinHooks], callbacks: Iterable[BaseCallback]) 
 
 
 def _check_arguments(part: type, name: str, declared: Any) -> None:
-    own = vars(part)[name]
-    if not isinstance(own, FunctionType) or "__wrapped__" in vars(own) or not isinstance(declared, FunctionType):
-        return  # a decorator may change arguments
-    expected, actual = inspect.signature(declared), inspect.signature(own)
-    by_name = [key for key, one in expected.parameters.items() if one.kind is one.KEYWORD_ONLY]
-    by_place = [key for key, one in expected.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    written = inspect.unwrap(vars(part)[name], stop=_may_change_arguments)
+    if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
+        return
+    expected, actual = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
+    by_name = [key for key, parameter in expected.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    by_place = [key for key, parameter in expected.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     try:
         actual.bind(*by_place, **dict.fromkeys(by_name))
     except TypeError as error:
+        arguments = ", ".join([*by_place[1:], *by_name])
         raise HookError(
-            f"{part.__name__}.{name}{actual} cannot be called as {name}{expected}, as it will be: {error}. Write it "
-            "with these arguments."
+            f"{part.__name__}.{name}{_bare(actual)} cannot be called with ({arguments}), as it will be: "
+            f"{error}. Write `def {name}{_bare(inspect.signature(declared))}`."
         ) from None
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """`signature` without types."""
+    return inspect.Signature([one.replace(annotation=one.empty) for one in signature.parameters.values()])
+
+
+def _may_change_arguments(decorated: Any) -> bool:
+    """Whether a decorator is the user's and may change arguments; PyTorch's and contextlib's pass all of them."""
+    if not isinstance(decorated, FunctionType):
+        return True
+    return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
 
 
 def parallelisms_of(cls: type) -> list[Parallelism]:

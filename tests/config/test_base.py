@@ -98,7 +98,7 @@ def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
 
 @pytest.mark.pitfall(67)
 @pytest.mark.parametrize(
-    ("given", "message"), [(Callback(), r"Use a list"), ([1], "1 is not"), ([Callback], r"Write Callback\(\)")]
+    ("given", "message"), [(Callback(), r"Use a list"), ([1], "1 is not"), ([Callback], "is not a Callback: build it")]
 )
 def test_callbacks_are_a_list_of_callbacks(given: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):

@@ -102,7 +102,6 @@ def test_a_step_sends_what_the_page_says() -> None:
         layers, tokens, chosen = 2, BATCH * LENGTH, 2
         assert sum(sent for sent, _ in ranks) == cases[case] * layers * tokens * chosen * WIDTH * 8
         assert all("| ep, of these | 2 | 0, 1 | inside the host | tokens to their experts" in text for _, text in ranks)
-        assert all("| ep |\n| --- | --- | --- |\n| 0 | 0 | 0 |\n| 1 | 1 | 1 |" in text for _, text in ranks)
 
 
 class Stacked(nn.Module):
