@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -138,8 +139,10 @@ def _become(job: RankJob, scratch: Path) -> NoReturn:
     except NeedsFirstStageError:
         pass
     except SystemExit:  # the program has said why
-        lines = (scratch / "output").read_text(errors="replace").strip().splitlines()
-        found = " ".join(lines[-3:]).removeprefix("error: ") or "the program has ended itself."
+        sys.stdout.flush()
+        sys.stderr.flush()
+        said = re.sub("[╭╮╰╯│─]", " ", (scratch / "output").read_text(errors="replace"))  # a parser's frame
+        found = " ".join(said.split()).removeprefix("error: ")[-700:] or "the program has ended itself."
     except BaseException as error:
         found = _told(error)
     end(found)

@@ -148,6 +148,12 @@ def test_what_a_script_says_before_it_ends_itself_is_the_error(tmp_path: Path) -
         plan(str(script), world=2, rank=0)
 
 
+def test_a_wrong_flag_of_a_class_is_named(tmp_path: Path) -> None:
+    for flag in ("--training.max-stepz=3", "--training.max-steps=three"):
+        with pytest.raises(PlanError, match=flag.partition("=")[0].partition(".")[2]):
+            plan(written(tmp_path), flag, world=2, rank=0)
+
+
 @pytest.mark.parametrize(("text", "n_bytes"), [("80GiB", 80 * 2**30), ("80", 80 * 2**30), ("1.5 GB", 1_500_000_000)])
 def test_memory_has_a_unit(text: str, n_bytes: int) -> None:
     assert memory_of(text) == n_bytes
