@@ -245,9 +245,12 @@ def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
     averaged = _below(stored.specs, f"callbacks.{kind}.{match[2] or 0}.{model}.")
     if not averaged:
         numbers = sorted({name.split(".")[2] for name in stored.specs if name.startswith(f"callbacks.{kind}.")})
+        available = (
+            f"It has {kind} callbacks {', '.join(numbers)}" if numbers else f"It was saved without an {kind} callback"
+        )
         raise CheckpointError(
-            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". It has {kind} callbacks '
-            f'{", ".join(numbers) or "none"}; weights="model" exports what was trained.'
+            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". {available}; '
+            'weights="model" exports what was trained.'
         )
     return {fqn: averaged.get(fqn, source) for fqn, source in sources.items()}
 
