@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
@@ -95,9 +96,8 @@ class PlanTrainer:
     """Whether to print JSON."""
 
     def run(self, *overrides: str) -> int:
-        from dream_trainer.planning.planner import make_plan, memory_of, to_json
+        from dream_trainer.planning.planner import make_plan, memory_of
         from dream_trainer.planning.report import markdown
-        from dream_trainer.planning.search import Rates
 
         path, _, name = self.target.rpartition(":")
         program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
@@ -106,11 +106,11 @@ class PlanTrainer:
             self.world,
             rank=self.rank,
             ranks_per_host=self.ranks_per_host,
-            rates=Rates(*self.rates) if self.search else None,
+            rates=self.rates if self.search else None,
             memory=None if self.gpu_memory is None else memory_of(self.gpu_memory),
             tell=_tell,
         )
-        show(to_json(found) if self.json else markdown(found))
+        show(json.dumps(asdict(found), indent=2) if self.json else markdown(found))
         return int(found.fits is False)
 
 

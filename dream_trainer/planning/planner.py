@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cattrs
@@ -18,6 +18,8 @@ from dream_trainer.planning.rank_plan import (
     Changes,
     RankJob,
     RankPlan,
+    Tried,
+    flags_of,
     plan_rank,
 )
 from dream_trainer.planning.search import Mesh, Rates, search_meshes
@@ -25,18 +27,6 @@ from dream_trainer.testing.program import Program
 
 MOST_RANKS = 4096
 _UNITS = {"": 2**30, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "TiB": 2**40, "TB": 10**12}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A change of the config, and the rank with it."""
-
-    change: str
-    flags: str
-    """As they are written on the command line."""
-    plan: RankPlan | None = None
-    """None: it cannot be planned."""
-    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +75,22 @@ def make_plan(
     rank: int | None = None,
     ranks_per_host: int = 8,
     memory: int | None = None,
-    rates: Rates | None = None,
+    rates: tuple[float, float, float] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> MeshPlan:
     """Plans in processes forked from this one, which should have no threads; `plan` can be called anywhere.
 
     With `rates`, searches meshes instead of changes that would fit.
     """
+    if rates is not None:
+        refuse(memory is None, "--search needs the memory of a device. Write it too, such as --gpu-memory 80GiB.")
+        refuse(min(rates) <= 0, f"--rates {' '.join(map(str, rates))}: a rate is not above 0.")
     plans, job = _plans(program, world_size, rank=rank, ranks_per_host=ranks_per_host, tell=tell)
     worst = max(plans.values(), key=lambda each: each.peak)
     found = MeshPlan(worst=worst, ranks={number: each.peak for number, each in plans.items()}, memory=memory)
-    if rates is not None:
-        refuse(memory is None, "--search needs the memory of a device. Write it too, such as --gpu-memory 80GiB.")
-        assert memory is not None
-        return replace(found, rates=rates, meshes=search_meshes(job, memory, rates, _plan_of, tell))
+    if rates is not None and memory is not None:
+        of_device = Rates(*rates)
+        return replace(found, rates=of_device, meshes=search_meshes(worst, job, memory, of_device, _plan_of, tell))
     if found.fits is not False:
         return found
     return replace(found, tried=list(_tried(found, replace(job, rank=worst.rank), tell)))
@@ -157,11 +149,7 @@ def _tried(plan: MeshPlan, job: RankJob, tell: Callable[[str], None]) -> Iterato
 
 
 def _try(change: str, changes: Changes, job: RankJob) -> Tried:
-    flags = " ".join(
-        f"--{group.removesuffix('_parameters')}.{name}".replace("_", "-") + f"={value}"
-        for group, values in changes.items()
-        for name, value in values.items()
-    )
+    flags = flags_of(changes)
     try:
         found, _ = _plan_of(job.rank, replace(job, changes=changes, numbers=None))
         return Tried(change=change, flags=flags, plan=found)
@@ -257,14 +245,7 @@ def plan(
     words = [sys.executable, "-m", "dream_trainer", "plan", program, *options, *overrides]
     run = subprocess.run(words, capture_output=True, text=True, check=False)
     try:
-        return from_json(run.stdout)
+        values = json.loads(run.stdout)
     except ValueError:
         raise PlanError(run.stderr.strip().removeprefix("error: ")) from None
-
-
-def to_json(found: MeshPlan) -> str:
-    return json.dumps(asdict(found), indent=2)
-
-
-def from_json(text: str) -> MeshPlan:
-    return cattrs.structure(json.loads(text), MeshPlan)
+    return cattrs.structure(values, MeshPlan)

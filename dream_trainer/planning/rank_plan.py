@@ -82,6 +82,18 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A change of the config, and the rank with it."""
+
+    change: str
+    flags: str
+    """As they are written on the command line."""
+    plan: RankPlan | None = None
+    """None: it cannot be planned."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankJob:
     program: Program
     rank: int
@@ -89,6 +101,15 @@ class RankJob:
     ranks_per_host: int = 8
     changes: Changes = field(default_factory=dict)
     numbers: list[int] | None = None
+
+
+def flags_of(changes: Changes) -> str:
+    """As they are written on the command line."""
+    return " ".join(
+        f"--{group.removesuffix('_parameters')}.{name}".replace("_", "-") + f"={value}"
+        for group, values in changes.items()
+        for name, value in values.items()
+    )
 
 
 def plan_rank(job: RankJob) -> RankPlan:

@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 
 from dream_trainer.loggers.formatting import format_bytes
-from dream_trainer.planning.planner import MeshPlan, Tried
-from dream_trainer.planning.rank_plan import RankPlan
+from dream_trainer.planning.planner import MeshPlan
+from dream_trainer.planning.rank_plan import RankPlan, Tried
 
 _MEANS = {
     "parameters": "this rank's part",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dream_trainer.planning.planned_world import PlanError
-from dream_trainer.planning.rank_plan import RankJob, RankPlan
+from dream_trainer.planning.rank_plan import RankJob, RankPlan, Tried, flags_of
 
-AXES = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+AXES = {"tensor_parallel": "tp", "context_parallel": "cp", "pipeline_parallel": "pp"}  # with their dimensions
 WAYS = ("none", "selective", "full")
 
 
@@ -44,16 +44,11 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """A mesh that was planned."""
+class Mesh(Tried):
+    """A mesh that was planned; its plan is of the rank with the highest peak."""
 
-    flags: str
-    """As they are written on the command line."""
-    plan: RankPlan | None = None
-    """Of the rank with the highest peak; None if it cannot be planned."""
     cost: Cost | None = None
     fits: bool = False
-    error: str = ""
 
 
 def meshes(world_size: int, ranks_per_host: int) -> Iterator[dict[str, int]]:
@@ -73,6 +68,7 @@ def _shards_on_a_host(ranks: int, of_a_host: int) -> int:
 
 
 def search_meshes(
+    given: RankPlan,
     job: RankJob,
     memory: int,
     rates: Rates,
@@ -82,6 +78,7 @@ def search_meshes(
     """All meshes, those that fit first, the cheapest of them at the top.
 
     Args:
+        given: A plan of the config as it is.
         job: The program and its world.
         memory: Bytes of a device.
         rates: What the cost is counted with.
@@ -95,8 +92,13 @@ def search_meshes(
         if axis in failed:
             continue
         for way in WAYS:
-            changes: dict[str, Any] = {"device_parameters": {**sizes, "activation_checkpointing": way}}
-            flags = _flags(sizes, way)
+            values: dict[str, Any] = {
+                name: size for name, size in sizes.items() if name not in AXES or size != given.mesh[AXES[name]]
+            }
+            if way != given.settings["activation_checkpointing"]:
+                values["activation_checkpointing"] = way
+            changes = {"device_parameters": values}
+            flags = flags_of(changes)
             tell(flags)
             try:
                 first, after = plan_of(0, replace(job, changes=changes, numbers=None))
@@ -106,11 +108,11 @@ def search_meshes(
             except PlanError as error:
                 if way == WAYS[0]:
                     failed[axis] = " ".join(str(error).split())
-                    found.append(Mesh(flags=flags, error=failed[axis]))
+                    found.append(Mesh(change=axis, flags=flags, error=failed[axis]))
                 break
             worst = max(plans, key=lambda each: each.peak)
             cost = max((cost_of(each, rates) for each in plans), key=lambda each: each.per_sample)
-            found.append(Mesh(flags=flags, plan=worst, cost=cost, fits=worst.peak <= memory))
+            found.append(Mesh(change=axis, flags=flags, plan=worst, cost=cost, fits=worst.peak <= memory))
             if found[-1].fits:  # more recomputation would only cost more
                 break
     return sorted(found, key=lambda each: (not each.fits, each.cost is None, each.cost and each.cost.per_sample))
@@ -130,8 +132,3 @@ def cost_of(plan: RankPlan, rates: Rates) -> Cost:
         network=sent[False] / (rates.network_gb * 1e9),
         samples=settings["train_batch_size"] * settings["accumulation"] * replicas,
     )
-
-
-def _flags(sizes: dict[str, int], way: str) -> str:
-    flags = [f"--device.{name.replace('_', '-')}={size}" for name, size in sizes.items() if size > 1 or "dp_" in name]
-    return " ".join([*flags, *([f"--device.activation-checkpointing={way}"] if way != WAYS[0] else [])])

@@ -120,9 +120,24 @@ def test_a_search_lists_the_meshes_that_fit_the_cheapest_first(tmp_path: Path) -
     assert "pipeline_parallel=2" in no_stages
 
 
+def test_the_flags_of_a_mesh_also_undo_what_the_config_has(tmp_path: Path) -> None:
+    program, given = written(tmp_path), "--device.activation-checkpointing=full"
+    mesh = plan(program, given, world=2, gpu_memory="1GiB", search=True).meshes[0]
+    assert mesh.plan is not None
+    assert "--device.activation-checkpointing=none" in mesh.flags
+    assert plan(program, given, *mesh.flags.split(), world=2, rank=0).worst.peak == mesh.plan.peak
+    assert plan(program, given, world=2, rank=0).worst.peak != mesh.plan.peak
+
+
 def test_a_search_needs_the_memory_of_a_device(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--gpu-memory 80GiB"):
         plan(written(tmp_path), world=2, search=True)
+
+
+def test_a_rate_of_zero_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--world=2", "--gpu-memory=1GiB", "--search", "--rates", "0", "1", "2"]
+    assert main(["plan", written(tmp_path), *options]) == 2
+    assert "--rates 0.0 1.0 2.0: a rate is not above 0" in capsys.readouterr().err
 
 
 def test_a_shape_that_depends_on_values_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -96,7 +96,11 @@ def test_and_so_does_a_start_from_the_weights_alone(here: str) -> None:
 
 
 def test_what_training_alone_looks_at_may_change(here: str) -> None:
-    fit("dropout", 3, kind_of(lora_dropout=0.1), resume=here)
+    expected = fit("as it was", 2, resume=here)
+    found = fit("dropout", 2, kind_of(lora_dropout=0.1), resume=here)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    trained = fit("dropout, trained", 3, kind_of(lora_dropout=0.1), resume=here)
+    assert any(not torch.equal(trained[name], expected[name]) for name in expected)
 
 
 def test_a_silent_one_is_loaded(here: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
