@@ -15,7 +15,6 @@ from typing import Any
 
 from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
-from dream_trainer.events.callback import Callback
 
 MakeTrainer = Callable[[], Any]
 
@@ -114,7 +113,7 @@ def overridden(config: Any, program: Program) -> Any:
     return config
 
 
-def move(config: Any, runs_dir: str, callback: Callback, saves: dict[str, Any]) -> None:
+def move(config: Any, runs_dir: str, callback: Any, saves: dict[str, Any]) -> None:
     """Has a run write to another directory: its log, and what it is told to save, of which everything is kept."""
     config.runs_dir = runs_dir
     config.callbacks.add_default(callback)

@@ -72,12 +72,13 @@ class Registry:
         ]
 
     def refuse_another_model(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Raises StepError if others of the optimizers update `model`, and none of these."""
+        """Raises StepError if others update `model`, and these, not being of an absent stage, update none of it."""
         own = self.optimizers_of(model)
-        if own and set(own).isdisjoint(optimizers):
-            given = next((f"self.{name}" for name, one in self.models().items() if one is model), type(model).__name__)
+        given = [one for one in optimizers if any(group["params"] for group in one.param_groups)]
+        if own and given and set(own).isdisjoint(given):
+            named = next((f"self.{name}" for name, one in self.models().items() if one is model), type(model).__name__)
             raise StepError(
-                f"step() was given {given}, and an optimizer that updates none of its parameters. Pass the model and "
+                f"step() was given {named}, and an optimizer that updates none of its parameters. Pass the model and "
                 "the optimizer that belong together."
             )
 
