@@ -145,7 +145,6 @@ PIPELINE = PipelineParallelism(
     mixin="PipelineParallelMixin",
     hook="apply_pipeline_parallel",
     other_hooks=("pipeline_stages",),
-    crossing="each stage's outputs for each micro-batch, and their gradients; the loss",
 )
 TENSOR = TensorParallelism(
     "tensor parallel",
@@ -156,7 +155,6 @@ TENSOR = TensorParallelism(
     mixin="TensorParallelMixin",
     hook="apply_tensor_parallel",
     advice="Split each model's layers there with parallelize_module.",
-    crossing="activations and their gradients, in each split layer",
 )
 FLOAT8 = Parallelism(
     "float8",
@@ -173,7 +171,6 @@ CONTEXT = ContextParallelism(
     mixin="ContextParallelMixin",
     hook="cut_batch",
     advice="Cut each batch along its sequences there.",
-    crossing="keys and values of each attention, and their gradients",
 )
 EXPERT = ExpertParallelism(
     "expert parallel",
@@ -184,7 +181,6 @@ EXPERT = ExpertParallelism(
     is_among_data=True,
     mixin="ExpertParallelMixin",
     hook="apply_expert_parallel",
-    crossing="tokens to their experts and back, and their gradients, in each mixture",
 )
 RECOMPUTATION = Parallelism(
     "activation checkpointing",

@@ -57,7 +57,6 @@ class Parallelism:
         hook: The trainer's method that does it. A MeshParallelism passes it the mesh of `dimension`.
         advice: Remedy for a hook that is not overridden; "" if the mixin has a default.
         other_hooks: Further methods that only the mixin calls.
-        crossing: Description of the traffic between its ranks.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Parallelism:
     hook: str = ""
     advice: str = ""
     other_hooks: tuple[str, ...] = ()
-    crossing: str = ""
 
     def value(self, config: Any) -> Any:
         """The config's value: a number of ranks if there is a dimension; 1, False and "none" are off."""

@@ -129,26 +129,21 @@ def describe(runtime: Runtime) -> str:
 
 
 def mesh_lines(runtime: Runtime) -> list[str]:
-    """Markdown: a row for each dimension of more than one rank, each rank, and each stage."""
+    """Markdown: a row for each dimension of more than one rank, and each stage."""
     world = runtime.launched
     if world is None or world.mesh is None:
         return []
-    rows = ["| Dimension | Ranks | With this rank | Links | What crosses them |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| Dimension | Ranks | With this rank | Links |", "| --- | --- | --- | --- |"]
     for name, size in world.mesh_shape._asdict().items():
         if size > 1:
             ranks = world.mesh[name].mesh.tolist()
-            links, crossing = world.links(ranks), _crossing(runtime, name)
-            rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} |")
+            rows.append(f"| {name} | {size} | {_spelled(ranks)} | {world.links(ranks)} |")
     for axis in runtime.parallel.active_axes(runtime.config):
-        if not axis.is_among_data:
-            continue
-        n_ranks, (place, of_layers) = axis.value(runtime.config), divmod(world.rank, world.data_copies)
-        ranks = [(place // n_ranks * n_ranks + other) * world.data_copies + of_layers for other in range(n_ranks)]
-        links, name = world.links(ranks), axis.dimension
-        rows.append(f"| {name}, of these | {n_ranks} | {_spelled(ranks)} | {links} | {axis.crossing} |")
-    rows += ["", "`dream-trainer plan` counts the bytes of each collective in a step."]
-    speaker = f"This is rank {world.rank} of {world.world_size}."
-    return [speaker, "", *rows, *_stages(runtime)]
+        if axis.is_among_data:
+            n_ranks, (place, of_layers) = axis.value(runtime.config), divmod(world.rank, world.data_copies)
+            ranks = [(place // n_ranks * n_ranks + other) * world.data_copies + of_layers for other in range(n_ranks)]
+            rows.append(f"| {axis.dimension}, of these | {n_ranks} | {_spelled(ranks)} | {world.links(ranks)} |")
+    return [f"This is rank {world.rank} of {world.world_size}.", "", *rows, *_stages(runtime)]
 
 
 def _stages(runtime: Runtime) -> list[str]:
@@ -164,28 +159,6 @@ def _stages(runtime: Runtime) -> list[str]:
             held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
             rows.append(f"| {model_name} | {number} | {rank} | {held} |")
     return rows
-
-
-def _crossing(runtime: Runtime, dimension: str) -> str:
-    shape, workers = runtime.world.parameter_shape, runtime.world.workers
-    match dimension:
-        case "dp_replicate" if workers > 1:
-            within = "gradients within each, once per step; " if shape.dp_replicate > workers else ""
-            return f"{workers} workers: {within}parameters between them, once per round"
-        case "dp_replicate":
-            return "gradients, once per step"
-        case "dp_shard":
-            is_once = runtime.config.training_parameters.sync_policy == "no_sync"
-            stays = runtime.world.stages > 1  # shards of a stage are there through all micro-batches
-            gathered = "once for each batch" if stays else "for forward and again for backward of each micro-batch"
-            return f"weights, gathered {gathered}; gradients, {'once per step' if is_once else 'per micro-batch'}"
-        case _:
-            axes = runtime.parallel.active_axes(runtime.config)
-            crossing = next(axis.crossing for axis in axes if axis.dimension == dimension)
-            if getattr(shape, dimension) > 1:
-                return crossing
-            of_parameters = "weights and gradients of shards" if shape.dp_shard > 1 else "gradients"
-            return f"{crossing}; {of_parameters}, as between other ranks"
 
 
 def _spelled(ranks: list[int]) -> str:

@@ -145,9 +145,6 @@ def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: lis
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10, abs=1e-10), case
             assert result["labels"] == expected["labels"]
             assert f"| cp | {case.cp} |" in result["mesh"]
-            if case.tp == 1:
-                what = "weights and gradients of shards" if case.shard != 1 else "gradients"
-                assert f"keys and values of each attention, and their gradients; {what}" in result["mesh"]
             if case.shard == 1 and case.accumulation == 1 and not case.packed and case.backend is None:
                 assert result["sent"] == formula(case), case
             assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10), case

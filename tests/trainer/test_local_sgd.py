@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader, mesh_lines
+from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader
 from tests.trainer.arithmetic import full
 from tests.trainer.small import WIDTH, Batch, Samples, batches, fill, fit, run_config, run_ranks
 from tests.worlds import run_world
@@ -246,7 +246,6 @@ def train_all(directory: str, names: list[str]) -> dict[str, Any]:
             back = state_of(trainer)
             assert all(torch.equal(back[name], own[name]) for name in own)
             found[name] = {"own": own, "average": average, "norms": trainer.norms, "worker": trainer.world.worker}
-            found[name]["mesh"] = "\n".join(mesh_lines(trainer._runtime))
     return found
 
 
@@ -270,13 +269,6 @@ def test_it_is_the_loop_by_hand(trained: dict[str, list[dict[str, Any]]], name: 
         assert_close(found["own"], expected["states"][worker])
         assert_close(found["average"], expected["average"])
         torch.testing.assert_close(found["norms"], expected["norms"][worker], rtol=1e-12, atol=1e-12)
-
-
-def test_describe_says_what_crosses_workers(trained: dict[str, list[dict[str, Any]]]) -> None:
-    of_replicas, of_shards = trained["two of two replicas"][0]["mesh"], trained["two of two shards"][0]["mesh"]
-    of_weights = "parameters between them, once per round"
-    assert f"2 workers: gradients within each, once per step; {of_weights}" in of_replicas
-    assert f"2 workers: {of_weights}" in of_shards
 
 
 def test_workers_go_apart_in_a_round_and_frozen_weights_stay(trained: dict[str, list[dict[str, Any]]]) -> None:
