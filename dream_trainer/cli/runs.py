@@ -123,10 +123,10 @@ def _row(run: ListedRun) -> list[str]:
 
 def _cells(run: ListedRun, *, with_branch: bool) -> dict[str, str]:
     """Texts for columns: what a branch began from, the config's fields, and the last values of metrics."""
-    from dream_trainer.trainer.run_record import BRANCH, trained_fields
+    from dream_trainer.trainer.run_record import BRANCH, config_fields
 
     parent = run.record.parent
-    values = trained_fields(run.config, run.record)
+    values = config_fields(run.config, run.record)
     cells = {name: value_cell(value) for name, value in values.items() if with_branch or not name.startswith(BRANCH)}
     if parent:
         begun = parent.get("run") or Path(parent["checkpoint"]).parent.parent.name
@@ -142,9 +142,9 @@ def _sections() -> set[str]:
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
     """The fields that differ between the configs of the runs: the script's own first, then numbers of training."""
-    from dream_trainer.trainer.run_record import BRANCH, trained_fields
+    from dream_trainer.trainer.run_record import BRANCH, config_fields
 
-    known = [trained_fields(run.config, run.record) for run in runs if run.config]
+    known = [config_fields(run.config, run.record) for run in runs if run.config]
     found: dict[str, set[str]] = {}
     for name in dict.fromkeys(name for values in known for name in values):
         texts = {value_cell(values[name]) if name in values else "-" for values in known}
@@ -254,7 +254,7 @@ class ConfigShow:
     """Print the config as JSON."""
 
     def run(self) -> int:
-        config, fields = _trained(self.run_path)
+        config, fields = _config_and_fields(self.run_path)
         if self.as_json:
             print_json(config)
         else:
@@ -276,7 +276,7 @@ class ConfigDiff:
     def run(self) -> int:
         from dream_trainer.config.config_files import is_saved
 
-        (config_a, first), (config_b, second) = _trained(self.a), _trained(self.b)
+        (config_a, first), (config_b, second) = _config_and_fields(self.a), _config_and_fields(self.b)
         compared = {**first, **second}
         if is_saved(config_a) != is_saved(config_b):  # a file is compared in the fields that it sets
             compared = second if is_saved(config_a) else first
@@ -305,8 +305,8 @@ class RunConfig:
 RUN_VERBS: dict[str, Callable[..., Any]] = {"ls": Runs, "show": RunShow, "diff": ConfigDiff}
 
 
-def _trained(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    from dream_trainer.trainer.run_record import read_config, read_record, trained_fields
+def _config_and_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    from dream_trainer.trainer.run_record import config_fields, read_config, read_record
 
     config = read_config(path)
-    return config, trained_fields(config, read_record(path))
+    return config, config_fields(config, read_record(path))

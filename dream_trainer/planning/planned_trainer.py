@@ -149,9 +149,6 @@ class MeasuredTrainer(BaseTrainer):
     def _window_finished(self, *, is_last: bool) -> None: ...
 
     @override
-    def _log_step(self, result: dict[str, Any], weight: Any) -> None: ...
-
-    @override
     def _close(self) -> None: ...
 
 

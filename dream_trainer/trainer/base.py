@@ -279,7 +279,9 @@ class BaseTrainer(AbstractTrainer):
         if coordinator.ended_by is not None:
             self._notify("on_interrupt")
         self._notify("post_fit")
-        self._land(is_last=True)
+        if runtime.log is not None:
+            runtime.log.land()
+            runtime.log.fit_ended(self.global_step)
 
     def _train_epoch(self) -> None:
         runtime, progress = self._runtime, self._runtime.progress
@@ -323,7 +325,8 @@ class BaseTrainer(AbstractTrainer):
             except RetryWindow:
                 progress.batch_idx, runtime.window.local_batches = before
                 moved.put_back()
-                self._window_dropped()
+                if runtime.log is not None:
+                    runtime.log.window_dropped()
                 runtime.parallel.drop_gradients()
                 runtime.accumulation.forget_what_left()
                 for optimizer in self.named_optimizers().values():
@@ -334,7 +337,7 @@ class BaseTrainer(AbstractTrainer):
         state, accumulation, device = runtime.window, runtime.accumulation, runtime.world.device
         before, after = runtime.events["pre_train_batch"], runtime.events["post_train_batch"]
         after_window, sizes = runtime.events["post_train_step"], state.sizes
-        training_step = state.training_step
+        training_step, log = state.training_step, runtime.log
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
         state.first_batch_idx = progress.batch_idx
         index = 0
@@ -360,7 +363,8 @@ class BaseTrainer(AbstractTrainer):
             state.local_batches += 1
             if is_last:
                 self._complete_window(window)
-            self._log_step(result, accumulation.batch_weight)
+            if log is not None:
+                log.batch_finished(result, accumulation.batch_weight, state.batch_samples)
             if after:
                 result = detach(result)
                 for listener in after:
@@ -441,7 +445,8 @@ class BaseTrainer(AbstractTrainer):
         """Validates; returns False if a signal ended the run before the validation was finished."""
         runtime, schedule = self._runtime, self._runtime.schedule
         self.settle()
-        self._land(is_last=False)
+        if runtime.log is not None:
+            runtime.log.land()
         coordinator, loaders = runtime.coordinator, runtime.data.validation
         began = time.monotonic()
         while True:
@@ -461,6 +466,7 @@ class BaseTrainer(AbstractTrainer):
         runtime.window.validation_seconds += time.monotonic() - began
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         schedule.validated()
+        runtime.best.validated(metrics, self._best_modes(), runtime.progress.global_step)
         self._validated(metrics)
         self._tell_end("post_val_epoch", metrics)
         return True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
+from dream_trainer.best_value import is_better
 from dream_trainer.cadence import Cadence
+from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.data.stream import DataPosition
 from dream_trainer.distributed.pulse import Flags
@@ -67,6 +69,26 @@ class Counters:
         self.owed = None if owed is None else UnfinishedWork(**owed)
         for name, value in values.items():
             setattr(self, name, value)
+
+
+@dataclass(slots=True)
+class BestValues:
+    """The best values so far of the validation metrics whose best is kept."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)  # where they were reached
+
+    def validated(self, metrics: Mapping[str, float], modes: Mapping[str, Mode], step: int) -> None:
+        for name, mode in modes.items():
+            if is_better(metrics.get(name), self.values.get(name), mode):
+                self.values[name], self.steps[name] = metrics[name], step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": dict(self.values), "best_steps": dict(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # A checkpoint of before the steps were kept has none.
+        self.values, self.steps = dict(state["best"]), dict(state.get("best_steps", {}))
 
 
 # -- What the loop writes down at each batch: an object with slots, as this is the step path.

@@ -339,24 +339,12 @@ class MixinHooks(Hooks):
         """Context that `step` runs in; a mixin with a mode in steps leaves it there."""
         return nullcontext()
 
-    def _log_step(self, result: dict[str, Any], weight: Any) -> None:
-        """Takes the result of a training micro-batch."""
-
     def _window_started(self) -> None:
         """Before each window's first micro-batch; not again when it runs again."""
-
-    def _window_dropped(self) -> None:
-        """A window's gradients were not finite, and it runs again: drop what it logged."""
 
     def _window_finished(self, *, is_last: bool) -> None:
         """Loggers flush when due: after each window and its events, after a resume, and with `is_last` where the run
         ends, which may be found out only after the window's validation."""
-
-    def _land(self, *, is_last: bool) -> None:
-        """Makes loggers write values in flight."""
-
-    def _tell_times(self, words: str) -> None:
-        """On rank 0, at the end of a run: its time by activity, in one line."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""
@@ -380,9 +368,6 @@ class MixinHooks(Hooks):
     def _best_modes(self) -> dict[str, Mode]:
         """The validation metrics whose best values are kept, each with whether "min" or "max" is best."""
         return {}
-
-    def _save_was_lost(self) -> None:
-        """The last save did not reach the disk, and its state is lost."""
 
     def _close(self) -> None:
         """Releases the mixins' resources."""

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,16 +34,6 @@ Options = list[dict[str, Any]]  # numbers of each parameter group, such as its l
 # Options that depend on the machine, and `initial_lr`, which is compared as `lr`.
 _PARAMETERS = ("params", "param_names")
 _NOT_COMPARED = (*_PARAMETERS, "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
-
-
-class KeptOption(NamedTuple):
-    """An option that a checkpoint brought along, and that this config sets otherwise."""
-
-    optimizer: str
-    group: int
-    option: str
-    config: Any  # this config's value
-    trained: Any  # the checkpoint's value, which stays in use
 
 
 class ResumedRates:
@@ -131,10 +121,8 @@ class ResumedRates:
                     "or a LambdaLR, as build_schedule makes."
                 )
 
-    def restore(
-        self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int
-    ) -> tuple[list[str], list[KeptOption]]:
-        """Restores schedulers and rates after the optimizers' state; returns warnings and the kept options."""
+    def restore(self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int) -> list[str]:
+        """Restores schedulers and rates after the optimizers' state; returns warnings."""
         schedulers, saved = self._schedulers(), shared["schedulers"]
         if branch.schedule != "new" and set(schedulers) != set(saved):
             raise CheckpointError(
@@ -145,13 +133,12 @@ class ResumedRates:
         for name, scheduler in schedulers.items():
             passed = 0 if branch.schedule == "new" else then - shared.get("token_origins", {}).get(name, 0)
             set_token_origin(scheduler, tokens_seen - passed)
-        kept = self._take_options(shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
-        warned = _options_in_words(kept, ANOTHER_RUN.format(words='optimizer="moments"'))
+        warned = self._take_options(shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
         if branch.schedule != "new":
             warned += self.go_on(shared, branch)
         elif branch.optimizer == "keep":
             self._begin_schedules_anew()
-        return warned, kept
+        return warned
 
     def go_on(self, shared: Mapping[str, Any], branch: BranchParameters) -> list[str]:
         """Loads schedulers; gives warnings. Arguments as of `restore`."""
@@ -226,16 +213,21 @@ class ResumedRates:
                 if scheduler.optimizer is optimizer and isinstance(scheduler, LambdaLR):
                     _rebase(scheduler, bases)
 
-    def _take_options(self, in_force: Mapping[str, Options]) -> list[KeptOption]:
-        """Options of a checkpoint hold from now on; returns those that this config sets otherwise."""
+    def _take_options(self, in_force: Mapping[str, Options]) -> list[str]:
+        """Options of a checkpoint hold from now on; returns warnings of those that this config sets otherwise."""
         optimizers = self._optimizers()
         self._of_checkpoint = {optimizers[name]: options for name, options in in_force.items()}
+        groups: dict[str, list[str]] = {}
+        for name, of_groups in in_force.items():
+            for group, (mine, theirs) in enumerate(zip(self._configured[optimizers[name]], of_groups, strict=False)):
+                for option in (option for option in mine if option in theirs and mine[option] != theirs[option]):
+                    both = f"{option}={mine[option]}, and the checkpoint's {theirs[option]} stays in use"
+                    groups.setdefault(f"{name}: this config has {both}", []).append(str(group))
+        anew = ANOTHER_RUN.format(words='optimizer="moments"')
         return [
-            KeptOption(name, group, option, mine[option], theirs[option])
-            for name, of_groups in in_force.items()
-            for group, (mine, theirs) in enumerate(zip(self._configured[optimizers[name]], of_groups, strict=False))
-            for option in mine
-            if option in theirs and mine[option] != theirs[option]
+            f"{line} ({'group' if len(of_line) == 1 else 'groups'} {', '.join(of_line)}). To train on with this "
+            f"config's, {anew}."
+            for line, of_line in groups.items()
         ]
 
     def _in_force(self, optimizer: Optimizer) -> Options:
@@ -269,18 +261,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _NOT_COMPARED and isinstance(value, int | float | tuple | list):
             options[key] = value
     return options
-
-
-def _options_in_words(kept: Sequence[KeptOption], anew: str) -> list[str]:
-    alike: dict[tuple[str, str], list[int]] = {}
-    for one in kept:
-        options = f"{one.option}={one.config}, and the checkpoint's {one.trained} stays in use"
-        alike.setdefault((one.optimizer, options), []).append(one.group)
-    return [
-        f"{optimizer}: this config has {options} ({'group' if len(groups) == 1 else 'groups'} "
-        f"{', '.join(map(str, groups))}). To train on with this config's, {anew}."
-        for (optimizer, options), groups in alike.items()
-    ]
 
 
 def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

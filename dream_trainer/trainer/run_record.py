@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from dream_trainer.best_value import is_better
 from dream_trainer.checkpoint.files import named_step, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, is_checkpoint, read_manifest
 from dream_trainer.checkpoint.run_directory import is_claimed
@@ -33,6 +32,7 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.formatting import format_duration
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
+from dream_trainer.screen import show
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.version import __version__
 
@@ -41,7 +41,6 @@ _DEPTH = 3  # levels below the directory of runs: project, group, experiment
 _LAST_BYTES = 1 << 14
 
 BRANCH = "checkpoint_parameters.branch."
-_SPELLINGS = {"lr": ("lr", "learning_rate")}
 
 RunState = Literal["running", "stopped", "finished", "failed"]
 
@@ -72,8 +71,6 @@ class RunRecord:
     """For a fork: the `checkpoint` that it began from, its `step`, and the state it took over."""
     resumed_from: str | None = None
     """The checkpoint that the last process resumed from: the run's, another run's, or one in a `local_directory`."""
-    kept_options: list[dict[str, Any]] = field(default_factory=list)
-    """Options that a checkpoint set against the config, as dicts of `KeptOption`."""
     argv: list[str] = field(default_factory=list)  # how the last process was started
     host: str = ""  # on which host rank 0 ran last
     pid: int = 0  # its process there
@@ -101,10 +98,6 @@ def read_record(run_dir: Path) -> RunRecord | None:
             name: {"value": float(best["value"]), "step": int(best["step"]), "mode": str(best["mode"])}
             for name, best in record.best.items()
         }
-        record.kept_options = [
-            {name: kept[name] for name in ("optimizer", "group", "option", "config", "trained")}
-            for kept in record.kept_options
-        ]
         record.times = [Start.of(one).plain() for one in record.times]
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
@@ -129,22 +122,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def trained_fields(config: Mapping[str, Any], record: RunRecord | None) -> dict[str, Any]:
-    """The config's fields by dotted names; a checkpoint's differing option follows: `0.003 (trained 0.01)`."""
+def config_fields(config: Mapping[str, Any], record: RunRecord | None) -> dict[str, Any]:
+    """The config's fields by dotted names; of a branch with the words that it began by."""
     values = dict(leaves(config))
-    if record is None:
-        return values
-    words: dict[str, Any] = (record.parent or {}).get("words", {})
-    fields_of_start = {BRANCH + name: word for name, word in words.items() if BRANCH + name in values}
-    trained: dict[str, tuple[Any, list[str]]] = {}
-    for kept in record.kept_options:
-        option, asked = kept["option"], kept["config"]
-        ends = tuple(f"_{spelling}" for spelling in _SPELLINGS.get(option, (option,)))
-        names = [n for n, value in values.items() if value == asked and f"_{n.rpartition('.')[2]}".endswith(ends)]
-        for name in names or [f"{kept['optimizer']}.{option}"]:
-            trained.setdefault(name, (asked, []))[1].append(str(kept["trained"]))
-    shown = {name: f"{asked} (trained {', '.join(dict.fromkeys(found))})" for name, (asked, found) in trained.items()}
-    return values | fields_of_start | shown
+    parent = None if record is None else record.parent
+    words: dict[str, Any] = (parent or {}).get("words", {})
+    return values | {BRANCH + name: word for name, word in words.items() if BRANCH + name in values}
 
 
 def is_alive(run_dir: Path, record: RunRecord) -> bool | None:
@@ -293,10 +276,9 @@ class RunRecorder:
             started=before.started,
             starts=before.starts + is_new_process,
             metrics=before.metrics,
-            best=self._best_before(before),
+            best=self._best(),
             parent=runtime.origin.parent or before.parent,
             resumed_from=runtime.origin.resumed_from,
-            kept_options=runtime.origin.kept_options,
             argv=sys.argv,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -314,26 +296,19 @@ class RunRecorder:
             runtime.warn_once("code", said)
         self._write("running")
 
-    def _best_before(self, before: RunRecord) -> dict[str, dict[str, Any]]:
-        """What a checkpoint brought along, of another run's too, and what the record knows of no later step."""
-        runtime = self._runtime
-        best = {name: found for name, found in before.best.items() if found["step"] <= runtime.progress.global_step}
-        modes = runtime.hooks._best_modes()
-        for name, (value, step) in runtime.origin.best_of_checkpoint.items():
-            if name in modes:
-                best[name] = {"value": value, "step": step, "mode": modes[name]}
-        runtime.origin.best_of_checkpoint = {}  # from now on the record knows better
-        return best
+    def _best(self) -> dict[str, dict[str, Any]]:
+        best, modes = self._runtime.best, self._runtime.hooks._best_modes()
+        return {
+            name: {"value": value, "step": best.steps.get(name, 0), "mode": modes[name]}
+            for name, value in best.values.items()
+            if name in modes
+        }
 
     def _validated(self, metrics: dict[str, float]) -> None:
         runtime, record = self._runtime, self._record
         if record is None or runtime.state.is_sanity_validation or runtime.state.is_evaluating:
             return
-        record.metrics = dict(metrics)
-        for name, mode in runtime.hooks._best_modes().items():
-            before = record.best[name]["value"] if name in record.best else None
-            if is_better(metrics.get(name), before, mode):
-                record.best[name] = {"value": metrics[name], "step": runtime.progress.global_step, "mode": mode}
+        record.metrics, record.best = dict(metrics), self._best()
         self._write("running")
 
     def _saved(self, path: Path) -> None:
@@ -368,8 +343,11 @@ class RunRecorder:
 
     def _has_ended(self) -> None:
         self._ends()
+        runtime = self._runtime
+        if runtime.log is None or "console" not in runtime.config.logger_parameters.loggers:
+            return
         if self._record is not None and (told := receipt(self._record.times)) and told.total >= WORTH_TELLING:
-            self._runtime.hooks._tell_times(told.words())
+            show(told.words())
 
     def _failed(self, exc: BaseException) -> None:
         """Any rank may fail, and rank 0 may not live to hear of it."""

@@ -20,7 +20,7 @@ from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.coordinator import Coordinator
-from dream_trainer.trainer.counters import Counters, Schedule, WindowState
+from dream_trainer.trainer.counters import BestValues, Counters, Schedule, WindowState
 from dream_trainer.trainer.hooks import MixinHooks, NoRounds
 from dream_trainer.trainer.registry import Registry
 from dream_trainer.trainer.resumed_rates import ResumedRates
@@ -30,6 +30,7 @@ from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.weights.unloaded_base import UnloadedBases
 
 if TYPE_CHECKING:
+    from dream_trainer.loggers.run_log import RunLog
     from dream_trainer.parallel.context_attention import AttentionTakeover
     from dream_trainer.trainer.run_record import RunRecorder
 
@@ -75,8 +76,6 @@ class RunOrigin:
 
     parent: dict[str, Any] | None = None  # of a branch, what it began from
     resumed_from: str | None = None
-    kept_options: list[dict[str, Any]] = field(default_factory=list)
-    best_of_checkpoint: dict[str, tuple[float, int]] = field(default_factory=dict)  # with steps, until training starts
 
 
 @dataclass(kw_only=True, eq=False)
@@ -94,8 +93,10 @@ class Runtime:
     data: ConnectedData = field(default_factory=ConnectedData)
     window: WindowState = field(default_factory=WindowState)
     records: Records = field(default_factory=Records)  # what `log` adds to
+    log: RunLog | None = None  # of LoggerMixin
     parallel: ParallelModels = field(default_factory=ParallelModels)
     said_once: set[str] = field(default_factory=set)
+    best: BestValues = field(default_factory=BestValues)
     origin: RunOrigin = field(default_factory=RunOrigin)
     recorder: RunRecorder = field(init=False)
     events: Mapping[str, tuple[Callable[..., None], ...]] = field(init=False)  # of this rank, once it is known
@@ -144,4 +145,7 @@ def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
         coordinator=Coordinator(schedule, progress),
     )
     runtime.state_registry = StateRegistry(runtime)
+    runtime.state_registry.register(
+        "evaluation", runtime.best.state_dict, runtime.best.load_state_dict, goes_with_counters=True
+    )
     return runtime

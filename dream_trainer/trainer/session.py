@@ -135,7 +135,8 @@ def _leave_training(runtime: Runtime, exc: BaseException) -> None:
     session.is_nonfinite |= isinstance(exc, NonFiniteError)
     if runtime.accumulation.is_open:
         runtime.progress.batch_idx = runtime.window.first_batch_idx
-        runtime.hooks._window_dropped()
+        if runtime.log is not None:
+            runtime.log.window_dropped()
         runtime.accumulation.drop_window()
     is_whole = not runtime.accumulation.is_open
     if isinstance(exc, Exception) and is_whole and runtime.progress.global_step > 0:

@@ -90,11 +90,9 @@ class StateRegistry:
         scale, saved_scale = runtime.accumulation.loss_scale, shared.get("loss_scale")
         if branch.optimizer != "new" and scale is not None and saved_scale is not None:
             scale.load_state_dict(saved_scale)
-        warned, kept = runtime.rates.restore(shared, branch, runtime.progress.tokens_seen)
-        runtime.origin.kept_options = [one._asdict() for one in kept]
-        if runtime.world.is_main:
-            for line in warned:
-                logger.warning("%s", line)
+        warned = runtime.rates.restore(shared, branch, runtime.progress.tokens_seen)
+        for line in warned if runtime.world.is_main else ():
+            logger.warning("%s", line)
         _load_callbacks(runtime, checkpoint)
         for name, one in self._registered["shared"].items():
             if name in shared["mixins"] and (branch.counters == "keep" or not one.goes_with_counters):

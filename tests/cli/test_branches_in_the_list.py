@@ -33,24 +33,6 @@ def column(text: str, name: str) -> dict[str, str]:
     return {row[0].removeprefix("tests/checkpoint/"): row[header.index(name)] for row in rows}
 
 
-def test_a_rate_kept_from_the_checkpoint_is_told_with_the_config_s(capsys: pytest.CaptureFixture[str]) -> None:
-    parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
-    assert train("branch", 0.003, resume=parent).optimizer.param_groups[0]["lr"] == 0.01  # the truth
-    train("anew", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
-
-    rates = {"parent": "0.01", "branch": "0.003 (trained 0.01)", "anew": "0.003"}
-    assert column(said(capsys, "runs"), "learning_rate") == rates
-    assert column(said(capsys, "runs", "--columns", "learning_rate"), "learning_rate") == rates
-    between = lines_of(said(capsys, "runs", "diff", str(GROUP / "branch"), str(GROUP / "anew"), code=1))
-    assert between["learning_rate"] == "0.003 (trained 0.01) 0.003"
-
-    # A restart goes on with the same rate, and says so; so does a run of its own whose config was changed.
-    train("branch", 0.003, 6, resume="auto")
-    train("parent", 0.05, 6)
-    rates |= {"parent": "0.05 (trained 0.01)"}
-    assert column(said(capsys, "runs"), "learning_rate") == rates
-
-
 def test_the_words_a_branch_began_with_stay_after_a_start_without(capsys: pytest.CaptureFixture[str]) -> None:
     parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
     train("branch", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))

@@ -106,18 +106,6 @@ def test_training_goes_on_from_the_best_averages() -> None:
             torch.testing.assert_close(ema.averaged("model")[name], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("later", [[], [dt.EMA(0.9, validate=False)]])
-def test_the_best_of_a_lost_average_is_another(later: list[dt.Callback], caplog: pytest.LogCaptureFixture) -> None:
-    with overfitting([dt.EMA(0.9, warm_up=False)]) as trainer:
-        trainer.fit()
-        trainer.load_best()
-    assert "load_best" not in caplog.text
-    with overfitting(later) as trainer:
-        step = int(trainer.load_best().name.removeprefix("step_"))
-    assert f"load_best() takes the weights of step {step}, " in caplog.text
-    assert "it validated EMA, which callbacks= lack" in caplog.text
-
-
 @pytest.mark.parametrize("val_every", [3, 45])
 @pytest.mark.parametrize("averages", [False, True])
 def test_the_best_is_saved_wherever_it_falls(val_every: int, averages: bool, caplog: pytest.LogCaptureFixture) -> None:

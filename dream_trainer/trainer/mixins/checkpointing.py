@@ -7,7 +7,7 @@ See trainer/saved_state.py and trainer/state_registry.py for the saved state and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,6 @@ from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
-from dream_trainer.trainer.run_record import read_record
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import start
 from dream_trainer.weights.adapters import adapters_of, refuse_other_adapters
@@ -170,7 +169,13 @@ class CheckpointMixin(AbstractTrainer):
         """
         metric, found = self.__best(metric, mode)
         averages = [one for one in self.callbacks if isinstance(one, AveragingCallback) and one.validate]
-        self.__warn_of_other_weights(metric, found, averages)
+        value, best = found.metrics[metric], self._runtime.best.values.get(metric)
+        if best not in (None, value):
+            self.warn_once(
+                "another best",
+                f"load_best() takes the weights of step {found.step}, with {metric} {value:.6g}, and the best was "
+                f"{best}: this run has no checkpoint of it. Save each best with save_on_best=True and keep_best=1.",
+            )
         with self.changing_weights():
             for name, model in self.named_models().items():
                 tensors = model.state_dict(keep_vars=True).items()
@@ -180,25 +185,6 @@ class CheckpointMixin(AbstractTrainer):
         for average in averages:
             average.load_as_weights(found.path)
         return found.path
-
-    def __warn_of_other_weights(self, metric: str, found: Manifest, averages: Sequence[AveragingCallback]) -> None:
-        value = found.metrics[metric]
-        if metric == self.__parameters().best_metric:
-            best = self._runtime.saver.best_value
-        else:
-            record = read_record(self.run_dir)
-            best = record.best[metric]["value"] if record is not None and metric in record.best else None
-        validated = {str(one["class"]) for one in found.config["callbacks"] if one.get("validate") is True}
-        lost = {name.rpartition(".")[2] for name in validated} - {type(average).__name__ for average in averages}
-        if lost or best not in (None, value):
-            why = (
-                f"it validated {', '.join(lost)}, which callbacks= lack" if lost else "this run has no checkpoint of it"
-            )
-            self.warn_once(
-                "another best",
-                f"load_best() takes the weights of step {found.step}, with {metric} {value:.6g}, and the best was "
-                f"{best}: {why}. Save each best with save_on_best=True and keep_best=1, and give its callbacks.",
-            )
 
     def export(
         self,
@@ -283,7 +269,7 @@ class CheckpointMixin(AbstractTrainer):
             snapshot=partial(saved_state.snapshot, self._runtime, self.__form, frozen),
             warm=partial(saved_state.warm, self._runtime, frozen),
             on_save=partial(self._notify, "on_save"),
-            on_lost=self._save_was_lost,
+            on_lost=(lambda: None) if self._runtime.log is None else self._runtime.log.save_was_lost,
             patience=self._runtime.session.patience,
             say_once=self.warn_once,
             clock=time.monotonic,

@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dream_trainer.best_value import is_better
 from dream_trainer.config.checkpoint_parameters import Mode
-from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.config.training_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.data.stream import validation_batches
 from dream_trainer.errors import ConfigError, HookError
@@ -28,17 +26,11 @@ class EvalMixin(AbstractTrainer):
     _config_class: ClassVar[type | None] = EvalConfigMixin
     _names_validation_loaders: ClassVar[bool] = True
 
-    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.__best: dict[str, float] = {}
-        self.__best_steps: dict[str, int] = {}
-        self._runtime.state_registry.register("evaluation", self.__state, self.__load_state, goes_with_counters=True)
-
     @property
     def best(self) -> dict[str, float]:
         """Maps each of `eval_parameters.best_metrics` and the checkpoints' `best_metric` to its best value so far;
         NaN is never best."""
-        return self.__best
+        return self._runtime.best.values
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch, without gradients and in eval mode. Required by `predict`."""
@@ -170,20 +162,7 @@ class EvalMixin(AbstractTrainer):
                 "best_metrics",
                 f"best_metrics names {missing}, which the validation did not give. It gave {sorted(metrics)}.",
             )
-        for name, mode in self._best_modes().items():
-            if is_better(metrics.get(name), self.best.get(name), mode):
-                self.best[name], self.__best_steps[name] = metrics[name], self.global_step
 
     def _best_modes(self) -> dict[str, Mode]:
         known = super()._best_modes()  # the checkpoints' own metric comes first
         return known | dict(self._runtime.config.eval_parameters.best_metrics) | known
-
-    def __state(self) -> dict[str, Any]:
-        return {"best": dict(self.best), "best_steps": dict(self.__best_steps)}
-
-    def __load_state(self, saved: dict[str, Any]) -> None:
-        self.__best, self.__best_steps = dict(saved.get("best", {})), dict(saved.get("best_steps", {}))
-        # A checkpoint of before the steps were kept has none.
-        self._runtime.origin.best_of_checkpoint = {
-            name: (self.best[name], step) for name, step in self.__best_steps.items()
-        }

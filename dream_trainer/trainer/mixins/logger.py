@@ -24,7 +24,6 @@ from dream_trainer.loggers.progress import shows_a_bar
 from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import History, LoggerGroup, RunLog, check_loggers
 from dream_trainer.loggers.stragglers import Stragglers
-from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.event_table import anyone_listens
 
@@ -44,7 +43,7 @@ class LoggerMixin(AbstractTrainer):
         parameters: LoggerParameters = self._runtime.config.logger_parameters
         check_loggers(parameters)
         self.__has_bar = "console" in parameters.loggers and shows_a_bar(self._runtime.config.callbacks)
-        self.__run_log = RunLog(
+        self.__run_log = self._runtime.log = RunLog(
             parameters,
             self.run_dir,
             (self.project, self.group, self.experiment),
@@ -133,38 +132,15 @@ class LoggerMixin(AbstractTrainer):
         self.__run_log.connect(self.world, LoggerGroup(loggers, self.warn_once, strict=strict))
 
     @override
-    def _log_step(self, result: dict[str, Any], weight: Any) -> None:
-        super()._log_step(result, weight)
-        self.__run_log.batch_finished(result, weight, self._runtime.window.batch_samples)
-
-    @override
     def _window_started(self) -> None:
         super()._window_started()
         self.__run_log.window_started()
-
-    @override
-    def _window_dropped(self) -> None:
-        super()._window_dropped()
-        self.__run_log.window_dropped()
 
     @override
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
         step, is_stopped = self._runtime.progress.global_step, self._runtime.coordinator.stopped
         self.__run_log.window_finished(step, is_last=is_last, is_stopped=is_stopped)
-
-    @override
-    def _land(self, *, is_last: bool) -> None:
-        super()._land(is_last=is_last)
-        self.__run_log.land()
-        if is_last:
-            self.__run_log.fit_ended(self.global_step)
-
-    @override
-    def _tell_times(self, words: str) -> None:
-        super()._tell_times(words)
-        if "console" in self._runtime.config.logger_parameters.loggers:
-            show(words)
 
     @override
     @contextmanager
@@ -188,11 +164,6 @@ class LoggerMixin(AbstractTrainer):
             self.__run_log.land()
         with self.__run_log.line_of_its_own(counts=counts):
             super()._tell_end(event, *args)
-
-    @override
-    def _save_was_lost(self) -> None:
-        super()._save_was_lost()
-        self.__run_log.save_was_lost()
 
     def __state(self) -> dict[str, Any]:
         is_last, has_failed = self._runtime.schedule.is_last_window(), self._runtime.session.has_failed
