@@ -26,8 +26,7 @@ from dream_trainer.planning.tracker import StepMeasure, Tracker
 from dream_trainer.testing.program import Program, overridden
 from dream_trainer.trainer.base import BaseTrainer
 from dream_trainer.trainer.event_table import event_table
-from dream_trainer.trainer.mixins.setup import SetupStage
-from dream_trainer.trainer.model_setup import Build
+from dream_trainer.trainer.mixins.setup import Build, SetupStage
 from dream_trainer.trainer.prefetcher import next_window
 from dream_trainer.trainer.session import start
 

@@ -255,21 +255,6 @@ class AbstractTrainer(MixinHooks):
         return self.config.callbacks
 
     @property
-    def project(self) -> str:
-        """Project name, as configured."""
-        return self.config.project
-
-    @property
-    def group(self) -> str:
-        """Group name, as configured."""
-        return self.config.group
-
-    @property
-    def experiment(self) -> str:
-        """Experiment name, as configured."""
-        return self.config.experiment
-
-    @property
     def run_dir(self) -> Path:
         """Directory of this run's files: `<runs_dir>/<project>/<group>/<experiment>`."""
         return self._runtime.run_dir
@@ -309,26 +294,9 @@ class AbstractTrainer(MixinHooks):
                 return model.get_submodule(fqn.removeprefix(f"{name}."))
         raise AttributeError(f"no module {fqn!r}; the models are {list(self.named_models())}.")
 
-    def get_model_by_optimizer(self, optimizer: Optimizer) -> nn.Module:
-        """The model whose parameters `optimizer` updates.
-
-        Raises:
-            KeyError: No model, or more than one, has them.
-        """
-        registry = self._runtime.registry
-        owners = [name for name, model in registry.models().items() if optimizer in registry.optimizers_of(model)]
-        if len(owners) != 1:
-            kind = type(optimizer).__name__
-            raise KeyError(f"{kind} updates parameters of {len(owners)} models {owners}; expected one.")
-        return registry.models()[owners[0]]
-
     def get_optimizers_by_model(self, model: nn.Module) -> list[Optimizer]:
         """The optimizers that update parameters of `model`."""
         return self._runtime.registry.optimizers_of(model)
-
-    def get_scheduler_from_optimizer(self, optimizer: Optimizer) -> Scheduler | None:
-        """The scheduler that drives `optimizer`, or None."""
-        return next((one for one in self.named_schedulers().values() if one.optimizer is optimizer), None)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The plain module out of `torch.compile`, DistributedDataParallel and AveragedModel wrappers.

@@ -42,7 +42,7 @@ from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import UnfinishedWork
 from dream_trainer.trainer.data_setup import follow_train_dataloader
-from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks
+from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks, tell_end
 from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.prefetcher import next_window
 from dream_trainer.trainer.runtime import Runtime
@@ -439,7 +439,7 @@ class BaseTrainer(AbstractTrainer):
     def _end_epoch(self) -> None:
         self.progress.finish_epoch()
         self.progress.owed = None
-        self._tell_end("post_epoch")
+        tell_end(self._runtime, "post_epoch")
 
     def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
         """Validates; returns False if a signal ended the run before the validation was finished."""
@@ -466,9 +466,13 @@ class BaseTrainer(AbstractTrainer):
         runtime.window.validation_seconds += time.monotonic() - began
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         schedule.validated()
-        runtime.best.validated(metrics, self._best_modes(), runtime.progress.global_step)
+        step = runtime.progress.global_step
+        runtime.best.validated(metrics, self._best_modes(), step)
+        if runtime.log is not None:
+            runtime.log.validated(metrics)
+        runtime.saver.validated(step, metrics)
         self._validated(metrics)
-        self._tell_end("post_val_epoch", metrics)
+        tell_end(runtime, "post_val_epoch", metrics)
         return True
 
     def _validate_for_sanity(self) -> None:
@@ -479,7 +483,9 @@ class BaseTrainer(AbstractTrainer):
             return
         runtime.state.is_sanity_validation = True
         try:
-            self._tell_end("post_val_epoch", validate(runtime, loaders, batches, coordinator))
+            metrics = validate(runtime, loaders, batches, coordinator)
+            runtime.saver.expect_best_metric(metrics)
+            tell_end(runtime, "post_val_epoch", metrics)
         except Interrupted:
             self._save_if_due(
                 stepped=False, epoch_ended=False, is_last=coordinator.stopped, requested=not coordinator.stopped

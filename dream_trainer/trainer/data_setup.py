@@ -13,7 +13,7 @@ from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream, validation_batches
 from dream_trainer.distributed.ranks import refuse_differences
-from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.errors import DataError, HookError
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data
 from dream_trainer.trainer.runtime import Runtime
@@ -173,14 +173,7 @@ def _named_validation_loaders(runtime: Runtime, val: Any) -> dict[str, Any]:
             "configure_dataloaders returned a validation loader, but validation_step is not overridden. "
             "Write validation_step, or return (train, None)."
         )
-    if not isinstance(val, Mapping):
-        return {"": val}
-    if not runtime.hooks._names_validation_loaders:
-        raise ConfigError(
-            f"configure_dataloaders returned {len(val)} named validation loaders, which needs EvalMixin. "
-            "Add EvalMixin to the trainer and EvalConfigMixin to its config, or return one loader."
-        )
-    return dict(val)
+    return dict(val) if isinstance(val, Mapping) else {"": val}
 
 
 def refuse_one_order_for_both(runtime: Runtime) -> None:

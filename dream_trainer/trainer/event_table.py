@@ -40,6 +40,19 @@ def notify(runtime: Runtime, event: str, *args: Any) -> None:
         listener(*args)
 
 
+def tell_end(runtime: Runtime, event: str, *args: Any) -> None:
+    """Calls everyone who listens to the end of a validation or of an epoch; what they log is a line of its own."""
+    log, state = runtime.log, runtime.state
+    if log is None or not anyone_listens(runtime, event):
+        notify(runtime, event, *args)
+        return
+    counts = not (state.is_sanity_validation or state.is_evaluating)
+    if counts or runtime.progress.global_step > 0:  # before the first step, waiting values belong to that step
+        log.land()
+    with log.line_of_its_own(counts=counts):
+        notify(runtime, event, *args)
+
+
 def _with_parameters(runtime: Runtime, event: str, listener: Listener, *, sees_shards: bool = False) -> Listener:
     """`listener`, for whom small sharded models are whole, as they are in steps; or which reads shards, also there."""
     if event not in (_IN_STEPS if sees_shards else _BETWEEN_STEPS):

@@ -25,7 +25,6 @@ from dream_trainer.loggers.records import Records
 from dream_trainer.nested import to_device
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.sharding import repeated_blocks
-from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -297,8 +296,6 @@ class MixinHooks(Hooks):
     _parallelism: ClassVar[Parallelism | None] = None
     # The callbacks that run unless `CallbackCollection(defaults=...)` says otherwise.
     _default_callbacks: ClassVar[Sequence[type[BaseCallback]]] = ()
-    # Whether a dict of named validation loaders is understood (EvalMixin).
-    _names_validation_loaders: ClassVar[bool] = False
     # Whether the run can be saved, at any time (CheckpointMixin).
     _saves_checkpoints: ClassVar[bool] = False
 
@@ -352,14 +349,6 @@ class MixinHooks(Hooks):
 
     def _validated(self, metrics: dict[str, float]) -> None:
         """Takes the exact metrics of a validation, before `post_val_epoch`."""
-
-    def _tell_end(self, event: str, *args: Any) -> None:
-        """Calls everyone who listens to the end of a validation, `post_val_epoch`, or of an epoch, `post_epoch`."""
-        self._notify(event, *args)
-
-    def _start_loader_metrics(self) -> list[ValidationMetrics]:
-        """A validation loader starts: what its further metrics will come to, each asked for at its end."""
-        return []
 
     def _metrics_of_training(self) -> dict[str, Any]:
         """Maps names to the metrics that training has updated on this rank; a checkpoint keeps their state."""

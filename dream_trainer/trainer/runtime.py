@@ -18,7 +18,9 @@ from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
+from dream_trainer.parallel.axis import MeshParallelism
 from dream_trainer.parallel.parallel_models import ParallelModels
+from dream_trainer.parallel.sharded_model import shardable_bytes
 from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.counters import BestValues, Counters, Schedule, WindowState
 from dream_trainer.trainer.hooks import MixinHooks, NoRounds
@@ -27,9 +29,13 @@ from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.state_registry import StateRegistry
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.optimizer_step import OptimizerStep
+from dream_trainer.trainer.user_class import definers, is_ours
+from dream_trainer.trainer.validation_metrics import ValidationMetrics
 from dream_trainer.weights.unloaded_base import UnloadedBases
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dream_trainer.loggers.run_log import RunLog
     from dream_trainer.parallel.context_attention import AttentionTakeover
     from dream_trainer.trainer.run_record import RunRecorder
@@ -94,6 +100,7 @@ class Runtime:
     window: WindowState = field(default_factory=WindowState)
     records: Records = field(default_factory=Records)  # what `log` adds to
     log: RunLog | None = None  # of LoggerMixin
+    validation_metrics: ValidationMetrics | None = None  # of EvalMixin
     parallel: ParallelModels = field(default_factory=ParallelModels)
     said_once: set[str] = field(default_factory=set)
     best: BestValues = field(default_factory=BestValues)
@@ -149,3 +156,16 @@ def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
         "evaluation", runtime.best.state_dict, runtime.best.load_state_dict, goes_with_counters=True
     )
     return runtime
+
+
+def is_whole_in_steps(runtime: Runtime, model: nn.Module) -> bool:
+    """Whether a model that FSDPMixin shards is small enough to be whole in steps, and nothing asks for blocks."""
+    if not runtime.hooks._shards_parameters or runtime.world.parameter_shape.dp_shard == 1:
+        return False
+    config: Any = runtime.config  # which has the field that FSDPMixin asks for
+    devices, parameters = config.device_parameters, config.fsdp_parameters
+    is_plain = not any(isinstance(axis, MeshParallelism) for axis in runtime.parallel.active_axes(config))
+    asks_for_blocks = parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload
+    is_by_hand = not all(is_ours(part) for part in definers(type(runtime.hooks), "apply_fully_shard"))
+    is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20
+    return is_plain and not asks_for_blocks and devices.float8 == "none" and not is_by_hand and is_small

@@ -6,8 +6,8 @@ A rank that ran out of batches repeats its last one with weight 0, only where th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.event_table import notify
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 _NOTHING = object()
 
@@ -38,18 +37,22 @@ def validate(
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`."""
     metrics: dict[str, float] = {}
     with validation_mode(runtime), runtime.hooks._validation_context():
+        if runtime.log is not None:
+            runtime.log.validation_started(is_training=runtime.session.is_training)
         warn_of_different_buffers(runtime)
         notify(runtime, "pre_val_epoch")
         for name, batches in loaders.items():
             runtime.state.val_name = name
             prefix = f"val/{name}/" if name else "val/"
-            further = runtime.hooks._start_loader_metrics()
+            if runtime.validation_metrics is not None:
+                runtime.validation_metrics.start_loader()
             media = None if runtime.state.is_sanity_validation else runtime.records.validation_media
             record = Record(prefix=prefix, media=media, needs_weight=runtime.world.divided_samples)
             with runtime.records.inside(record), runtime.parallel.whole():
-                _run_loader(runtime, batches, in_step(runtime, batches, max_batches, coordinator), record, further)
+                _run_loader(runtime, batches, in_step(runtime, batches, max_batches, coordinator), record)
             logged = _without_prefix(record.metrics.reduce(runtime.world))
-            of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
+            metered = runtime.validation_metrics
+            of_metrics = {} if metered is None else _without_prefix(metered.values())
             for key in logged.keys() & of_metrics.keys():
                 runtime.warn_once(
                     f"twice {key}",
@@ -94,11 +97,7 @@ def _without_prefix(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _run_loader(
-    runtime: Runtime,
-    source: ValidationBatches,
-    batches: Iterable[tuple[Any, bool]],
-    record: Record,
-    further: Sequence[ValidationMetrics],
+    runtime: Runtime, source: ValidationBatches, batches: Iterable[tuple[Any, bool]], record: Record
 ) -> None:
     count, batch_size = runtime.data.count, source.batch_size
     before, after = runtime.events["pre_val_batch"], runtime.events["post_val_batch"]
@@ -109,9 +108,8 @@ def _run_loader(
             runtime.state.is_padding_batch = True
             try:
                 aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
-                with runtime.records.inside(aside), ExitStack() as contexts:
-                    for metrics in further:
-                        contexts.enter_context(metrics.padding())
+                metrics = runtime.validation_metrics
+                with runtime.records.inside(aside), nullcontext() if metrics is None else metrics.padding():
                     runtime.window.validation_step(moved, batch_idx)
             finally:
                 runtime.state.is_padding_batch = False

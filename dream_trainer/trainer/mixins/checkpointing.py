@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -70,10 +70,11 @@ class CheckpointMixin(AbstractTrainer):
         return list_in_both(self._checkpoints_root(), self.checkpoint_dir)
 
     def _elsewhere(self) -> Path | None:
-        directory = self._runtime.config.checkpoint_parameters.directory
-        if directory is None:
+        parameters: CheckpointParameters = self._runtime.config.checkpoint_parameters
+        config = self.config
+        if parameters.directory is None:
             return None
-        return as_path(directory).expanduser() / self.project / self.group / self.experiment
+        return as_path(parameters.directory).expanduser() / config.project / config.group / config.experiment
 
     def _checkpoints_root(self) -> Path:
         elsewhere = self._elsewhere()
@@ -300,7 +301,7 @@ class CheckpointMixin(AbstractTrainer):
         world = self.world
         return LocalCheckpoints(
             Path(parameters.local_directory).expanduser().absolute(),
-            experiment=self.experiment,
+            experiment=self.config.experiment,
             root=absolute(self._checkpoints_root()),
             mesh_shape=world.mesh_shape._asdict(),
             ranks=ranks_of_host(world, world.host_number),
@@ -379,19 +380,6 @@ class CheckpointMixin(AbstractTrainer):
                     "; ".join(changed),
                 )
         self._notify("on_load", manifest.path)
-
-    # -- called by the loop
-
-    def _validated(self, metrics: dict[str, float]) -> None:
-        super()._validated(metrics)
-        self._runtime.saver.expect_best_metric(metrics)
-        self._runtime.saver.validated(self.global_step, metrics)
-
-    def _tell_end(self, event: str, *args: Any) -> None:
-        if self.is_sanity_validation:
-            (metrics,) = args
-            self._runtime.saver.expect_best_metric(metrics)
-        super()._tell_end(event, *args)
 
     def _close(self) -> None:
         # The directory is released last, since loggers write their last lines.

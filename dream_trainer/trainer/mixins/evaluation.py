@@ -14,6 +14,7 @@ from dream_trainer.data.stream import validation_batches
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.nested import concatenated, detach, to_device
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.event_table import tell_end
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.session import failing_for_all, start
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
@@ -24,7 +25,6 @@ class EvalMixin(AbstractTrainer):
     """Validation beyond a single loader's means."""
 
     _config_class: ClassVar[type | None] = EvalConfigMixin
-    _names_validation_loaders: ClassVar[bool] = True
 
     @property
     def best(self) -> dict[str, float]:
@@ -73,7 +73,7 @@ class EvalMixin(AbstractTrainer):
             was_evaluating, state.is_evaluating = state.is_evaluating, True
             try:
                 metrics = validate(self._runtime, batches, limit)
-                self._tell_end("post_val_epoch", metrics)
+                tell_end(self._runtime, "post_val_epoch", metrics)
             finally:
                 state.is_evaluating = was_evaluating
                 for loader in () if is_own_data else batches.values():
@@ -128,7 +128,8 @@ class EvalMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        self.__validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
+        metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
+        self.__validation_metrics = self._runtime.validation_metrics = metrics
         parameters: EvalParameters = self._runtime.config.eval_parameters
         modes = self._best_modes()
         for name, mode in parameters.best_metrics.items():
@@ -142,11 +143,6 @@ class EvalMixin(AbstractTrainer):
     def _validation_context(self) -> Iterator[None]:
         with self.__validation_metrics.validation(), super()._validation_context():
             yield
-
-    def _start_loader_metrics(self) -> list[ValidationMetrics]:
-        started = super()._start_loader_metrics()
-        self.__validation_metrics.start_loader()
-        return [*started, self.__validation_metrics]
 
     def _metrics_of_training(self) -> dict[str, Any]:
         return self.__validation_metrics.only_of_training(super()._metrics_of_training())

@@ -11,7 +11,7 @@ from dream_trainer.config.parallel_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.sharding import is_cut, shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.model_setup import is_whole_in_steps
+from dream_trainer.trainer.runtime import is_whole_in_steps
 
 
 class FSDPMixin(AbstractTrainer):

@@ -6,8 +6,7 @@ loggers/run_log.py has the way of a number; here is what the trainer tells it: b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +24,6 @@ from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import History, LoggerGroup, RunLog, check_loggers
 from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.event_table import anyone_listens
 
 
 class LoggerMixin(AbstractTrainer):
@@ -46,7 +44,7 @@ class LoggerMixin(AbstractTrainer):
         self.__run_log = self._runtime.log = RunLog(
             parameters,
             self.run_dir,
-            (self.project, self.group, self.experiment),
+            (config.project, config.group, config.experiment),
             records=self._runtime.records,
             training=TrainingRecord(self._weight_of_batch, self._stamp_of_media),
             stragglers=Stragglers(parameters, self._hosts, self._spent, self.warn_once),
@@ -141,29 +139,6 @@ class LoggerMixin(AbstractTrainer):
         super()._window_finished(is_last=is_last)
         step, is_stopped = self._runtime.progress.global_step, self._runtime.coordinator.stopped
         self.__run_log.window_finished(step, is_last=is_last, is_stopped=is_stopped)
-
-    @override
-    @contextmanager
-    def _validation_context(self) -> Iterator[None]:
-        self.__run_log.validation_started(is_training=self._runtime.session.is_training)
-        with super()._validation_context():
-            yield
-
-    @override
-    def _validated(self, metrics: dict[str, float]) -> None:
-        super()._validated(metrics)
-        self.__run_log.validated(metrics)
-
-    @override
-    def _tell_end(self, event: str, *args: Any) -> None:
-        if not anyone_listens(self._runtime, event):
-            super()._tell_end(event, *args)
-            return
-        counts = not (self.is_sanity_validation or self.is_evaluating)
-        if counts or self.global_step > 0:  # before the first step, waiting values belong to that step
-            self.__run_log.land()
-        with self.__run_log.line_of_its_own(counts=counts):
-            super()._tell_end(event, *args)
 
     def __state(self) -> dict[str, Any]:
         is_last, has_failed = self._runtime.schedule.is_last_window(), self._runtime.session.has_failed

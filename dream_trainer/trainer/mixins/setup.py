@@ -7,6 +7,7 @@ The order is three lists, `CONFIGURE`, the parallelisms (parallel/axes.py) and `
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -16,14 +17,15 @@ from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init, refuse_hidden, refuse_lazy
-from dream_trainer.meta.realize import materialize, remember
+from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.forward_state import ParameterMarks
 from dream_trainer.modules.metrics import parts
-from dream_trainer.modules.precision import half_dtype, norms_in_float32
+from dream_trainer.modules.precision import half_dtype, norms_in_float32, sharding_policy
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
 from dream_trainer.parallel.axes import AXES
+from dream_trainer.parallel.axis import AxisSetup, Parallelism
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
 from dream_trainer.parallel.sharding import (
     is_cut,
@@ -34,17 +36,10 @@ from dream_trainer.parallel.sharding import (
 )
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.data_setup import connect_data
-from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.model_setup import (
-    Build,
-    axis_setup,
-    is_whole_in_steps,
-    set_up_axis,
-    sharding_keywords,
-    verified_against_now,
-)
+from dream_trainer.trainer.hooks import Hooks, MixinHooks
 from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models
+from dream_trainer.trainer.runtime import Runtime, is_whole_in_steps
 from dream_trainer.trainer.user_class import parallelisms_of
 from dream_trainer.weights.first_values import forget_first_values, remember_first_values
 from dream_trainer.weights.unloaded_base import UnloadedBases, frozen_draws
@@ -52,7 +47,8 @@ from dream_trainer.weights.unloaded_base import UnloadedBases, frozen_draws
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.trainer.runtime import Runtime
+    from dream_trainer.config.device_parameters import DeviceParameters
+    from dream_trainer.parallel.verify import Verification
 
 
 class SetupMixin(AbstractTrainer):
@@ -137,6 +133,17 @@ class SetupMixin(AbstractTrainer):
     def _setup_stages(self) -> list[tuple[str, str]]:
         stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *setup_stages(self._runtime))]
         return [*super()._setup_stages(), *stages_with_reasons, ("resume", "last, over everything it restores")]
+
+
+@dataclass
+class Build:
+    """Results that one stage passes to later ones."""
+
+    tape: Tape | None
+    assigned: set[str] = field(default_factory=set)
+    plan: Plan | None = None
+    frozen_draws: set[str] = field(default_factory=set)
+    marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
 
 
 class SetupStage(NamedTuple):
@@ -310,3 +317,55 @@ SETUP: tuple[SetupStage, ...] = (
 def setup_stages(runtime: Runtime) -> list[SetupStage]:
     axes = [axis for axis in runtime.parallel.axes if axis.order is not None]
     return [*(SetupStage(axis.name, axis.reason, partial(set_up_axis, axis)) for axis in axes), *SETUP]
+
+
+# -- changes of modules on meta, before they are sharded
+
+
+def verified_against_now(runtime: Runtime) -> Verification | None:
+    """Verifies models against their present form, in one piece, if ranks will split it."""
+    from dream_trainer.parallel.verify import Verification, is_verifiable
+
+    devices: DeviceParameters = runtime.config.device_parameters
+    if not is_verifiable(devices):
+        return None
+
+    def is_in_step() -> bool:
+        return runtime.state.training and runtime.session.is_ready and runtime.accumulation.is_open
+
+    models, world, blocks_of = runtime.registry.models(), runtime.world, runtime.hooks.model_blocks
+    return Verification(models, blocks_of, devices, world, runtime.warn_once, is_in_step, lambda: runtime.takeover)
+
+
+def set_up_axis(axis: Parallelism, runtime: Runtime, build: Build) -> None:
+    if axis.is_on(runtime.config):
+        axis.apply(axis_setup(runtime, build))
+
+
+def axis_setup(runtime: Runtime, build: Build) -> AxisSetup:
+    is_logged = runtime.records.media is not None or type(runtime.hooks).log is not MixinHooks.log
+    return AxisSetup(
+        models=runtime.registry.models(),
+        config=runtime.config,
+        world=runtime.world,
+        parallel=runtime.parallel,
+        hooks=runtime.hooks,
+        marks=build.marks,
+        sharding=sharding_keywords(runtime),
+        log=partial(runtime.hooks.log_dict, weight=1.0) if is_logged else None,
+    )
+
+
+def sharding_keywords(runtime: Runtime) -> dict[str, Any]:
+    """Keyword arguments of `fully_shard` except the mesh."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    # A stage is gathered once for all micro-batches of a batch: given back between them, some schedules' gradients are
+    # wrong without an error.
+    policies: dict[str, Any] = {"reshard_after_forward": False} if runtime.world.stages > 1 else {}
+    mixed = sharding_policy(runtime.config.device_parameters)
+    if mixed is not None:
+        policies["mp_policy"] = mixed
+    if runtime.config.device_parameters.cpu_offload:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=runtime.world.device.type != "cpu")
+    return policies
