@@ -79,18 +79,7 @@ def test_optimizers_and_schedulers_come_by_name_also_from_lists_and_dicts() -> N
     trainer.plateaus = [torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.rest[0])]
     assert list(trainer.named_optimizers()) == ["first", "more.bias", "rest.0"]
     assert list(trainer.named_schedulers()) == ["schedule", "plateaus.0"]
-    assert trainer.get_model_by_optimizer(trainer.more["bias"]) is trainer.b
     assert trainer.get_optimizers_by_model(trainer.b) == [trainer.more["bias"], trainer.rest[0]]
-    assert trainer.get_scheduler_from_optimizer(trainer.first) is trainer.schedule
-    assert trainer.get_scheduler_from_optimizer(trainer.more["bias"]) is None
-
-
-def test_an_optimizer_over_two_models_belongs_to_no_single_one() -> None:
-    trainer = empty()
-    trainer.a, trainer.b = nn.Linear(1, 1), nn.Linear(1, 1)
-    trainer.both = torch.optim.SGD([*trainer.a.parameters(), *trainer.b.parameters()], lr=1.0)
-    with pytest.raises(KeyError, match=r"2 models \['a', 'b'\]"):
-        trainer.get_model_by_optimizer(trainer.both)
 
 
 def test_metrics_are_metrics_and_no_models() -> None:

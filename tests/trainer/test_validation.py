@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import ConfigError, DataError, DistributedDataLoader, HookError, PerRankLoader
+from tests.api import DataError, DistributedDataLoader, HookError, PerRankLoader
 from tests.trainer import small
 from tests.worlds import run_world
 
@@ -196,7 +196,6 @@ class ReturnsATensor(Checked):
     ("cls", "val", "error", "told"),
     [
         (small.Alone, lambda: small.batches(2), HookError, "validation_step is not overridden"),
-        (Checked, lambda: {"a": small.batches(1), "b": small.batches(1)}, ConfigError, "EvalMixin"),
         (Checked, lambda: iter(small.batches(2)), DataError, "read once"),
         (ReturnsATensor, lambda: small.batches(2), HookError, "validation_step returned Tensor"),
     ],
