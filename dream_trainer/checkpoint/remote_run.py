@@ -17,7 +17,6 @@ from dream_trainer.checkpoint.manifest import (
     Manifest,
     kept,
     list_checkpoints,
-    newest_checkpoint,
     read_manifest,
 )
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
@@ -38,13 +37,6 @@ def list_in_both(root: Path, stage: Path) -> list[Manifest]:
     waiting = list_checkpoints(stage) if isinstance(root, StorePath) else []  # first: it may be uploaded in between
     found = {manifest.step: manifest for manifest in (*waiting, *list_checkpoints(root))}
     return [found[step] for step in sorted(found)]
-
-
-def newest_in_both(root: Path, stage: Path) -> Manifest | None:
-    """The last of `list_in_both`; for equal steps the one written last. Does not look at older ones."""
-    waiting = newest_checkpoint(stage) if isinstance(root, StorePath) else None  # first: it may be uploaded in between
-    found = [manifest for manifest in (waiting, newest_checkpoint(root)) if manifest is not None]
-    return max(found, key=lambda manifest: (manifest.step, manifest.wall_time), default=None)
 
 
 @dataclass(eq=False)

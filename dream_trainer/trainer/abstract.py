@@ -23,7 +23,6 @@ from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback, CallbackCollection, Timed
 from dream_trainer.loggers.records import Records
 from dream_trainer.modules.class_change import unwrap
-from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.precision import autocast, under_autocast
 from dream_trainer.parallel.sharding import frozen
 from dream_trainer.screen import logger
@@ -276,10 +275,6 @@ class AbstractTrainer(MixinHooks):
     def named_metrics(self) -> dict[str, Any]:
         """torchmetrics objects by attribute name, in order of assignment."""
         return self._runtime.registry.metrics()
-
-    def _metrics_of_training(self) -> dict[str, Any]:
-        updated = {name: metric for name, metric in self.named_metrics().items() if updates(metric)}
-        return super()._metrics_of_training() | updated
 
     def get_module(self, fqn: str) -> nn.Module:
         """The module at a name such as `"model.layers.0"`, as one would write it after `self.`.

@@ -350,10 +350,6 @@ class MixinHooks(Hooks):
     def _validated(self, metrics: dict[str, float]) -> None:
         """Takes the exact metrics of a validation, before `post_val_epoch`."""
 
-    def _metrics_of_training(self) -> dict[str, Any]:
-        """Maps names to the metrics that training has updated on this rank; a checkpoint keeps their state."""
-        return {}
-
     def _best_modes(self) -> dict[str, Mode]:
         """The validation metrics whose best values are kept, each with whether "min" or "max" is best."""
         return {}

@@ -18,7 +18,6 @@ from dream_trainer.checkpoint.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
 from dream_trainer.config.serialize import difference, to_dict, with_later_fields
 from dream_trainer.config.trainer_config import BaseTrainerConfig
@@ -31,16 +30,20 @@ from dream_trainer.trainer.resumed_rates import ANOTHER_RUN
 from dream_trainer.trainer.runtime import Runtime
 
 Load = Callable[[Manifest, BranchParameters], None]
+Nearer = Callable[[Manifest], bool]  # loads a later state than the newest checkpoint, and returns whether there is one
 
 
-def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load) -> bool:
-    """Loads the checkpoint of `parameters.resume`, and returns whether there was one; every rank calls it."""
+def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load, nearer: Nearer) -> bool:
+    """Loads the checkpoint of `parameters.resume`, and returns whether there was one; every rank calls it.
+
+    Where that is the run's newest, `nearer` is asked first.
+    """
     if world.is_main:
         recover_replaced(root)
     asked = parameters.resume
     newest = world.broadcast_object(newest_checkpoint(root) if world.is_main else None)
     if isinstance(asked, str) and asked not in ("auto", "latest", "best"):
-        return _branch(asked, root, parameters.branch, newest, world, load)
+        return _branch(asked, root, parameters.branch, newest, world, load, nearer)
     parent = newest.parent if newest else None
     if parameters.branch != ALL_KEPT and parent is None:
         raise ConfigError(
@@ -56,7 +59,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
             )
         return False
     if asked in ("auto", "latest"):
-        return _load_newest(root, world, load, is_required=asked == "latest")
+        return _load_newest(root, newest, world, load, nearer, is_required=asked == "latest")
     if asked == "best":
         path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
     else:
@@ -65,30 +68,8 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     return True
 
 
-def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, world: Ranks) -> Manifest | None:
-    """The run's newest checkpoint, if that is what `parameters.resume` asks for; every rank calls it."""
-    asked, branch = parameters.resume, parameters.branch
-
-    def look() -> Manifest | None:
-        recover_replaced(root)
-        newest = newest_in_both(root, stage)
-        parent = newest.parent if newest else None
-        if asked in ("auto", "latest"):
-            return newest if branch == ALL_KEPT or parent is not None else None
-        has_begun = (
-            isinstance(asked, str)
-            and parent is not None
-            and asked != "best"
-            and began_at(parent, absolute(as_path(asked)))
-            and parent["words"] == vars(branch)
-        )
-        return newest if has_begun else None
-
-    return from_main_rank(world, "look for the newest checkpoint", look)
-
-
 def _branch(
-    asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load
+    asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load, nearer: Nearer
 ) -> bool:
     """Begins from the checkpoint at a path; a run that already began there resumes from its own newest."""
     place = absolute(as_path(asked))
@@ -99,7 +80,7 @@ def _branch(
                 f"this run began from {parent['checkpoint']} with {parent['words']}, and branch is {vars(branch)} now. "
                 "Use another experiment name."
             )
-        return _load_newest(root, world, load, is_required=True)
+        return _load_newest(root, newest, world, load, nearer, is_required=True)
     if not world.broadcast_object(place.exists()):
         raise CheckpointError(
             f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
@@ -131,7 +112,11 @@ def _newest(checkpoints: list[Manifest]) -> Manifest:
     return checkpoints[-1]
 
 
-def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:
+def _load_newest(
+    root: Path, newest: Manifest | None, world: Ranks, load: Load, nearer: Nearer, *, is_required: bool
+) -> bool:
+    if newest is not None and nearer(newest):
+        return True
     candidates = world.broadcast_object(finished_directories(root) if world.is_main else [])
     for path in reversed(candidates):
         try:

@@ -53,6 +53,7 @@ from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, random_state, seed_everything, set_random_state
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
+from dream_trainer.modules.metrics import updates
 from dream_trainer.screen import logger
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.rank_differences import warn_of_different_buffers, warn_of_different_state
@@ -93,7 +94,7 @@ def snapshot(
             "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
         } | (plain := runtime.state_registry.plain())
         random, tensors_of_rank = random_state(world.device)
-        metric_states, metric_tensors, unsaved = metric_state(runtime.hooks._metrics_of_training())
+        metric_states, metric_tensors, unsaved = metric_state(_metrics_of_training(runtime))
         if unsaved:
             runtime.warn_once("metrics", f"the state of {unsaved} is not only tensors, and is not in checkpoints.")
         rank_state = {
@@ -132,6 +133,12 @@ def snapshot(
     )
 
 
+def _metrics_of_training(runtime: Runtime) -> dict[str, Any]:
+    """The metrics that training has updated on this rank."""
+    metrics = {name: metric for name, metric in runtime.registry.metrics().items() if updates(metric)}
+    return metrics if runtime.validation_metrics is None else runtime.validation_metrics.only_of_training(metrics)
+
+
 def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """Tensors for DCP, the rest of the optimizers' state, and this rank's own part of that; a collective."""
     models = runtime.registry.models()
@@ -154,10 +161,8 @@ def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[
 
 def _extra_state(runtime: Runtime) -> dict[str, dict[str, Any]]:
     """That of all stages' modules; a collective where there are several."""
-    extra_state = model_extra_state(runtime.registry.models())
-    if runtime.world.stages == 1:
-        return extra_state
-    of_ranks = runtime.world.all_gather_object(extra_state)
+    extra_state, world = model_extra_state(runtime.registry.models()), runtime.world
+    of_ranks = world.all_gather_object(extra_state) if world.stages > 1 else [extra_state]
     return {name: {fqn: v for of_rank in of_ranks for fqn, v in of_rank[name].items()} for name in extra_state}
 
 

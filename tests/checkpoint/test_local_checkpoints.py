@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,18 @@ def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) 
     theirs, words = tmp_path / "other/step_00000002", vars(api.BranchParameters(optimizer="new"))
 
     def asks(resume: Any, **branch: Any) -> bool:
+        asked: list[api.Manifest] = []
+
+        def nearer(newest: api.Manifest) -> bool:
+            asked.append(newest)
+            return True
+
         parameters = api.CheckpointParameters(
             resume=resume, best_metric="loss", best_mode="min", branch=api.BranchParameters(**branch)
         )
-        return api.newest_to_resume(root, root, parameters, alone) is not None
+        with suppress(api.CheckpointError, api.ConfigError):
+            api.resume(root, parameters, alone, lambda manifest, branch: None, nearer)
+        return bool(asked)
 
     assert not asks("auto")
     save(root, 4)

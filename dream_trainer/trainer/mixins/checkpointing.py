@@ -47,7 +47,7 @@ from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.resume import changed_fields, newest_to_resume, resume, run_name
+from dream_trainer.trainer.resume import changed_fields, resume, run_name
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import start
 from dream_trainer.weights.adapters import adapters_of, refuse_other_adapters
@@ -317,26 +317,22 @@ class CheckpointMixin(AbstractTrainer):
         if self._runtime.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self._runtime, saves=parameters.saves)
-        local = self._runtime.saver.local
-        if local is not None and self._resumes_locally(local, parameters):
-            return
         self._runtime.saver.wait_until_sent()
-        if not resume(self._checkpoints_root(), parameters, self.world, self._load):
+        if not resume(self._checkpoints_root(), parameters, self.world, self._load, self._resumes_locally):
             load_initial_weights(self.named_models(), parameters, self.world)
             self._runtime.saver.lacks_checkpoint = parameters.resume is not None
 
-    def _resumes_locally(self, local: LocalCheckpoints, parameters: CheckpointParameters) -> bool:
-        """Loads the newest state from the hosts if every host has its ranks' part; returns whether it did."""
-        root, world = self._checkpoints_root(), self.world
-        newest = newest_to_resume(root, self.checkpoint_dir, parameters, world)
-        found = local.find(newest) if newest is not None else None
+    def _resumes_locally(self, newest: Manifest) -> bool:
+        """Loads the state after `newest` from the hosts if every host has its ranks' part; returns whether it did."""
+        world, local = self.world, self._runtime.saver.local
+        found = None if local is None else local.find(newest)
         if found is None:
             return False
         try:
             self._load(verify_checkpoint(found.path, world=world, shards=False), newest=newest)
         except CheckpointError as error:
             if world.is_main:
-                logger.warning("a local checkpoint is not used, and %s is read: %s", root, error)
+                logger.warning("a local checkpoint is not used, and %s is read: %s", newest.path.parent, error)
             return False
         return True
 

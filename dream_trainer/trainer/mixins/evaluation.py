@@ -144,9 +144,6 @@ class EvalMixin(AbstractTrainer):
         with self.__validation_metrics.validation(), super()._validation_context():
             yield
 
-    def _metrics_of_training(self) -> dict[str, Any]:
-        return self.__validation_metrics.only_of_training(super()._metrics_of_training())
-
     # -- after a validation
 
     def _validated(self, metrics: dict[str, float]) -> None:
