@@ -6,11 +6,10 @@ It reads the attributes when asked; `__setattr__` registers nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.nn as nn
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -82,24 +81,18 @@ class Registry:
                 "the optimizer that belong together."
             )
 
-    def refuse_strangers(self, former_name: Callable[[Tensor], str | None]) -> None:
+    def refuse_strangers(self) -> None:
         """Checks that every parameter that an optimizer updates is one of the trainer's models'."""
         known = {id(parameter) for model in self.models().values() for parameter in model.parameters()}
         for name, optimizer in self.optimizers().items():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if id(parameter) in known:
-                    continue
-                former = former_name(parameter)
-                if former is not None:
+                if id(parameter) not in known:
                     raise HookError(
-                        f"self.{name} updates {former} as it was before it was sharded, and that is not trained. "
-                        "Collect parameters in configure_optimizers(), which gets the trained ones."
+                        f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model "
+                        "of the trainer: it would be neither equal on all ranks nor saved. Make it a parameter of a "
+                        "module that configure_models() assigns to self, and collect parameters in "
+                        "configure_optimizers(): before, they are not yet the trained ones."
                     )
-                raise HookError(
-                    f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model of "
-                    "the trainer: it would be neither equal on all ranks nor saved. Make it a parameter of a module "
-                    "that configure_models() assigns to self."
-                )
 
     def _candidates(self) -> Iterator[tuple[str, nn.Module]]:
         for name, value in self._public_attributes():

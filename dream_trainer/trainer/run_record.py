@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from dream_trainer.checkpoint.files import named_step, step_directories
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, is_checkpoint, read_manifest
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, is_checkpoint, read_manifest
 from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.checks import listed
 from dream_trainer.cleanup import in_a_line
@@ -110,12 +110,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return read_manifest(path).config
     file = path / CONFIG_NAME if path.is_dir() else path
     if not file.exists():
-        try:  # older versions wrote no file without a logger; their checkpoints have the config
-            return read_manifest(find_checkpoint(path)).config
-        except CheckpointError:
-            raise ConfigError(
-                f"{file} does not exist. Give a run's directory, such as runs/project/group/experiment."
-            ) from None
+        raise ConfigError(f"{file} does not exist. Give a run's directory, such as runs/project/group/experiment.")
     config = read_plain(file)
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds no config but a {type(config).__name__}. Give a run's directory.")

@@ -7,40 +7,20 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.config.checkpoint_parameters import (
-        CheckpointConfigMixin as CheckpointConfigMixin,
-        CheckpointParameters as CheckpointParameters,
-    )
+    from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin as CheckpointConfigMixin
     from dream_trainer.config.device_parameters import SetupConfigMixin as SetupConfigMixin
-    from dream_trainer.config.logger_parameters import (
-        LoggerConfigMixin as LoggerConfigMixin,
-        LoggerParameters as LoggerParameters,
-        MLflowParameters as MLflowParameters,
-        TrackioParameters as TrackioParameters,
-        WandbParameters as WandbParameters,
-    )
+    from dream_trainer.config.logger_parameters import LoggerConfigMixin as LoggerConfigMixin
     from dream_trainer.config.parallel_parameters import (
         ActivationCheckpointingConfigMixin as ActivationCheckpointingConfigMixin,
-        ActivationCheckpointingParameters as ActivationCheckpointingParameters,
         CompileConfigMixin as CompileConfigMixin,
-        CompileParameters as CompileParameters,
         ContextParallelConfigMixin as ContextParallelConfigMixin,
-        ContextParallelParameters as ContextParallelParameters,
         Float8ConfigMixin as Float8ConfigMixin,
-        Float8Parameters as Float8Parameters,
         FSDPConfigMixin as FSDPConfigMixin,
-        FSDPParameters as FSDPParameters,
         LocalSGDConfigMixin as LocalSGDConfigMixin,
-        LocalSGDParameters as LocalSGDParameters,
         PipelineParallelConfigMixin as PipelineParallelConfigMixin,
-        PipelineParallelParameters as PipelineParallelParameters,
         TensorParallelConfigMixin as TensorParallelConfigMixin,
-        TensorParallelParameters as TensorParallelParameters,
     )
-    from dream_trainer.config.training_parameters import (
-        EvalConfigMixin as EvalConfigMixin,
-        EvalParameters as EvalParameters,
-    )
+    from dream_trainer.config.training_parameters import EvalConfigMixin as EvalConfigMixin
     from dream_trainer.trainer.mixins.activation_checkpointing import (
         ActivationCheckpointingMixin as ActivationCheckpointingMixin,
     )

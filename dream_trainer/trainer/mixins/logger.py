@@ -47,7 +47,9 @@ class LoggerMixin(AbstractTrainer):
             (config.project, config.group, config.experiment),
             records=self._runtime.records,
             training=TrainingRecord(self._weight_of_batch, self._stamp_of_media),
-            stragglers=Stragglers(parameters, self._hosts, self._spent, self.warn_once),
+            stragglers=Stragglers(
+                parameters, lambda: self.world.all_gather_object(self.world.host), self._spent, self.warn_once
+            ),
             config=partial(to_dict, config),
             stamp=self._stamp,
             notify=partial(self._notify, "on_log"),

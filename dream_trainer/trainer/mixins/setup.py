@@ -253,11 +253,10 @@ def _configure_optimizers(runtime: Runtime, build: Build) -> None:
     runtime.parallel.reshard()
     with runtime.parallel.configuring_optimizers():
         runtime.hooks.configure_optimizers()
-    optimizers, plan = runtime.registry.optimizers(), build.plan
+    optimizers = runtime.registry.optimizers()
     if not optimizers:
         raise HookError("configure_optimizers assigned no optimizer to self: self.optimizer = ...")
-    assert plan is not None  # the models are real
-    runtime.registry.refuse_strangers(plan.former_name)
+    runtime.registry.refuse_strangers()
     for optimizer in optimizers.values():
         refuse_unshardable(optimizer)
         if isinstance(optimizer, Muon):
