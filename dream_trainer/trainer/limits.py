@@ -46,13 +46,9 @@ def set_limits(runtime: Runtime, limits: Limits) -> None:
         return
     steps = runtime.state.total_steps
     runtime.state.total_steps = planned_steps(parameters, runtime.state.steps_per_epoch, global_batch_size(runtime))
-    ends = []
-    if runtime.state.total_steps != steps:
-        ends.append(f"step {_spelled(runtime.state.total_steps)} instead of {_spelled(steps)}")
-    if before.max_tokens != parameters.max_tokens:
-        ends.append(f"{_spelled(parameters.max_tokens)} tokens instead of {_spelled(before.max_tokens)}")
-    if ends and runtime.registry.schedulers():
-        _build_schedulers_again(runtime, " and ".join(ends))
+    is_changed = runtime.state.total_steps != steps or before.max_tokens != parameters.max_tokens
+    if is_changed and runtime.registry.schedulers():
+        _build_schedulers_again(runtime, before=f"total_steps={steps} and max_tokens={before.max_tokens}")
 
 
 @contextmanager
@@ -67,7 +63,7 @@ def ending_with_the_epoch(runtime: Runtime) -> Iterator[None]:
         runtime.schedule.follow(configured)
 
 
-def _build_schedulers_again(runtime: Runtime, ends: str) -> None:
+def _build_schedulers_again(runtime: Runtime, *, before: str) -> None:
     """Their form follows `total_steps`; where they are in it is kept."""
     rates = runtime.rates
     states = {name: scheduler.state_dict() for name, scheduler in runtime.registry.schedulers().items()}
@@ -88,9 +84,11 @@ def _build_schedulers_again(runtime: Runtime, ends: str) -> None:
     rates.note_built()
     if runtime.world.is_main:
         logger.warning(
-            "the run now ends at %s: its schedules (%s) were rebuilt for that, and continue from step %d like a "
-            "restart with these limits.",
-            ends,
+            "the run has total_steps=%s and max_tokens=%s instead of %s: its schedules (%s) were rebuilt for that, and "
+            "continue from step %d like a restart with these limits.",
+            runtime.state.total_steps,
+            runtime.config.training_parameters.max_tokens,
+            before,
             ", ".join(schedulers),
             runtime.progress.global_step,
         )
@@ -103,7 +101,3 @@ def _build_schedulers_again(runtime: Runtime, ends: str) -> None:
     for line in rates.go_on(shared, ALL_KEPT):
         if runtime.world.is_main:
             logger.warning("%s", line)
-
-
-def _spelled(count: int | None) -> Any:
-    return "an unknown number" if count is None else count

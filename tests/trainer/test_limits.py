@@ -107,7 +107,7 @@ def test_schedules_follow_the_new_end_as_those_of_a_restart_do(caplog: pytest.Lo
     raised.set_limits(n_epochs=EPOCHS)
     assert raised.total_steps == LAST_STEP
     assert raised.config.training_parameters.n_epochs == EPOCHS
-    assert "ends at step 12 instead of 6: its schedules (scheduler) were rebuilt" in caplog.text
+    assert "instead of total_steps=6 and max_tokens=None: its schedules (scheduler) were rebuilt" in caplog.text
     raised.fit()
     rates = [step["lr"] for step in raised.record]
     assert rates[STEPS_PER_EPOCH + 1 :] == pytest.approx([0.02 * (1 - step / 13) for step in range(7, 12)], rel=1e-12)
