@@ -18,7 +18,6 @@ from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin, LocalS
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.events.collection import BaseCallback
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Counters
@@ -40,26 +39,7 @@ class LocalSGDMixin(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for callback in config.callbacks:
-            if type(callback).checkpoint_tensors is not BaseCallback.checkpoint_tensors:
-                raise ConfigError(
-                    f"LocalSGDMixin does not work with {type(callback).__name__}, which keeps tensors in checkpoints: "
-                    "each worker would have others. Leave one of the two out."
-                )
         self._runtime.workers = self._runtime.config.local_sgd_parameters.workers
-
-    def register_state(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Like every trainer's, except for tensors, which would differ between workers.
-
-        Raises:
-            ConfigError: `scope="tensors"`.
-        """
-        if kwargs.get("scope") == "tensors":
-            raise ConfigError(
-                f'register_state({name!r}, scope="tensors") does not work with LocalSGDMixin: each worker would have '
-                'other tensors. Use scope="rank" for small ones.'
-            )
-        super().register_state(name, *args, **kwargs)
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
@@ -74,6 +54,14 @@ class LocalSGDMixin(AbstractTrainer):
             self.changing_weights,
         )
         self._runtime.state_registry.register("local_sgd", rounds.state, rounds.load_state, goes_with_counters=True)
+
+    def _resume(self) -> None:
+        if kept := next(iter(self._runtime.state_registry.tensors()), None):
+            raise ConfigError(
+                f"LocalSGDMixin does not work with {kept}, a tensor that checkpoints keep: each worker would have "
+                'another. Leave one of the two out, or keep a small one by register_state(..., scope="rank").'
+            )
+        super()._resume()
 
     def _window_started(self) -> None:
         super()._window_started()
