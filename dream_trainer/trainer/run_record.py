@@ -251,7 +251,7 @@ class RunRecorder:
     def _is_set_up(self) -> None:
         self._has_directory = True  # claimed, if the trainer claims one
         runtime = self._runtime
-        if runtime.world.is_main and runtime.coordinator.trains:
+        if runtime.world.is_main:
             self._times = _times_so_far(runtime.run_dir)  # a resume drops the end of the log
         if runtime.world.is_main and runtime.coordinator.trains and read_record(runtime.run_dir) is None:
             self._is_new = not (runtime.run_dir / CONFIG_NAME).exists()

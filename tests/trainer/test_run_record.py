@@ -81,6 +81,14 @@ def test_a_branch_that_keeps_its_counters_keeps_the_best_values_of_its_checkpoin
     assert record_of(RUN.with_name("new")).best["val/loss"] == {"value": 2.5, "step": 1, "mode": "min"}
 
 
+def test_a_run_that_is_resumed_before_fit_keeps_the_times_of_its_earlier_starts() -> None:
+    run(training={"max_steps": 2})
+    with Saves(make_config(training={"max_steps": 4})) as trainer:
+        trainer.launch_and_resume()
+        trainer.fit()
+    assert [one["first_step"] for one in record_of(RUN).times] == [0, 2]
+
+
 def test_a_run_that_goes_on_with_other_code_names_the_files_that_changed(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
