@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dream_trainer.checkpoint.blocks import WeightFiles, whole_box
 from dream_trainer.checkpoint.digests import value_digests
 from dream_trainer.checkpoint.model_state import model_tensors
 from dream_trainer.checkpoint.store import read_shared
@@ -32,8 +33,7 @@ from dream_trainer.weights.export_files import (
     plan_files,
     write_files,
 )
-from dream_trainer.weights.reading import WeightFiles, renamer
-from dream_trainer.weights.weight_files import open_weights
+from dream_trainer.weights.weight_files import open_weights, renamer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -320,7 +320,7 @@ class LeftOutWeights:
             raise CheckpointError(
                 f"{path} has no {record['name']!r} of shape {spec.shape}, which {name} was loaded from."
             )
-        tensor = files.read(record["name"], tuple(slice(0, size) for size in spec.shape)).to(spec.dtype)
+        tensor = files.read(record["name"], whole_box(spec.shape)).to(spec.dtype)
         if value_digests({name: tensor}, world=Ranks.alone())[name] != record["digest"]:
             raise CheckpointError(
                 f"{record['name']!r} in {path} is not what {name} was when the checkpoint was saved. Give the file or "

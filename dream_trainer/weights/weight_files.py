@@ -5,16 +5,17 @@ No code in a file is run: pickles are read by PyTorch's `weights_only` reader.""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dream_trainer.checkpoint.blocks import Box, WeightFiles, blaming, inside, load_pickle
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
-from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 UNDERSTOOD = (
     "a Hugging Face directory (*.safetensors with or without an index, or pytorch_model.bin), a .safetensors file, an "
@@ -144,3 +145,36 @@ class _Shards(WeightFiles):
 
     def read(self, name: str, box: Box) -> Tensor:
         return self._file_of_name[name].read(name, box)
+
+
+def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict[str, str]]:
+    """Makes a function from names to a dict of new to given names, which replaces the expressions in order.
+
+    A name that becomes empty is left out."""
+    patterns = []
+    for pattern, replacement in (renames or {}).items():
+        try:
+            compiled = re.compile(pattern)
+            compiled.sub(replacement, "")  # a faulty replacement fails here, matched or not
+        except (re.error, IndexError) as error:
+            raise ConfigError(
+                f"renames={{{pattern!r}: {replacement!r}}} is not a regular expression and its replacement: {error}. "
+                'Write a dot of a name as r"\\.".'
+            ) from error
+        patterns.append((compiled, replacement))
+
+    def renamed(names: Iterable[str]) -> dict[str, str]:
+        sources: dict[str, str] = {}
+        for name in names:
+            new = name
+            for pattern, replacement in patterns:
+                new = pattern.sub(replacement, new)
+            if new in sources:
+                raise CheckpointError(
+                    f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ."
+                )
+            if new:
+                sources[new] = name
+        return sources
+
+    return renamed
