@@ -80,7 +80,7 @@ def read_metadata(path: Path) -> tuple[Manifest, Metadata]:
 # -- Blocks of tensors, assembled from the saved chunks that they overlap.
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """What a block has of a saved chunk."""
 
     file: Path
@@ -121,13 +121,13 @@ class DcpTensors(WeightFiles):
         pieces = (piece for name, box in boxes.items() for piece in self.pieces(name, box))
         return {piece.file: self._manifest.entry(piece.file.name) for piece in pieces}
 
-    def pieces(self, name: str, box: Box) -> list[Piece]:
+    def pieces(self, name: str, box: Box) -> list[_Piece]:
         found = []
         for chunk in self.records[name].chunks:
             common = _overlap(box, chunk)
             if common is not None:
                 file, place = self._location(name, chunk)
-                found.append(Piece(file, place.offset, place.length, name, chunk, common))
+                found.append(_Piece(file, place.offset, place.length, name, chunk, common))
         covered, wanted = sum(_volume(piece.common) for piece in found), _volume(box)
         if covered < wanted:
             raise CheckpointError(
@@ -190,7 +190,7 @@ def read_tensors(
     stored = DcpTensors(manifest.path, metadata, manifest)
     unread = set(shards)
     try:
-        by_file: dict[Path, list[tuple[Piece, Tensor, Box]]] = {}
+        by_file: dict[Path, list[tuple[_Piece, Tensor, Box]]] = {}
         for name, tensor in tensors.items():
             local, part = local_tensor(tensor), part_of(tensor)
             if part.rows:

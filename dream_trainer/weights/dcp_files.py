@@ -1,4 +1,4 @@
-"""Weights in DCP directories: Dream Trainer's own checkpoints, and other programs' directories."""
+"""A checkpoint's tensors one at a time, by one process without a process group or an accelerator."""
 
 from __future__ import annotations
 
@@ -8,42 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dream_trainer.checkpoint.blocks import blaming, whole_box
-from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, DcpTensors, parse_metadata, read_metadata
-from dream_trainer.errors import CheckpointError
+from dream_trainer.checkpoint.blocks import whole_box
+from dream_trainer.checkpoint.safe_dcp import DcpTensors, read_metadata
 from dream_trainer.weights.export_files import TensorSpec
-
-_OWN_PREFIX = "models."
-
-
-def open_checkpoint(path: Path, model_name: str | None) -> DcpTensors:
-    """The weights of one model in a Dream Trainer checkpoint; the model's name may be None if there is only one."""
-    manifest, metadata = read_metadata(path)
-    names = [name for name in metadata.state_dict_metadata if name.startswith(_OWN_PREFIX)]
-    models = sorted({name.split(".")[1] for name in names})
-    if model_name is None and len(models) != 1:
-        raise CheckpointError(f"{path} holds the models {models}. Say which with model_name.")
-    prefix = f"{_OWN_PREFIX}{model_name or models[0]}."
-    chosen = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    if not chosen:
-        raise CheckpointError(f"{path} holds no model {model_name!r}; it holds {models}. Give one as model_name.")
-    return DcpTensors(path, metadata, manifest, chosen)
-
-
-def open_foreign(path: Path) -> DcpTensors:
-    """All tensors of a DCP directory from another program, under the names they have there."""
-    file = path / METADATA_NAME
-    with blaming(file):
-        metadata = parse_metadata(file.read_bytes(), file, has_others=True)
-    records = metadata.state_dict_metadata
-    tensors = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
-    return DcpTensors(path, metadata, None, tensors)
-
-
-# -- A checkpoint's tensors one at a time, by one process without a process group or an accelerator.
-
 
 _CHUNK = 1 << 24  # elements compared at once, so that float64 copies stay small
 
